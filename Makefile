@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
-.PHONY: help setup demo pictures test test-fast test-slow coverage test-floors lint fix types docs wheel bench dali test-dali gpu-check clean
+.PHONY: help setup demo pictures test test-fast test-slow coverage test-floors lint fix types docs wheel bench dali test-dali test-ray gpu-check clean
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-slow  proofs that are repeated: every strategy, 500 kills, the planner against real runs"
 	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs"
 	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices"
+	@echo "make test-ray   the tests on a Ray cluster of three nodes"
 	@echo "make test-floors  the unit lane with the lowest torch, numpy, pyarrow and DALI, in .venv-floors"
 	@echo "make lint       ruff check, format check and codespell"
 	@echo "make fix        apply what ruff can fix and format"
@@ -131,6 +132,12 @@ dali: setup
 test-dali: dali
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist load tests/loaders/decode/test_dali.py \
 		tests/loaders/decode/test_dali_install.py tests/loaders/decode/test_splice.py tests/sharding/test_dali_reader.py
+
+# Its clusters take as long as a third of the suite, so `make test` skips these where Ray is not installed.
+test-ray: setup
+	$(BIN)/pip install -qq -c constraints.txt -e ".[dev,ray]"
+	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 2 --dist loadfile tests/sharding/engines/test_on_ray.py \
+		tests/loaders/serving/test_remote.py tests/bench/annotate/test_on_ray.py tests/bench/studies/loader/test_command.py
 
 gpu-check: dali
 	$(BIN)/python -m pytest -v -m gpu tests/gpu --out gpu-check.json $(CHECK)

@@ -27,7 +27,7 @@ from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger
-from fuelrail.loaders.schedule.prefetch import RequestStream, prefetch
+from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import decode_state, settings_of_state, state_at
 from fuelrail.loaders.serving.client import serve_elsewhere
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.loaders.records import Scheduled, Task
+    from fuelrail.loaders.records import Scheduled
     from fuelrail.loaders.serving.ray_workers import RemoteWorkers
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.windows import FrameWindow, TimeWindow
@@ -254,10 +254,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 if self._away is not None:
                     self._runner.start(self._away.items(walk), self.stages(), [self._away])
                 else:
-                    made, streams = self._tasks(walk, self.where.scheduled(walk))
-                    self._runner.start(
-                        made, self._left_out.stages(self.stages()), [stream.session for stream in streams]
-                    )
+                    self._run(walk, self.where.scheduled(walk))
             return self._drain(self._runner.take(), walk)
 
     def set_epoch(self, epoch: int) -> None:
@@ -421,18 +418,19 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._take = self._buffers(memory)
         return self._bad
 
-    def _tasks(self, walk: Walk, scheduled: Iterator[Scheduled]) -> tuple[Iterator[Task], list[RequestStream]]:
-        """Return scheduled samples of a walk as tasks, requested from the streams that are returned too."""
+    def _run(self, walk: Walk, scheduled: Iterator[Scheduled]) -> None:
+        """Start the threads on scheduled samples of a walk."""
         streams = self._schedule.streams(walk)
         asked = prefetch(scheduled, streams, self._look_ahead_bytes)
-        return buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups), streams
+        tasks = buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups)
+        self._runner.start(tasks, self._left_out.stages(self.stages()), [stream.session for stream in streams])
 
     def make_steps(self, place: Cursor, number: int, count: int = 1) -> Iterator[Any]:
         """Yield ``count`` batches from this number after a place on, and request nothing else; the position stays."""
         walk = Walk(Walk(place, self._batching).cursor(number), self._batching)
         of_steps = groupby(self.where.scheduled(walk), lambda one: (one.epoch, one.step))
         scheduled = chain.from_iterable(samples for _, samples in islice(of_steps, count))
-        self._runner.start(self._tasks(walk, scheduled)[0], self.stages(), ())
+        self._run(walk, scheduled)
         try:
             yield from map(self._make.hand_over, self._runner.take())
         finally:

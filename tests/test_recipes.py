@@ -152,6 +152,32 @@ def test_kubernetes_recipes_give_nccl_shared_memory_and_keep_checkpoints(name):
     assert "persistentVolumeClaim" in mounts["".join(place)]
 
 
+@pytest.mark.real
+def test_the_pods_of_the_ray_cluster_are_of_the_schema_and_its_trainers_join_it():
+    """KubeRay's own schema is not here; that of JobSet has the pods of Kubernetes."""
+    jsonschema = pytest.importorskip("jsonschema")
+    cluster, job = yaml.safe_load_all((RECIPES / "kuberay.yaml").read_text())
+    schema = schema_of("JobSet", "v1alpha2")["properties"]["spec"]["properties"]["replicatedJobs"]["items"]
+    for _ in range(2):  # of a job, then of a pod
+        schema = schema["properties"]["template"]["properties"]["spec"]
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    for group in groups:
+        jsonschema.validate(group["template"]["spec"], schema)
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    workers = groups[1]
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    (trainer,) = (container for pod in pods(job) for container in pod["containers"])
+    assert f"--address={cluster['metadata']['name']}-head-svc:6379 --num-cpus=0" in trainer["command"][-1]
+    images = {
+        container["image"] for document in (cluster, job) for pod in pods(document) for container in pod["containers"]
+    }
+    assert images == {trainer["image"]}
+    # A CPU for each actor of each rank.
+    asked = 64 * int(next(one["value"] for one in trainer["env"] if one["name"] == "ACTORS"))
+    (worker,) = workers["template"]["spec"]["containers"]
+    assert asked == 32 * int(worker["resources"]["requests"]["cpu"]) <= workers["maxReplicas"] * 32
+
+
 def test_recipes_name_what_exists():
     for path in RECIPES.iterdir():
         for named in re.findall(r"configs/[\w/]+\.(?:py|sh|sbatch|gpu)", path.read_text()):

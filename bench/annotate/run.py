@@ -170,24 +170,24 @@ def _on_ray(base: Dataset, layer: str, model: Model | str, options: AnnotateOpti
         raise ConfigError(f"engine='ray' divides the work itself, and this is one of {world.size} ranks: start it once")
     from fuelrail.sharding.engines.ray import RayEngine
 
-    is_cuda = (options.device or "").startswith("cuda")
-    engine = RayEngine(options.ray_address, cpus=options.workers or 1, gpus=int(is_cuda))
+    cpus, gpus = options.workers or 1, int((options.device or "").startswith("cuda"))
+    engine = RayEngine(options.ray_address, cpus=cpus, gpus=gpus)
+    options = msgspec.structs.replace(options, workers=cpus)
     layer = layer if is_url(layer) else os.path.abspath(layer)  # noqa: PTH100 - of a process in another folder
-    setup = _pickled((base, model, msgspec.structs.replace(options, workers=options.workers or 1)))
-    work = _Annotation(base, None, options, World(0, 1))
+    work, start = _Annotation(base, None, options, World(0, 1)), partial(_start, _pickled(base, model, options))
     with engine.connected():
-        facts = next(engine.make(partial(_start_facts, setup), [0]))
+        facts = next(engine.make(partial(start, None), [0]))
         with LayerWriter(base, layer, **facts, view=work.view) as writer:
             done = writer.written()
-            num_kept = int(done.sum())
-            num_rows = min(ROWS_PER_SEGMENT, (done.size - num_kept) // _PIECES)
-            pieces = work.pieces(done, max(1, num_rows // options.batch_size))
-            for _ in engine.make(partial(_start_rows, setup, layer, facts, pieces, done), range(len(pieces))):
+            num_lacking = int(done.size - done.sum())
+            most = min(ROWS_PER_SEGMENT, num_lacking // _PIECES) // options.batch_size
+            pieces = work.pieces(done, max(1, most))
+            for _ in engine.make(partial(start, (layer, facts, pieces, done)), range(len(pieces))):
                 pass
-            return writer.finish().fingerprint, num_kept, done.size - num_kept
+            return writer.finish().fingerprint, done.size - num_lacking, num_lacking
 
 
-def _pickled(setup: tuple[Dataset, Model | str, AnnotateOptions]) -> bytes:
+def _pickled(*setup: Any) -> bytes:
     import torch
     from ray import cloudpickle
 
@@ -200,31 +200,14 @@ def _pickled(setup: tuple[Dataset, Model | str, AnnotateOptions]) -> bytes:
     return content
 
 
-def _start_facts(setup: bytes, node: str) -> Callable[[int], dict[str, Any]]:
-    work = _work_on(node, setup)
-    return lambda _: {"channels": work.table(), "recipe": work.recipe()}
-
-
-def _start_rows(
-    setup: bytes, layer: str, facts: dict[str, Any], pieces: list[_Piece], done: Rows, node: str
-) -> Callable[[int], None]:
-    work = _work_on(node, setup, layer)
-    writer = LayerWriter(work.base, layer, **facts, view=work.view)
-
-    def make(number: int) -> None:
-        work.write(pieces[number], writer, done)
-        writer.flush()
-
-    return make
-
-
-def _work_on(node: str, setup: bytes, layer: str | None = None) -> _Annotation:
+def _start(setup: bytes, rows: tuple[str, Any, list[_Piece], Rows] | None, node: str) -> Callable[[int], Any]:
+    """Return, in a process of the cluster, what writes a piece's rows to a layer; None: what tells table and recipe."""
     import torch
 
     try:
         base, model, options, num_threads = pickle.loads(setup)
-        if not (layer is None or is_url(layer) or Path(layer).is_dir()):
-            raise DatasetError(f"there is no folder '{layer}'")
+        if rows is not None and not (is_url(rows[0]) or Path(rows[0]).is_dir()):
+            raise DatasetError(f"there is no folder '{rows[0]}'")
         model = _load(model) if isinstance(model, str) else model
     except (ConfigError, DatasetError, ImportError, AttributeError) as error:
         raise ConfigError(
@@ -232,7 +215,17 @@ def _work_on(node: str, setup: bytes, layer: str | None = None) -> _Annotation:
             "all nodes share, at the same path, or at a URL"
         ) from error
     torch.set_num_threads(num_threads)  # as where the command runs: sums may depend on it
-    return _Annotation(base, model, options, World(0, 1))
+    work = _Annotation(base, model, options, World(0, 1))
+    if rows is None:
+        return lambda _: {"channels": work.table(), "recipe": work.recipe()}
+    layer, facts, pieces, done = rows
+    writer = LayerWriter(base, layer, **facts, view=work.view)
+
+    def make(number: int) -> None:
+        work.write(pieces[number], writer, done)
+        writer.flush()
+
+    return make
 
 
 class _Piece(NamedTuple):

@@ -1,14 +1,17 @@
-"""Batches from a process of their own beside batches from threads: the rate, and what the trainer's Python notices.
+"""Batches from a process of their own beside batches from threads: rate, what the trainer's Python notices, CPU.
 
 ``python -m fuelrail.bench.micro.where WORK [--out FILE]``. Both loaders run over the same samples in turns (six
 1600x900 images each to 704x256, two decoding threads). *Rate*: nothing but the loader works. *Steps*: the trainer's
 thread executes a fixed piece of Python that takes about a millisecond alone, as one that launches kernels does, while
-the loader refills its queue; the distribution of its duration is what a launch loop would notice.
+the loader refills its queue; the distribution of its duration is what a launch loop would notice. *CPU*: of all
+processes of four ranks that get the same batches from one process (``where="node"``), and of one rank's threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,23 +19,30 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import msgspec
 
-from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import CpuWatch, MachineFacts, machine_facts
+from fuelrail.bench.measure.processes import tree_cpu_s
 from fuelrail.bench.micro.source import make_dataroot
 from fuelrail.bench.report.files import publish_json
-from fuelrail.loaders import DataLoader
+from fuelrail.loaders import DataLoader, World
 from fuelrail.sharding.api import shard
 from fuelrail.sharding.progress import Quiet
 
 _BATCH = 8
 _STEPS = 40
 """Steps of the trainer for each batch."""
+_SHARING = 4
+"""Ranks that get the same batches."""
 
 
 class WhereReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates by where batches are made: images a second of each round; percentiles of the trainer's steps [ms]."""
+    """Rates by where batches are made: images a second of each round; percentiles of the trainer's steps [ms].
+
+    ``cpu_s``: CPU seconds of an epoch by number of ranks, of each round. ``disturbed``: what other processes used.
+    """
 
     benchmark: str
     machine: MachineFacts
@@ -42,6 +52,39 @@ class WhereReport(msgspec.Struct, frozen=True, kw_only=True):
     """The process's rate over that of threads, median of the rounds."""
     step_p50_ms: dict[str, float]
     step_p99_ms: dict[str, float]
+    cpu_s: dict[int, list[float]]
+    cpu_ratio: float
+    """The CPU time of all ranks that share batches over one rank's, median of the rounds."""
+    disturbed: str | None
+
+
+def _rank(dataset: Path, rank: int, count: int, job: str, barrier: Any) -> None:  # noqa: ANN401 - multiprocessing's
+    """Be one of ``count`` ranks of one model: an epoch, and one between two pairs of meetings with the parent."""
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": job}
+    where = "node" if count > 1 else None
+    options: Any = {"shuffle": True, "drop_last": True, "num_workers": 2, "world": World(0, 1), "where": where}
+    with DataLoader(dataset, _BATCH, **options) as loader:
+        for _ in range(2):
+            for _batch in loader:
+                pass
+            barrier.wait()
+            barrier.wait()
+
+
+def _epoch_cpu_s(dataset: Path, count: int, job: str) -> float:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(count + 1)
+    ranks = [context.Process(target=_rank, args=(dataset, rank, count, job, barrier)) for rank in range(count)]
+    for rank in ranks:
+        rank.start()
+    used_s = []
+    for _ in range(2):
+        barrier.wait()
+        used_s.append(tree_cpu_s(os.getpid()))
+        barrier.wait()
+    for rank in ranks:
+        rank.join()
+    return used_s[1] - used_s[0]
 
 
 def _step() -> float:
@@ -53,6 +96,7 @@ def _step() -> float:
 
 def measure(dataset: Path, num_samples: int, rounds: int) -> WhereReport:
     """Run epochs of each candidate in turns; the first round is not counted."""
+    watch = CpuWatch(partial(tree_cpu_s, os.getpid()))
     make = partial(DataLoader, dataset, _BATCH, shuffle=True, drop_last=True, num_workers=2, seed=0)
     loaders = {"threads": make(), "process": make(where="process")}
     rates: dict[str, list[float]] = {name: [] for name in loaders}
@@ -69,6 +113,10 @@ def measure(dataset: Path, num_samples: int, rounds: int) -> WhereReport:
                 steps[name] += [_step() for _ in range(_STEPS)]
     for loader in loaders.values():
         loader.close()
+    cpu_s: dict[int, list[float]] = {1: [], _SHARING: []}
+    for each in range(rounds):
+        for count, values in cpu_s.items():
+            values.append(_epoch_cpu_s(dataset, count, f"{os.getpid()}-{each}"))
     rates = {name: values[1:] for name, values in rates.items()}
     return WhereReport(
         benchmark="where",
@@ -78,6 +126,9 @@ def measure(dataset: Path, num_samples: int, rounds: int) -> WhereReport:
         rate_ratio=median(there / here for here, there in zip(*rates.values(), strict=True)),
         step_p50_ms={name: median(values) for name, values in steps.items()},
         step_p99_ms={name: quantiles(values, n=100)[98] for name, values in steps.items()},
+        cpu_s=cpu_s,
+        cpu_ratio=median(shared / alone for alone, shared in zip(*cpu_s.values(), strict=True)),
+        disturbed=watch.use().disturbed,
     )
 
 
@@ -98,6 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"process / threads: {report.rate_ratio:.3f}")  # noqa: T201
     for name, value in report.step_p50_ms.items():
         print(f"steps beside {name:<10} p50 {value:6.3f} ms  p99 {report.step_p99_ms[name]:7.3f} ms")  # noqa: T201
+    print(f"CPU of {_SHARING} ranks that share batches / of one rank: {report.cpu_ratio:.3f}")  # noqa: T201
+    if report.disturbed is not None:
+        print(report.disturbed)  # noqa: T201
     if options.out is not None:
         publish_json(options.out, report)
     return 0

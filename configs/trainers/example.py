@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 TRANSFORMS = Transforms(image=ImageAugment(height=64, width=176))
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line of every example."""
+def arguments(argv: Sequence[str] | None = None, *, takes_actors: bool = False) -> argparse.Namespace:
+    """The command line of every example; of one that can have its batches made elsewhere, the number of actors too."""
     parser = argparse.ArgumentParser()
     parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
     parser.add_argument("--steps", type=int, default=20, help="optimiser steps in all, those before a resume included")
@@ -35,6 +35,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--checkpoint", type=Path, default=Path(".checkpoint"), metavar="DIR", help="where to save and resume"
     )
     parser.add_argument("--every", type=int, default=5, metavar="STEPS", help="steps between two checkpoints")
+    if takes_actors:
+        parser.add_argument("--actors", type=int, help="make batches by so many actors of this node's Ray cluster")
     options = parser.parse_args(argv)
     options.checkpoint.mkdir(parents=True, exist_ok=True)
     return options

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
-from fuelrail.loaders import DataLoader
+from fuelrail.loaders import DataLoader, RemoteWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train on this rank; the process group is initialised."""
-    options = arguments(argv)
+    options = arguments(argv, takes_actors=True)
     device = own_device()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     model = build_model().to(device)
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seed=7,
         device=device,
         world=mesh,
+        where=RemoteWorkers("auto", num_workers=options.actors) if options.actors else None,
     ) as loader:
         progress: dict[str, Any] = {"step": 0}
         if saved := checkpoints.newest():

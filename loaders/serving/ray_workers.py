@@ -9,6 +9,7 @@ loader's memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import statistics
 import threading
@@ -23,7 +24,8 @@ from fuelrail.loaders.batch.buffer_pool import page_locked, pageable
 from fuelrail.loaders.batch.processes import content_of
 from fuelrail.loaders.serving.memory import Pools, dump, load_with
 from fuelrail.loaders.serving.server import RankServer
-from fuelrail.pipeline.errors import ConfigError, needs
+from fuelrail.pipeline.errors import needs
+from fuelrail.pipeline.runtime.clusters import connect_ray
 from fuelrail.pipeline.runtime.workers import pickled_error
 from fuelrail.pipeline.settings import CheckedSettings, must_be
 
@@ -56,8 +58,8 @@ class RemoteWorkers(CheckedSettings, frozen=True):
     """Actors of a Ray cluster that make a rank's batches. Needs ``fuelrail[ray]``.
 
     Attributes:
-        address: the cluster, as ``ray.init`` takes it ("auto", "ray://HOST:10001"); None: the one that this process is
-            connected to, or a local one that is started.
+        address: the cluster, as ``ray.init`` takes it ("auto", "ray://HOST:10001"); None: a local one that is started.
+            A process that is connected to a cluster stays with that one.
         num_workers: number of actors, the largest one if ``min_workers`` is smaller.
         min_workers: smallest number of actors: more of them are started while the trainer waits for batches.
         cpus: CPUs of each actor, and its decoding threads.
@@ -77,6 +79,7 @@ class _Result(NamedTuple):
     payload: bytes
     tensors: list[tuple[Any, torch.dtype, tuple[int, ...]]]
     facts: Facts | None
+    seconds: float = 0.0
 
 
 class StepMaker:
@@ -87,12 +90,13 @@ class StepMaker:
 
     def make(self, place: Cursor, number: int) -> _Result:
         """Make the step with this number after a place of the order."""
+        begin_s = time.monotonic()
         try:
             payload, tensors = dump(self._server.make(place, number))
         except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
             return _Result(pickled_error(error), [], None)
         sent = [(content_of(tensor), tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-        return _Result(payload, sent, self._server.facts())
+        return _Result(payload, sent, self._server.facts(), time.monotonic() - begin_s)
 
 
 class _Step:
@@ -101,14 +105,13 @@ class _Step:
     def __init__(self, number: int) -> None:
         self.number, self.attempts = number, 0
         self.asked: dict[Any, _Actor] = {}
-        self.since_s = time.monotonic()
 
 
 class _Actor:
     """An actor, and the steps that are asked of it."""
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - Ray's, which has no types for it
-        self.handle, self.num_asked = handle, 0
+        self.handle, self.num_asked, self.has_made = handle, 0, False
 
 
 class StepClient:
@@ -124,21 +127,27 @@ class StepClient:
         self._actors: list[_Actor] = []
         self._wanted = min(options.num_workers, options.min_workers or options.num_workers)
         self._times: deque[float] = deque(maxlen=_TIMES)
+        self._late: dict[Any, _Actor] = {}
+        """Steps that another actor made first, which keep theirs busy: it may even lack a node with a free CPU."""
 
     def items(self, walk: Walk) -> Iterator[Any]:
         """Yield the batches of a walk without end; raise what an actor raises for them."""
-        self._is_stopped = is_stopped = threading.Event()
-        self._connect()
+        options = self._options
+        connect_ray(self._ray, options.address, max(options.num_workers * options.cpus, len(os.sched_getaffinity(0))))
+        self._is_stopped = threading.Event()
+        return self._items(walk, self._is_stopped)
+
+    def _items(self, walk: Walk, is_stopped: threading.Event) -> Iterator[Any]:
         steps: deque[_Step] = deque()
-        number, waits, ready = 0, 0.0, 0
+        number, taken, waits, ready = 0, 0, 0.0, 0
         begin_s = time.monotonic()
         while not is_stopped.is_set():
+            ready += bool(steps) and self._is_done(steps[-1])
             while len(steps) < _AHEAD * self._wanted:
                 steps.append(_Step(number))
                 self._ask(steps[-1], walk.start)
                 number += 1
             asked_s = time.monotonic()
-            ready += self._is_done(steps[-1])
             result = self._result(steps[0], walk.start, is_stopped)
             if result is None:
                 break
@@ -153,33 +162,30 @@ class StepClient:
             del result
             yield batch
             del batch
-            if number % _WINDOW == 0:
+            taken += 1
+            if taken == _WINDOW:
                 self._adapt(waits / max(time.monotonic() - begin_s, 1e-9), ready)
-                waits, ready, begin_s = 0.0, 0, time.monotonic()
+                taken, waits, ready, begin_s = 0, 0.0, 0, time.monotonic()
         for step in steps:
             for reference in step.asked:
                 with contextlib.suppress(self._ray.exceptions.RayError):
                     self._ray.cancel(reference)
                 step.asked[reference].num_asked -= 1
 
-    def _connect(self) -> None:
-        if not self._ray.is_initialized():
-            address = self._options.address
-            options: dict[str, Any] = {"include_dashboard": False} if address is None else {"address": address}
-            try:
-                self._ray.init(log_to_driver=False, configure_logging=False, **options)
-            except (OSError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"no Ray cluster answers at address={address!r} ({' '.join(str(error).split())[:300]})"
-                ) from error
-
     def _actor(self, step: _Step) -> _Actor | None:
-        """Return the actor with the fewest steps of those that were not asked for this one; start what is missing."""
+        """Return the actor with the fewest steps of those that were not asked for this one; start what is missing.
+
+        One that has made none may have no node: it gets a second step only where all are such.
+        """
         if len(self._actors) < self._wanted:
             kind = self._ray.remote(StepMaker).options(num_cpus=self._options.cpus, scheduling_strategy="SPREAD")
             self._actors.append(_Actor(kind.remote(self._setup)))
+        if self._late:
+            for reference in self._ray.wait(list(self._late), num_returns=len(self._late), timeout=0)[0]:
+                self._late.pop(reference).num_asked -= 1
         asked = list(step.asked.values())
-        return min((one for one in self._actors if one not in asked), key=lambda one: one.num_asked, default=None)
+        rank = lambda one: (not one.has_made and one.num_asked > 0, one.num_asked)  # noqa: E731
+        return min((one for one in self._actors if one not in asked), key=rank, default=None)
 
     def _ask(self, step: _Step, place: Cursor) -> None:
         if (actor := self._actor(step)) is not None:
@@ -208,9 +214,10 @@ class StepClient:
                     if not step.asked:
                         self._ask(step, place)
                     continue
-                for actor in step.asked.values():
-                    actor.num_asked -= 1
-                self._times.append(time.monotonic() - step.since_s)
+                actor = step.asked.pop(reference)
+                actor.num_asked, actor.has_made = actor.num_asked - 1, True
+                self._late |= step.asked
+                self._times.append(result.seconds)
                 return result
         return None
 
@@ -257,3 +264,4 @@ class StepClient:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor.handle)
         self._actors.clear()
+        self._late.clear()

@@ -15,18 +15,17 @@ import hashlib
 import itertools
 import os
 import pickle
-import re
 import shutil
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, SourceError, needs
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from fuelrail.pipeline.runtime.clusters import connect_ray
 from fuelrail.pipeline.runtime.workers import pickled_error
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url
 from fuelrail.sharding.output.folder import open_output
@@ -40,8 +39,6 @@ _MAX_RETRIES: Final = 10
 _POLL_S: Final = 0.5
 
 _STOP_S: Final = 30.0
-
-_PROBE_S: Final = 10.0
 
 _TASKS_AHEAD: Final = 2  # submitted for each CPU of the cluster, so that none waits for the next one
 
@@ -143,8 +140,8 @@ class RayEngine:
                 f"a task was lost {_MAX_RETRIES} times, with its node or for want of memory "
                 f"({' '.join(str(error).split())[:300]}); run the same command again to resume"
             ) from error
-        if isinstance(result, _Refused):
-            refusal, cause = pickle.loads(result.error)
+        if isinstance(result, bytes):
+            refusal, cause = pickle.loads(result)
             raise refusal from cause
         return result
 
@@ -176,32 +173,12 @@ class RayEngine:
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
         """Be connected to the cluster, which is started where there is no address; raise ConfigError otherwise."""
-        ray = self._ray
-        if ray.is_initialized():
-            yield
-            return
-        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-        if self._address is None:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of our own calls nobody
-            cores = self._num_workers or len(os.sched_getaffinity(0))
-            quiet |= {"address": "local", "num_cpus": cores, "include_dashboard": False}
-        else:
-            quiet["address"] = self._address
-        try:
-            if match := re.fullmatch(r"([^:/]+):([0-9]{1,5})", self._address or ""):
-                # Ray itself would wait for minutes.
-                socket.create_connection((match[1], int(match[2])), _PROBE_S).close()
-            ray.init(**quiet)
-        except (OSError, ValueError, RuntimeError) as error:
-            text = " ".join(str(error).split())[:300]
-            raise ConfigError(
-                f"no Ray cluster answers at {self._address or 'this machine'!r} ({text}); start one with "
-                "`ray start --head`, or leave --ray-address out to start a local cluster"
-            ) from error
+        is_ours = connect_ray(self._ray, self._address, self._num_workers or len(os.sched_getaffinity(0)))
         try:
             yield
         finally:
-            ray.shutdown()
+            if is_ours:
+                self._ray.shutdown()
 
 
 class _Nodes:
@@ -238,14 +215,8 @@ class _Nodes:
             self._fitting_s = self._looked_s
 
 
-class _Refused(NamedTuple):
-    """A permanent error, pickled with its cause; after any other one Ray is to try again."""
-
-    error: bytes
-
-
 def _make(start: Start, run: str, number: int) -> Any:  # noqa: ANN401
-    """Run the task. Return a permanent error; raise an error after which Ray is to try again."""
+    """Run the task. Return a permanent error as bytes; raise an error after which Ray is to try again."""
     global _started
     import ray
 
@@ -256,14 +227,13 @@ def _make(start: Start, run: str, number: int) -> Any:  # noqa: ANN401
             _started = run, start(node)
         return _started[1](number)
     except SourceError as error:
-        return _Refused(pickled_error(SourceError(f"{error} (on node {node})")))
+        return pickled_error(SourceError(f"{error} (on node {node})"))
     except FuelrailError as error:
-        return _Refused(pickled_error(error))
+        return pickled_error(error)
 
 
 def _start_writer(job: WriteJob, run: str, node: str) -> Callable[[int], ShardDone]:
-    writer = ShardWriter(inputs_here(job, run, node))
-    return lambda number: writer.make(number, _no_pulse)
+    return partial(ShardWriter(inputs_here(job, run, node)).make, pulse=_no_pulse)
 
 
 def _no_pulse(num_bytes: int) -> None:

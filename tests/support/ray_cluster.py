@@ -14,6 +14,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -63,6 +65,14 @@ class RayCluster:
             raise RuntimeError(f"the cluster has not answered '{command}' within {_ANSWER_S:.0f} s")
         if self._process.stdout.readline() != "done\n":
             raise RuntimeError("the cluster has ended")
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """The processes of this cluster whose title begins so; an actor's is ``ray::CLASS``."""
+        found = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [process] if " ".join(process.cmdline()).startswith(name) else []
+        return found
 
 
 @contextlib.contextmanager

@@ -139,7 +139,12 @@ class _Bench:
         dataset, options, part_s = self._dataset, self._options, min(1.0, self._options.seconds / 8)
         show(f"{where}: the whole loader")
         run = run_loader(dataset, options)
-        here = [] if options.where is None else [self._in_threads(where, show)]
+        here = []
+        if options.where is not None:
+            show(f"{where}: the whole loader in threads of this process")
+            other = run_loader(dataset, msgspec.structs.replace(options, where=None, ray_address=None))
+            rates = {"samples_per_s": other.samples_per_s or 0.0, "cpu_ms_per_sample": other.cpu_ms_per_sample}
+            here = [Rate(name="the loader in threads here", num_threads=options.workers or 1, **rates)]
         show(f"{where}: each stage alone")
         alone = measure_stages(self._recorded, options.batch_size, part_s)
         show(f"{where}: this machine's limits")
@@ -154,15 +159,3 @@ class _Bench:
             self._to_device,
         )
         return LoaderRound(run, alone, limits + here)
-
-    def _in_threads(self, where: str, show: Callable[[str], None]) -> Rate:
-        """Measure the whole loader as it is without ``where``."""
-        show(f"{where}: the whole loader in threads of this process")
-        options = msgspec.structs.replace(self._options, where=None, ray_address=None)
-        run = run_loader(self._dataset, options)
-        return Rate(
-            name="the loader in threads here",
-            num_threads=options.workers or 1,
-            samples_per_s=run.samples_per_s or 0.0,
-            cpu_ms_per_sample=run.cpu_ms_per_sample,
-        )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from itertools import islice
 
 import pytest
@@ -10,6 +14,7 @@ from fuelrail.loaders import ImageAugment, OrderSpec
 from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from support.batches import TINY, copied, load, unlike
 from support.ray_cluster import ray_cluster
+from support.remote_kills import batches_through_kills
 from support.transforms import failing
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
@@ -52,6 +57,10 @@ def test_batches_are_those_of_threads_for_three_epochs_and_after_a_resume(tiny, 
     with away(tiny, **options) as loader:
         found = [copied(batch) for batch in islice(loader, 2)]
         state = loader.state_dict()
+    with load(tiny, **options) as loader:  # a state is the same wherever it is saved
+        loader.load_state_dict(state)
+        found += [copied(batch) for batch in islice(loader, 1)]
+        state = loader.state_dict()
     with away(tiny, **options) as loader:
         loader.load_state_dict(state)
         found += [copied(batch) for _ in range(3) for batch in loader]
@@ -60,21 +69,12 @@ def test_batches_are_those_of_threads_for_three_epochs_and_after_a_resume(tiny, 
 
 
 def test_actors_and_nodes_that_die_cost_no_batch(tiny, cluster):
-    with load(tiny, 1, image=TINY) as loader:
-        expected = [copied(batch) for _ in range(3) for batch in loader]
-    found, num_killed = [], 0
     with away(tiny, 1, image=TINY) as loader:
-        for epoch in range(3):
-            for at, batch in enumerate(loader):
-                found.append(batch)
-                if at % 4 == 1 and loader._away._actors:
-                    ray.kill(loader._away._actors[0].handle)
-                    num_killed += 1
-                if (epoch, at) == (1, 2):
-                    cluster.tell("kill")
-                if (epoch, at) == (2, 2):
-                    cluster.tell("add")
-    assert num_killed > 10
+        found, killed = batches_through_kills(loader, cluster, 9, seed=3)
+        num_batches = len(loader)
+    with load(tiny, 1, image=TINY) as loader:
+        expected = [copied(batch) for _ in range(len(found) // num_batches) for batch in loader]
+    assert killed == {"actor": 8, "node": 1}
     assert unlike(expected, found) == []
 
 
@@ -85,10 +85,44 @@ def test_an_error_is_that_of_the_actor(tiny, cluster):
     assert caught.value.__cause__ is not None
 
 
-def test_more_actors_are_started_while_the_trainer_waits(tiny, cluster):
-    options = {"image": TINY, "where": RemoteWorkers(num_workers=3, min_workers=1)}
+def test_the_number_of_actors_follows_the_trainers_wait_between_its_limits(tiny, cluster):
+    options = {"image": TINY, "where": RemoteWorkers(num_workers=3, min_workers=2)}
     with load(tiny, 1, **options) as loader:
-        for _ in range(3):
+        wanted = [loader._away._wanted]
+        while max(wanted) < 3:
+            wanted += [loader._away._wanted for _ in loader]
+        while wanted[-1] > 2:
             for _ in loader:
-                pass
-        assert 2 <= len(loader._away._actors) <= 3
+                wanted.append(loader._away._wanted)
+                time.sleep(0.4)
+        assert set(wanted) == {2, 3}
+        assert len(loader._away._actors) == 2
+
+
+def test_an_actor_that_no_node_has_a_cpu_for_does_not_hold_up_the_others(tiny, cluster):
+    """Two of the five actors never start: what is asked of them is asked of others, and little is from then on."""
+    with load(tiny, 1, image=TINY) as loader:
+        expected = [copied(batch) for _ in range(3) for batch in loader]
+    with away(tiny, 1, num_workers=5, image=TINY) as loader:
+        found = [copied(batch) for _ in range(3) for batch in loader]
+        stuck = sorted(one.num_asked for one in loader._away._actors)[-2:]
+    assert unlike(expected, found) == []
+    assert all(0 < count < len(found) / 4 for count in stuck)
+
+
+def test_a_cluster_is_started_where_there_is_none(tiny):
+    """It must not end with the thread of the first iteration."""
+    script = f"""
+from fuelrail.loaders import RemoteWorkers
+from support.batches import TINY, copied, load, unlike
+with load({str(tiny)!r}, image=TINY) as loader:
+    expected = [copied(batch) for _ in range(2) for batch in loader]
+with load({str(tiny)!r}, image=TINY, where=RemoteWorkers(num_workers=1)) as loader:
+    found = [copied(batch) for batch in loader]
+    loader.close()
+    found += [copied(batch) for batch in loader]
+assert found
+assert unlike(expected, found) == []
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
