@@ -15,22 +15,31 @@ from fuelrail.pipeline.order.cost import Cost
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.records import StepRecord
+    from fuelrail.pipeline.order.spec import OrderSpec
 
 _OUTLIER, _MAX_INFLATION, _MIN_T = 5.0, 1e4, 2.0
+
+
+def cost_model(order: OrderSpec | None) -> str | Cost | None:
+    """Return the cost of a sample that an order balances by, else that of its packs; None without either."""
+    by = order and (order.balance or order.pack)
+    return by.cost if by else None
 
 
 class CostFit(msgspec.Struct, frozen=True, kw_only=True):
     """The time of forward and backward on one rank, fitted to sums over the samples of its step.
 
-    ``terms_ns``: coefficients that the steps tell from 0, and their standard errors; ``cost`` has them as whole numbers
-    of three digits or more. ``num_steps`` of ``num_measured`` were used: the rest are outliers. ``residual``: root mean
-    square of what the fit leaves, in parts of the mean. ``refused`` says why there is no model.
+    ``terms_ns``: coefficients of two standard errors or more, and these; ``cost`` has them as whole numbers of three
+    digits or more. ``left_out``: terms that the steps do not tell from 0. ``num_steps`` of ``num_measured`` were used:
+    the rest are outliers. ``residual``: root mean square of what the fit leaves, in parts of the mean. ``refused`` says
+    why there is no model.
     """
 
     num_measured: int
     num_steps: int = 0
     residual: float = 0.0
     terms_ns: dict[str, tuple[float, float]] = {}
+    left_out: list[str] = []
     cost: Cost | None = None
     refused: str | None = None
 
@@ -41,9 +50,10 @@ class CostFit(msgspec.Struct, frozen=True, kw_only=True):
         terms = "; ".join(
             f"{ns:.4g} ns a {name} (standard error {error:.2g})" for name, (ns, error) in self.terms_ns.items()
         )
+        lost = f" Not certain, so left out: {', '.join(self.left_out)}; more steps may tell." if self.left_out else ""
         return (
             f"Forward and backward of {self.num_steps} of {self.num_measured} steps take a part that all have, and "
-            f"{terms}; the fit leaves {self.residual:.1%} of the mean. For an order: Balance(cost={self.cost!r})"
+            f"{terms}; the fit leaves {self.residual:.1%} of the mean.{lost} For an order: Balance(cost={self.cost!r})"
         )
 
 
@@ -87,6 +97,7 @@ def fit_cost(sums: Sequence[Mapping[str, Sequence[float]]], times_ns: NDArray[np
         num_steps=int(usual.sum()),
         residual=float(np.sqrt(np.mean(left**2)) / times_ns[usual].mean()),
         terms_ns={units[at]: (one, error) for at, one, error in zip(kept, ns.tolist(), errors.tolist(), strict=True)},
+        left_out=[unit for at, unit in enumerate(units) if at not in kept],
         cost=Cost(parts[1], parts[2], sum(parts[0].values()), divisor),
     )
 

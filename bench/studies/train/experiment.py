@@ -13,6 +13,7 @@ import torch
 
 from fuelrail.bench.measure.cuda import count_training_flop
 from fuelrail.bench.measure.records import DeviceTimes, InputFacts, StepRecord
+from fuelrail.bench.studies.train.costs import cost_model
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.loop import real_rows
 from fuelrail.bench.trainer.models.build import build_model
@@ -152,7 +153,7 @@ def summing(
     batches: Iterable[Mapping[str, Any]], settings: TrainSettings
 ) -> tuple[Iterator[Mapping[str, Any]], Callable[[], dict[str, tuple[int, float, float]]]]:
     """Return the batches, and what gives the ``sums`` of a `StepRecord` over those taken since it was last called."""
-    model = settings.cost_model
+    model = cost_model(settings.order)
     names = list(dict.fromkeys((*settings.cost, *(() if model is None else cost_columns(model)))))
     if not names:
         return iter(batches), dict

@@ -11,7 +11,7 @@ import numpy as np
 from fuelrail.bench.measure.clock import NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.measure.occupancy import Occupancy, RankPace, Window, measured_steps, occupancy_of, rank_paces
 from fuelrail.bench.measure.records import PHASES, RankLog, StageSnapshot, StepRecord
-from fuelrail.bench.studies.train.costs import CostFit, Loss, fit_cost, losses_of
+from fuelrail.bench.studies.train.costs import CostFit, Loss, cost_model, fit_cost, losses_of
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.train.settings import TrainSettings
@@ -87,9 +87,8 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
     fit = None
     if settings.cost:
         # The emulated phases are the profile's: what depends on the samples is the stand-in's real work.
-        times = [
-            step.forward_ns + step.backward_ns if settings.profile is None else step.stand_in_ns for step in inside
-        ]
+        real = settings.profile is None
+        times = [step.forward_ns + step.backward_ns if real else step.stand_in_ns for step in inside]
         fit = fit_cost([step.sums for step in inside], np.array(times, np.float64))
     return Figures(
         occupancy=occupancy,
@@ -111,7 +110,7 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         launch_share=_launch_share(inside),
         mfu=_mfu(settings, logs, inside),
         paces=rank_paces([log.steps for log in logs], window),
-        losses=losses_of(ranks, settings.cost_model or (None if fit is None else fit.cost)),
+        losses=losses_of(ranks, cost_model(settings.order) or (None if fit is None else fit.cost)),
         cost_fit=fit,
     )
 

@@ -58,10 +58,10 @@ _PHASES = marked(
     "time. A step begins where the one before ended, so nothing is left out."
 )
 _LOSSES = marked(
-    "**Padding** is the share of the model’s predictions that count for nothing; its time is that share of forward and "
-    "backward. **Imbalance** is by how much the dearest rank’s samples cost more than the mean rank’s, by the order’s "
-    "cost model or the fitted one; its time is what the mean rank waits: (1 - mean / dearest) of the dearest rank’s "
-    "forward and backward. Both are parts of the phases above: of forward and backward, and of exposed all-reduce."
+    "**Padding**: the share of the model’s predictions that count for nothing, and that share of forward and backward. "
+    "**Imbalance**: what the dearest rank’s samples cost beyond the mean rank’s, by the order’s cost model or the one "
+    "fitted, and the time that the mean rank waits for it: (1 - mean / dearest) of the dearest rank’s forward and "
+    "backward. Both are parts of the phases above."
 )
 _ON_A_GPU = (
     "On a GPU the phases are from CUDA events on the compute stream. The loader copies images on a stream of its own, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -20,9 +20,6 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, as_settings, check_types, flag
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
-
-if TYPE_CHECKING:
-    from fuelrail.pipeline.order.cost import Cost
 
 RECORDS = "records"
 _DEFAULT_STEPS = 60
@@ -151,12 +148,6 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
     precision: Precision
 
     @property
-    def cost_model(self) -> str | Cost | None:
-        """The cost of a sample that the order balances by, else that of its packs."""
-        by = self.order and (self.order.balance or self.order.pack)
-        return by.cost if by else None
-
-    @property
     def traces(self) -> Path:
         """Folder of the ranks' traces."""
         return Path(self.records).parent / "trace"
@@ -183,7 +174,7 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
         raise ConfigError("ledger and leave_out exclude each other: a run without a part is not a run to record")
     if options.order is not None and options.window is not None:
         raise ConfigError(f"order and window={options.window} exclude each other: give the window in the order")
-    if options.cost and options.order is not None and options.order.balance is not None:
+    if options.order is not None and options.order.balance is not None and options.cost:
         raise ConfigError(f"cost={options.cost} is fitted to steps of unequal cost: leave out the order's balance")
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)

@@ -151,17 +151,15 @@ def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor,
     document = torch.repeat_interleave(number, offsets.diff(), output_size=len(values))
     # A row begins with the first document of its pack.
     column = at - offsets[torch.searchsorted(pack, pack)][document]
-    inside = column <= context
-    if "pack" in batch and not bool(inside.all()):
+    if "pack" in batch and bool((column > context).any()):
         raise ConfigError(
             f"a pack has {int(column.max()) + 1} tokens, and a row of the model {context + 1}: let the packs' cost be "
             "the number of tokens and their budget at most that, or use another model"
         )
-    cells = pack[document[inside]], column[inside]
 
     def in_rows(of_tokens: Tensor, fill: int) -> Tensor:
-        rows = of_tokens.new_full((num_rows, context + 1), fill, dtype=torch.int64)
-        return rows.index_put_(cells, of_tokens[inside].long())
+        rows = of_tokens.new_full((num_rows, context + 2), fill, dtype=torch.int64)  # the last column takes the rest
+        return rows.index_put_((pack[document], column.clamp(max=context + 1)), of_tokens.long())[:, :-1]
 
     places, documents = in_rows(at - offsets[document], 0), in_rows(document, -1)
     follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)

@@ -176,6 +176,7 @@ class Parallel:
 
     def _weigh(self) -> None:
         """Divide the gradients by the mean share of predictions that count, and keep that for the losses."""
+        self._factor = 1.0
         if self._shares:
             share = torch.stack(self._shares).mean()
             self._shares, self.padding = [], 1 - share

@@ -66,6 +66,7 @@ def test_several_columns_and_a_part_of_each_sample_come_out_and_make_a_cost():
     times = times_of(steps, 2, 0.005, each=3 * MS, num_tokens=(9_000, 30), num_boxes=(200_000, 0))
     fit = fit_cost(sums_of(steps), times)
     assert list(fit.terms_ns) == ["sample", "num_tokens", "num_tokens squared", "num_boxes"]
+    assert fit.left_out == ["num_boxes squared"] and "Not certain, so left out: num_boxes squared;" in fit.sentence()
     cost = fit.cost
     assert cost.divisor == 10 and list(cost.linear) == list(COLUMNS) and list(cost.quadratic) == ["num_tokens"]
     for name, true in (("num_tokens", 9_000), ("num_boxes", 200_000)):
