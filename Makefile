@@ -87,7 +87,7 @@ test-fast: setup
 	$(PYTEST) -m unit --first-cases
 
 test-slow: setup
-	$(BIN)/python -m pytest -v -m long tests/slow tests/pipeline/order tests/bench/studies/plan tests/sharding/test_hostile.py
+	$(BIN)/python -m pytest -v -m long tests
 
 coverage: setup
 	$(PYTEST) -m unit --cov --cov-report=

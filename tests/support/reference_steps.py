@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.planner.hardware import ClusterSettings, Sourced, load_cluster
+from fuelrail.bench.planner.hardware import ClusterSettings, Device, Sourced, load_cluster
 from fuelrail.bench.planner.scenario import Scenario, TransformerShape
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from support.published_formulas import Transformer, hardware_flop, model_flop
@@ -49,9 +49,22 @@ def cluster_of(given: Mapping[str, Any]) -> ClusterSettings:
     device = found.device
     if memory is not None:
         device = msgspec.structs.replace(device, memory_gib=Sourced(value=memory, source="the case's device"))
+    if "500 W" in gpu:
+        device = msgspec.structs.replace(device, **limited(device))
     return msgspec.structs.replace(
         found, nodes=-(-gpus // 8), devices_per_node=min(gpus, found.devices_per_node), device=device
     )
+
+
+def limited(device: Device) -> dict[str, Any]:
+    """Rates of torchtitan's devices: slower memory, and peaks "between SXM and NVL", of which the mean is taken.
+
+    NVIDIA's NVL has 1,671 of the SXM's 1,979 TFLOP/s (sparse, 16 bits).
+    """
+    source = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, hardware and second footnote"
+    share = (1 + 1671 / 1979) / 2
+    peaks = {kind: Sourced(value=share * peak.value, source=source) for kind, peak in device.peak_tflops.items()}
+    return {"memory_gb_per_s": Sourced(value=2400, source=source), "peak_tflops": peaks}
 
 
 def scenario_of(identity: str, given: Mapping[str, Any], step_s: float | None = None) -> Scenario:
