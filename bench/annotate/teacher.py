@@ -50,7 +50,7 @@ class Reduction(NamedTuple):
         drawn = uniforms(self.seed, self.epoch, number, [ALL_CAMERAS], "logits", len(logits))[0]
         found = []
         step = max(1, _VALUES_AT_ONCE // size)
-        for first in range(0, len(logits), step):
+        for first in range(0, max(1, len(logits)), step):
             logs = (logits[first : first + step].float() / self.temperature).log_softmax(-1)
             if bool(logs.isnan().any()):
                 at = first + int(logs.isnan().any(-1).nonzero()[0])

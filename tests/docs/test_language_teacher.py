@@ -6,16 +6,25 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fuelrail as fr
+from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
+from support.datasets import build_dataset
 from support.pages import ROOT, blocks_of, run, run_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.process]
+pytestmark = pytest.mark.slow
 
 
 def test_the_student_learns_from_the_draws_of_the_teacher(tmp_path, monkeypatch) -> None:
     pytest.importorskip("transformers")
+    tokens = Channel(
+        name="tokens", kind="tokens", field="tokens.npy", law=Law("fixed"), dtype="uint16", axes=("token",),
+        shape=(129,), vocabulary=Vocabulary("words", 64),
+    )  # fmt: skip
+    extra = [(tokens, lambda row: np.random.default_rng(row).integers(0, 64, 129).astype(np.uint16))]
+    build_dataset(tmp_path / "talk", {"train": (10, 10)}, extra=extra, size=(16, 16))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "speaker", raising=False)

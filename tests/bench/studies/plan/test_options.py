@@ -13,6 +13,7 @@ from fuelrail.bench.planner.hardware import CLUSTERS, load_cluster
 from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, with_options
 from fuelrail.bench.studies.plan import sweep
 from fuelrail.bench.studies.plan.measured import measured
+from fuelrail.bench.studies.plan.page import figures
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS, log, report_of, steps
@@ -53,6 +54,31 @@ def test_what_flags_must_say():
 def test_what_contradicts_the_model_or_the_batch_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         fuelrail.plan(None, **{**TINY, **given})
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("how", "row_bytes"), [("layer", 2 * 64), ("topk:8", 8 * 3 // 8 + 2 + 8 + 4), ("sampled:8", 5)]
+)
+def test_a_stored_teacher_says_bytes_a_token_and_when_it_pays(how, row_bytes):
+    given = {"model": "gpt-tiny", "cluster": "1x8-h100", "global_batch": 8, "strategy": "ddp"}
+    given |= {"teacher": "gpt-tiny", "teacher_from": how, "sample_bytes": 66}
+    report = fuelrail.plan(None, **given)
+    found = report.teacher
+    assert found.bytes_per_token == row_bytes and found.layer_bytes == 32 * row_bytes
+    made = found.layer_device_hours_per_million / 1e6 * 3600
+    read = found.layer_bytes / (report.data.storage_gb_per_s * 1e9) * 8
+    wanted = pytest.approx(made / (made - read)) if read < made else None
+    assert found.pays_after_epochs == wanted
+    assert f"({row_bytes:,} a token)" in dict(figures(report))["teacher"]
+
+
+def test_stored_tokens_are_of_a_teacher_of_tokens():
+    given = {**TINY, **IMAGES, "teacher": "vit-tiny", "teacher_from": "topk:8"}
+    with pytest.raises(ConfigError, match="teacher_from 'topk:8' is of a teacher of tokens, and 'vit-tiny' says occup"):
+        fuelrail.plan(None, **given)
+    with pytest.raises(ConfigError, match="teacher_from"):
+        fuelrail.plan(None, **{**TINY, **IMAGES, "teacher": "vit-tiny", "teacher_from": "topk"})
 
 
 @pytest.mark.slow
