@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import fuelrail
 from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.runtime.workers import ctrl_c_waits
 
@@ -25,6 +26,13 @@ WAS_INTERRUPTED: Final = "the run was interrupted"
 
 NOTHING_MEASURED: Final = "before anything was measured whole: no report was written"
 """Message of a KeyboardInterrupt that ends a command too early for a partial report."""
+
+
+def package_environment() -> dict[str, str]:
+    """Return our environment, in which an interpreter imports the same `fuelrail` as this process."""
+    package_root = str(Path(fuelrail.__file__).parents[1])
+    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-import fuelrail
+from fuelrail.bench.measure.processes import package_environment
 from fuelrail.pipeline.runtime.workers import sigterm_interrupts
 
 _POLL_S = 0.2
@@ -83,11 +83,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment; the ranks import the same `fuelrail` as this process, from the same place."""
-    package_root = str(Path(fuelrail.__file__).parents[1])
-    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     defaults = {"OMP_NUM_THREADS": "1"}
     if sys.platform.startswith("linux"):
         # All ranks are on this host: gloo need not find out which of its interfaces reaches the others.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**defaults, **package_environment()}

@@ -349,7 +349,7 @@ def _compressed(parts: Parts, codec: str) -> None:
             pa.ipc.new_file(sink, file.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer,
         ):
             table = file.read_all()
-            keys = pa.array(["k" * (900 << 20), *table["key"].to_pylist()[1:]])
+            keys = pa.array(["k" * (400 << 20), *table["key"].to_pylist()[1:]])
             writer.write_table(table.set_column(0, table.schema.field("key"), keys))
         return sink.getvalue().to_pybytes()
 

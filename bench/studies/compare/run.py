@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-import fuelrail
-from fuelrail.bench.measure.processes import process_group
+from fuelrail.bench.measure.processes import package_environment, process_group
 from fuelrail.bench.peers.peer import OURS, PEERS, Contestant, Work
 from fuelrail.bench.peers.process import Action, Answer, Check, Failure, Task, Written
 from fuelrail.bench.studies.compare.laps import LapProcess, Timed, read_through
@@ -167,10 +166,11 @@ class Workshop:
     @contextlib.contextmanager
     def _started(self, contestant: Contestant) -> Iterator[_Runner]:
         read_through(self.folder(contestant))
-        with self._files(contestant, "time") as files:
-            command, environment = _command(files.task), _environment()
-            with process_group(command, environment, files.log) as process:
-                yield _Runner(LapProcess(process, files.arrivals), files)
+        with (
+            self._files(contestant, "time") as files,
+            process_group(_command(files.task), package_environment(), files.log) as process,
+        ):
+            yield _Runner(LapProcess(process, files.arrivals), files)
 
     def _begin(self, runner: _Runner) -> bool:
         """Run a lap that does not count behind the first batch: queues fill, memory is taken."""
@@ -198,7 +198,7 @@ class Workshop:
     def _run(self, contestant: Contestant, action: Action, *, whole_epoch: bool = False) -> Answer:
         with self._files(contestant, action, whole_epoch=whole_epoch) as files:
             with (
-                process_group(_command(files.task), _environment(), files.log) as process,
+                process_group(_command(files.task), package_environment(), files.log) as process,
                 contextlib.suppress(subprocess.TimeoutExpired),
             ):
                 process.wait(_PREPARE_LIMIT_S)
@@ -227,12 +227,6 @@ class Workshop:
 
 def _command(task: Path) -> list[str]:
     return [sys.executable, "-m", "fuelrail.bench.peers.process", str(task)]
-
-
-def _environment() -> dict[str, str]:
-    package_root = str(Path(fuelrail.__file__).parents[1])
-    paths = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": paths}
 
 
 def _answer(files: _Files) -> Answer:
