@@ -1,10 +1,11 @@
 """Batches from a process of their own beside batches from threads: rate, what the trainer's Python notices, CPU.
 
-``python -m fuelrail.bench.micro.where WORK [--shared] [--out FILE]``. Both loaders run over the same samples in turns (six
-1600x900 images each to 704x256, two decoding threads). *Rate*: nothing but the loader works. *Steps*: the trainer's
-thread executes a fixed piece of Python that takes about a millisecond alone, as one that launches kernels does, while
-the loader refills its queue; the distribution of its duration is what a launch loop would notice. With ``--shared``
-instead: the CPU time of four ranks that get the same batches from one process (``where="node"``), beside one rank's.
+``python -m fuelrail.bench.micro.where WORK [--shared] [--out FILE]``. Both loaders run over the same samples in turns
+(six 1600x900 images each to 704x256, two decoding threads). *Rate*: nothing but the loader works. *Steps*: the
+trainer's thread executes a fixed piece of Python that takes about a millisecond alone, as one that launches kernels
+does, while the loader refills its queue; the distribution of its duration is what a launch loop would notice. With
+``--shared`` instead: the CPU time of four ranks that get the same batches from one process (``where="node"``), beside
+one rank's.
 """
 
 from __future__ import annotations
