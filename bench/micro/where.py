@@ -37,6 +37,7 @@ _STEPS = 40
 """Steps of the trainer for each batch."""
 _SHARING = 4
 """Ranks that get the same batches."""
+_HANG_S = 600.0
 
 
 class WhereReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +82,7 @@ def _rank(dataset: Path, rank: int, count: int, job: str, barrier: Any) -> None:
 
 def _epoch_cpu_s(dataset: Path, count: int, job: str) -> float:
     context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(count + 1)
+    barrier = context.Barrier(count + 1, timeout=_HANG_S)
     ranks = [context.Process(target=_rank, args=(dataset, rank, count, job, barrier)) for rank in range(count)]
     for rank in ranks:
         rank.start()
