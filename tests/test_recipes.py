@@ -168,10 +168,10 @@ def test_the_pods_of_the_ray_cluster_are_of_the_schema_and_its_trainers_join_it(
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     (trainer,) = (container for pod in pods(job) for container in pod["containers"])
     assert f"--address={cluster['metadata']['name']}-head-svc:6379 --num-cpus=0" in trainer["command"][-1]
-    images = {
-        container["image"] for document in (cluster, job) for pod in pods(document) for container in pod["containers"]
-    }
-    assert images == {trainer["image"]}
+    containers = [container for document in (cluster, job) for pod in pods(document) for container in pod["containers"]]
+    assert len(containers) == 3 and {container["image"] for container in containers} == {trainer["image"]}
+    token = groups[0]["template"]["spec"]["containers"][0]["env"]
+    assert all(entry in container["env"] for container in containers for entry in token)
     # A CPU for each actor of each rank.
     asked = 64 * int(next(one["value"] for one in trainer["env"] if one["name"] == "ACTORS"))
     (worker,) = workers["template"]["spec"]["containers"]

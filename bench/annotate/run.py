@@ -272,7 +272,7 @@ class _Annotation:
         return infer_table(self._outputs(batch), len(batch["sample_key"]), self._options.store)
 
     def pieces(self, done: Rows, most: int) -> list[_Piece]:
-        """Return the batches with rows that are not ``done``, at most so many in a piece."""
+        """Return the batches with rows that are not ``done``, at most this number of them in a piece."""
         size, found = self._options.batch_size * self._world.size, []
         for name, entry in self.base.splits.items():
             lacking = np.flatnonzero(~done[entry.first_sample : entry.first_sample + entry.num_samples])

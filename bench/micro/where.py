@@ -1,10 +1,11 @@
 """Batches from a process of their own beside batches from threads: rate, what the trainer's Python notices, CPU.
 
-``python -m fuelrail.bench.micro.where WORK [--out FILE]``. Both loaders run over the same samples in turns (six
-1600x900 images each to 704x256, two decoding threads). *Rate*: nothing but the loader works. *Steps*: the trainer's
-thread executes a fixed piece of Python that takes about a millisecond alone, as one that launches kernels does, while
-the loader refills its queue; the distribution of its duration is what a launch loop would notice. *CPU*: of all
-processes of four ranks that get the same batches from one process (``where="node"``), and of one rank's threads.
+``python -m fuelrail.bench.micro.where WORK [--shared] [--out FILE]``. Both loaders run over the same samples in turns
+(six 1600x900 images each to 704x256, two decoding threads). *Rate*: nothing but the loader works. *Steps*: the
+trainer's thread executes a fixed piece of Python that takes about a millisecond alone, as one that launches kernels
+does, while the loader refills its queue; the distribution of its duration is what a launch loop would notice. With
+``--shared`` instead: the CPU time of four ranks that get the same batches from one process (``where="node"``), beside
+one rank's.
 """
 
 from __future__ import annotations
@@ -36,13 +37,11 @@ _STEPS = 40
 """Steps of the trainer for each batch."""
 _SHARING = 4
 """Ranks that get the same batches."""
+_HANG_S = 600.0
 
 
 class WhereReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates by where batches are made: images a second of each round; percentiles of the trainer's steps [ms].
-
-    ``cpu_s``: CPU seconds of an epoch by number of ranks, of each round. ``disturbed``: what other processes used.
-    """
+    """Rates by where batches are made: images a second of each round; percentiles of the trainer's steps [ms]."""
 
     benchmark: str
     machine: MachineFacts
@@ -52,9 +51,19 @@ class WhereReport(msgspec.Struct, frozen=True, kw_only=True):
     """The process's rate over that of threads, median of the rounds."""
     step_p50_ms: dict[str, float]
     step_p99_ms: dict[str, float]
+
+
+class SharedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """CPU seconds of an epoch of all processes, by number of ranks, of each round; the median of their ratios.
+
+    ``disturbed``: what other processes used.
+    """
+
+    benchmark: str
+    machine: MachineFacts
+    num_samples: int
     cpu_s: dict[int, list[float]]
     cpu_ratio: float
-    """The CPU time of all ranks that share batches over one rank's, median of the rounds."""
     disturbed: str | None
 
 
@@ -73,7 +82,7 @@ def _rank(dataset: Path, rank: int, count: int, job: str, barrier: Any) -> None:
 
 def _epoch_cpu_s(dataset: Path, count: int, job: str) -> float:
     context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(count + 1)
+    barrier = context.Barrier(count + 1, timeout=_HANG_S)
     ranks = [context.Process(target=_rank, args=(dataset, rank, count, job, barrier)) for rank in range(count)]
     for rank in ranks:
         rank.start()
@@ -96,7 +105,6 @@ def _step() -> float:
 
 def measure(dataset: Path, num_samples: int, rounds: int) -> WhereReport:
     """Run epochs of each candidate in turns; the first round is not counted."""
-    watch = CpuWatch(partial(tree_cpu_s, os.getpid()))
     make = partial(DataLoader, dataset, _BATCH, shuffle=True, drop_last=True, num_workers=2, seed=0)
     loaders = {"threads": make(), "process": make(where="process")}
     rates: dict[str, list[float]] = {name: [] for name in loaders}
@@ -113,10 +121,6 @@ def measure(dataset: Path, num_samples: int, rounds: int) -> WhereReport:
                 steps[name] += [_step() for _ in range(_STEPS)]
     for loader in loaders.values():
         loader.close()
-    cpu_s: dict[int, list[float]] = {1: [], _SHARING: []}
-    for each in range(rounds):
-        for count, values in cpu_s.items():
-            values.append(_epoch_cpu_s(dataset, count, f"{os.getpid()}-{each}"))
     rates = {name: values[1:] for name, values in rates.items()}
     return WhereReport(
         benchmark="where",
@@ -126,10 +130,35 @@ def measure(dataset: Path, num_samples: int, rounds: int) -> WhereReport:
         rate_ratio=median(there / here for here, there in zip(*rates.values(), strict=True)),
         step_p50_ms={name: median(values) for name, values in steps.items()},
         step_p99_ms={name: quantiles(values, n=100)[98] for name, values in steps.items()},
+    )
+
+
+def measure_shared(dataset: Path, num_samples: int, rounds: int) -> SharedReport:
+    """Run an epoch on one rank and on ranks that share its batches, in turns."""
+    watch = CpuWatch(partial(tree_cpu_s, os.getpid()))
+    cpu_s: dict[int, list[float]] = {1: [], _SHARING: []}
+    for each in range(rounds):
+        for count, values in cpu_s.items():
+            values.append(_epoch_cpu_s(dataset, count, f"{os.getpid()}-{each}"))
+    return SharedReport(
+        benchmark="where --shared",
+        machine=machine_facts(),
+        num_samples=num_samples,
         cpu_s=cpu_s,
         cpu_ratio=median(shared / alone for alone, shared in zip(*cpu_s.values(), strict=True)),
         disturbed=watch.use().disturbed,
     )
+
+
+def _print(report: WhereReport | SharedReport) -> None:
+    if isinstance(report, SharedReport):
+        print(f"CPU of {_SHARING} ranks that share batches / of one rank: {report.cpu_ratio:.3f}")  # noqa: T201
+        return
+    for name, values in report.images_per_s.items():
+        print(f"{name:<10} {median(values):8.1f} images/s")  # noqa: T201
+    print(f"process / threads: {report.rate_ratio:.3f}")  # noqa: T201
+    for name, value in report.step_p50_ms.items():
+        print(f"steps beside {name:<10} p50 {value:6.3f} ms  p99 {report.step_p99_ms[name]:7.3f} ms")  # noqa: T201
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,21 +166,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.where")
     parser.add_argument("work", type=Path, metavar="WORK", help="new folder for the dataset")
     parser.add_argument("--samples", type=int, default=512, help="samples of an epoch (default: %(default)s)")
+    parser.add_argument("--shared", action="store_true", help="measure the CPU time of ranks that share batches")
     parser.add_argument("--rounds", type=int, default=5, help="epochs of each candidate (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     options = parser.parse_args(argv)
     source, dataset = options.work / "source", options.work / "dataset"
     make_dataroot(source, options.samples, lidar=False, num_files=8)
     shard(f"nuscenes:{source}", dataset, options={"version": "v1.0-bench"}, workers=1, progress=Quiet())
-    report = measure(dataset, options.samples, options.rounds)
-    for name, values in report.images_per_s.items():
-        print(f"{name:<10} {median(values):8.1f} images/s")  # noqa: T201
-    print(f"process / threads: {report.rate_ratio:.3f}")  # noqa: T201
-    for name, value in report.step_p50_ms.items():
-        print(f"steps beside {name:<10} p50 {value:6.3f} ms  p99 {report.step_p99_ms[name]:7.3f} ms")  # noqa: T201
-    print(f"CPU of {_SHARING} ranks that share batches / of one rank: {report.cpu_ratio:.3f}")  # noqa: T201
-    if report.disturbed is not None:
-        print(report.disturbed)  # noqa: T201
+    report = (measure_shared if options.shared else measure)(dataset, options.samples, options.rounds)
+    _print(report)
     if options.out is not None:
         publish_json(options.out, report)
     return 0

@@ -36,7 +36,9 @@ def arguments(argv: Sequence[str] | None = None, *, takes_actors: bool = False) 
     )
     parser.add_argument("--every", type=int, default=5, metavar="STEPS", help="steps between two checkpoints")
     if takes_actors:
-        parser.add_argument("--actors", type=int, help="make batches by so many actors of this node's Ray cluster")
+        parser.add_argument(
+            "--actors", type=int, help="number of actors of this node's Ray cluster that make the batches"
+        )
     options = parser.parse_args(argv)
     options.checkpoint.mkdir(parents=True, exist_ok=True)
     return options

@@ -13,7 +13,7 @@ _PROBE_S: Final = 10.0
 
 
 def connect_ray(ray: Any, address: str | None, num_cpus: int) -> bool:  # noqa: ANN401 - it has no types
-    """Connect this process to a cluster, None: a local one of so many CPUs; return False where it is connected.
+    """Connect this process to a cluster, None: a local one with this number of CPUs; return False if it was connected.
 
     A local cluster ends with the thread that calls this. Raises ConfigError where no cluster answers.
     """

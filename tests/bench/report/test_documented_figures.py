@@ -226,7 +226,14 @@ def your_dataset() -> Iterator[str]:
     yield f"comes after {1e3 * first['entries'][0]['seconds_per_call']:.1f} ms and {int(peak) / 1e6:.1f} MB"
 
 
+def shared_batches() -> Iterator[str]:
+    report = result("where_shared")
+    assert report["cpu_ratio"] <= 1.15
+    yield f"took {report['cpu_ratio']:.2f} times the CPU time of one rank whose threads make them"
+
+
 CLAIMS = {
+    "docs/loader.md": shared_batches,
     "README.md": readme, "bench/RESULTS.md": lambda: chain(compared(), scaled(), sharded()),
     "docs/sharding.md": sharding_page, "docs/guides/your-dataset.md": your_dataset,
     "configs/recipes/README.md": recipes,
