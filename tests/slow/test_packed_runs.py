@@ -1,6 +1,8 @@
-"""A training run on packs that is continued on other ranks has the losses of one that nothing interrupted."""
+"""Packs and balance in training runs: under all strategies, continued on other ranks, and of a model of one's own."""
 
 from __future__ import annotations
+
+import json
 
 import numpy as np
 import pytest
@@ -8,9 +10,18 @@ import pytest
 from fuelrail.bench.studies.train.run import bench_train
 from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.spec import OrderSpec
-from support.packed_ranks import LENGTH, PACK, TOKENS, words
+from support import balanced_vla
+from support.packed_ranks import CASES, LENGTH, PACK, TOKENS, largest, words
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.long
+
+
+def test_packed_loss_and_gradients_are_those_of_the_documents_alone(tiny_dataset, tmp_path):
+    root = tiny_dataset({"train": (16, 15)}, extra=[(TOKENS, words)], size=(16, 16)).root
+    found = largest(root, tmp_path / "out.json", list(CASES))
+    assert {name: loss for name, (loss, _) in found.items() if loss > 1e-6} == {}
+    assert {name: gradient for name, (_, gradient) in found.items() if gradient > 1e-5} == {}
 
 
 def test_a_run_on_packs_continues_on_other_ranks_with_the_same_losses(tiny_dataset, tmp_path):
@@ -24,3 +35,14 @@ def test_a_run_on_packs_continues_on_other_ranks_with_the_same_losses(tiny_datas
     assert rest.series[0].first_step == 6
     means = np.mean([series.loss for series in rest.series], axis=0)
     assert means == pytest.approx(whole.series[0].loss[6:], abs=2e-6)
+
+
+def test_balance_deals_samples_to_other_ranks_and_changes_no_loss(tiny_dataset, tmp_path):
+    run_ranks(2, balanced_vla.__file__, tiny_dataset({"train": (16, 16, 16), "val": (7, 6)}).root, tmp_path)
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    for one in ranks:
+        for (_, plain), (_, balanced) in zip(one["plain"], one["balanced"], strict=True):
+            assert plain.keys() == {"loss", "words", "trajectory"}
+            assert balanced == pytest.approx(plain, rel=1e-5)
+    own = {name: [loss for loss, _ in ranks[0][name]] for name in ("plain", "balanced")}
+    assert own["balanced"] != pytest.approx(own["plain"], rel=1e-3)

@@ -2,7 +2,7 @@
 
 The reference knows no rows, masks or weights: each document goes through an undivided model by itself, with plain
 causal attention, and the loss of a step is the mean over all predicted tokens of all ranks and micro-batches.
-Arguments: DATASET OUT. Rank 0 writes, for each case, the largest difference of a loss and of a gradient.
+Arguments: DATASET OUT CASES. Rank 0 writes, for each case, the largest difference of a loss and of a gradient.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,10 @@ from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import parallelise
 from fuelrail.bench.trainer.strategies.step import named_parameters
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
+from support.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 GPT = MODELS["gpt-tiny"]
 TOKENS = Channel(
@@ -43,7 +48,16 @@ CASES = {
     "tensor": (PACKED, 1, {"strategy": "tensor"}),
     "pipeline": (PACKED, 2, {"strategy": "pipeline", "micro_batches": 2}),
 }
+QUICK = ("ddp", "ddp, documents alone")
 STEPS = 3
+
+
+def largest(root: Path, out: Path, cases: Sequence[str]) -> dict[str, list[float]]:
+    """Run cases on two ranks; return for each the largest difference of a loss and of a gradient."""
+    run_ranks(2, __file__, root, out, *cases)
+    found: dict[str, list[float]] = json.loads(out.read_text())
+    assert found.keys() == set(cases)
+    return found
 
 
 def words(row: int) -> np.ndarray:
@@ -110,10 +124,10 @@ def differences(dataset: str, order: fr.OrderSpec, accumulation: int, options: d
     return [worst_loss, worst_gradient]
 
 
-def main(dataset: str, out: str) -> None:
+def main(dataset: str, out: str, *cases: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    made = {name: differences(dataset, *case) for name, case in CASES.items()}
+    made = {name: differences(dataset, *CASES[name]) for name in cases}
     of_ranks: list[dict[str, list[float]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_ranks, made)
     if dist.get_rank() == 0:

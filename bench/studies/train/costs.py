@@ -29,10 +29,10 @@ def cost_model(order: OrderSpec | None) -> str | Cost | None:
 class CostFit(msgspec.Struct, frozen=True, kw_only=True):
     """The time of forward and backward on one rank, fitted to sums over the samples of its step.
 
-    ``terms_ns``: coefficients of two standard errors or more, and these; ``cost`` has them as whole numbers of three
-    digits or more. ``left_out``: terms that the steps do not tell from 0. ``num_steps`` of ``num_measured`` were used:
-    the rest are outliers. ``residual``: root mean square of what the fit leaves, in parts of the mean. ``refused`` says
-    why there is no model.
+    ``terms_ns``: coefficients of two standard errors or more, and these; ``cost`` has them as whole numbers.
+    ``left_out``: terms that the steps do not tell from 0. ``num_steps`` of ``num_measured`` were used: the rest are
+    outliers. ``residual``: root mean square of what the fit leaves, in parts of the mean. ``refused`` says why there is
+    no model.
     """
 
     num_measured: int
@@ -88,7 +88,8 @@ def fit_cost(sums: Sequence[Mapping[str, Sequence[float]]], times_ns: NDArray[np
         del kept[int((ns / errors).argmin())]
     if not any(terms[at][1] for at in kept):
         return CostFit(num_measured=len(table), refused="times do not follow the columns")
-    divisor = 10 ** max(0, 2 - floor(log10(ns.min())))
+    # Of the smallest three digits, and of the largest no more than a `Cost` can hold.
+    divisor = 10 ** max(0, min(2 - floor(log10(ns.min())), 17 - floor(log10(ns.max()))))
     parts: tuple[dict[str, int], ...] = ({}, {}, {})
     for at, one in zip(kept, ns.tolist(), strict=True):
         parts[terms[at][1]][terms[at][0]] = round(one * divisor)
@@ -136,7 +137,8 @@ def losses_of(ranks: Sequence[Sequence[StepRecord]], cost: str | Cost | None) ->
         found["padding"] = Loss(float(padding.mean()), float((padding * compute_ms).mean()))
     if cost is not None and len(ranks) > 1:
         model = Cost({cost: 1}) if isinstance(cost, str) else cost
-        loads = np.array([[_load(step.sums, model) for step in rank] for rank in ranks])
+        loads = np.array([[_load(step.sums, model) for step in rank] for rank in ranks], np.float64)
+        loads[:, ~loads.any(axis=0)] = 1.0  # all ranks cost nothing
         mean, dearest, at = loads.mean(axis=0), loads.max(axis=0), loads.argmax(axis=0)
         waits_ms = (1 - mean / dearest) * compute_ms[at, np.arange(len(at))]
         found["imbalance"] = Loss(float((dearest / mean - 1).mean()), float(waits_ms.mean()))

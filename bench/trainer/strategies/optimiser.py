@@ -93,12 +93,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline:
         clip_grads_with_norm_(same_mesh, largest, square.sqrt())
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all gradients in place."""
-    for gradient in _local_gradients(parameters):
-        gradient.mul_(factor.to(gradient.device))
-
-
 def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's parts of all gradients, summed over the ranks where that is still to be done."""
     found = []

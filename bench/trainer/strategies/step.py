@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients, scale_gradients
+from fuelrail.bench.trainer.strategies.optimiser import SharedGradScaler, autocast, clip_gradients
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 from fuelrail.pipeline.errors import ConfigError
 
@@ -183,7 +183,8 @@ class Parallel:
             if self.world > 1:
                 dist.all_reduce(share := share / self.world)
             self._factor = 1 / share.clamp(min=1e-9)
-            scale_gradients((one for model in self.models for one in model.parameters()), self._factor)
+            for gradient in (local(one.grad) for _, one in named_parameters(self.models) if one.grad is not None):
+                gradient.mul_(self._factor.to(gradient.device))
 
     def start_average(self) -> None:
         """Start the average, if there is one, at the parameters."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 
 import pytest
 import torch
 
-from support import balanced_vla, own_example
+from support import own_example
 from support.ranks import TESTS, run_ranks
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -73,14 +72,3 @@ def test_the_backbone_is_torchvisions_by_its_names(monkeypatch):
     images = torch.rand(1, 3, 64, 64)
     expected = torchvision.models._utils.IntermediateLayerGetter(whole, {"layer4": "last"})(images)["last"]
     assert torch.allclose(backbone(images)[1], expected, atol=1e-5)
-
-
-def test_balance_deals_samples_to_other_ranks_and_changes_no_loss(tiny_dataset, tmp_path):
-    run_ranks(2, balanced_vla.__file__, tiny_dataset({"train": (16, 16, 16), "val": (7, 6)}).root, tmp_path)
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    for one in ranks:
-        for (_, plain), (_, balanced) in zip(one["plain"], one["balanced"], strict=True):
-            assert plain.keys() == {"loss", "words", "trajectory"}
-            assert balanced == pytest.approx(plain, rel=1e-5)
-    own = {name: [loss for loss, _ in ranks[0][name]] for name in ("plain", "balanced")}
-    assert own["balanced"] != pytest.approx(own["plain"], rel=1e-3)

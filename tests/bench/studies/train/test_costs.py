@@ -131,3 +131,18 @@ def test_imbalance_is_what_the_mean_rank_waits_for_the_dearest():
 def test_padding_is_a_share_of_forward_and_backward():
     assert losses_of([rank([1, 1], 0.25)], "x") == {"padding": Loss(0.25, pytest.approx(7.5))}
     assert losses_of([rank([1, 1])], None) == {}
+
+
+def test_steps_that_cost_nothing_are_balanced():
+    assert losses_of([rank([0, 0]), rank([0, 0])], "x") == {"imbalance": Loss(0.0, 0.0)}
+
+
+def test_coefficients_of_very_unlike_size_still_make_a_cost():
+    rng = np.random.default_rng(3)
+    steps = [{"bytes": rng.integers(1, 2**36, 8).astype(float), "boxes": boxes(rng, 8)} for _ in range(300)]
+    cost = fit_cost(sums_of(steps), times_of(steps, 3, 0.001, bytes=(0, 1e-14), boxes=(10**7, 0))).cost
+    assert cost.quadratic["bytes"] / cost.divisor == pytest.approx(1e-14, rel=0.01)
+    assert cost.linear["boxes"] / cost.divisor == pytest.approx(10**7, rel=0.01)
+    apart = [{"bytes": rng.integers(1, 2**38, 8).astype(float), "boxes": boxes(rng, 8)} for _ in range(300)]
+    cost = fit_cost(sums_of(apart), times_of(apart, 3, 0.001, bytes=(0, 1e-15), boxes=(10**8, 0))).cost
+    assert cost.linear["boxes"] / cost.divisor == pytest.approx(10**8, rel=0.01)
