@@ -93,15 +93,13 @@ def rows_of(
     through ``reduce``. Raises ConfigError for an output whose length is not the batch's, and for values that its dtype
     cannot hold.
     """
-    import torch
-
     table = {channel.name: channel for channel in channels}
     rows: list[dict[str, Any]] = [{} for _ in keys]
     for name, output in outputs.items():
         channel = table.get(name)
         if channel is not None and channel.kind in (TOPK, SAMPLED):
             for row, key, value in zip(rows, keys, _rows(name, output, len(keys)), strict=True):
-                row[name] = value if isinstance(value, Logits) else reduce(torch.as_tensor(value), channel, key)
+                row[name] = value if isinstance(value, Logits) else reduce(value, channel, key)
             continue
         for row, value in zip(rows, _split(name, output, len(keys)), strict=True):
             row[name] = value
@@ -137,13 +135,19 @@ def _quantised(name: str, value: NDArray[Any]) -> tuple[NDArray[np.int8], np.flo
 
 def _logits_sides(name: str, output: object, num_rows: int) -> tuple[int | None, int] | None:
     """Return T and V of an output that is logits [T, V] of each sample, else None; T is None in a list: it may vary."""
-    import torch
-
-    rows = [torch.as_tensor(row) for row in _rows(name, output, num_rows) if isinstance(row, torch.Tensor | np.ndarray)]
-    fits = len(rows) == num_rows and all(row.ndim == 2 and row.is_floating_point() for row in rows)
-    if not fits or len({row.shape[1] for row in rows}) > 1:
+    rows = _rows(name, output, num_rows)
+    if not all(map(_is_logits, rows)) or len({row.shape[1] for row in rows}) != 1:
         return None
     return (None if isinstance(output, list | tuple) else rows[0].shape[0]), rows[0].shape[1]
+
+
+def _is_logits(row: object) -> bool:
+    import torch
+
+    is_float = (
+        row.is_floating_point() if isinstance(row, torch.Tensor) else getattr(row, "dtype", np.dtype("O")).kind == "f"
+    )
+    return is_float and getattr(row, "ndim", 0) == 2
 
 
 def _split(name: str, output: object, num_rows: int) -> list[Any]:

@@ -38,17 +38,18 @@ class Reduction(NamedTuple):
     seed: int = 0
     epoch: int = 0
 
-    def __call__(self, logits: Tensor, channel: Channel, key: str) -> Logits:
+    def __call__(self, given: object, channel: Channel, key: str) -> Logits:
         """Return what is stored of logits [T, V] of a sample; raise ConfigError, with its key, for NaN or another V."""
         k, size = channel.shape[1], channel.vocabulary.size if channel.vocabulary is not None else 0
         assert k is not None
-        if logits.ndim != 2 or logits.shape[1] != size:
-            raise ConfigError(
-                f"output '{channel.name}' of sample {key!r} is {list(logits.shape)}; the table has logits [T, {size}]"
-            )
+        shape: tuple[int, ...] = getattr(given, "shape", ())
+        if len(shape) != 2 or shape[1] != size:
+            found = list(shape) or type(given).__name__
+            raise ConfigError(f"output '{channel.name}' of sample {key!r} is {found}; the table has logits [T, {size}]")
+        logits = given if isinstance(given, Tensor) else torch.tensor(given)  # an array may be one to read only
         number = xxhash.xxh3_64_intdigest(f"{channel.name}\0{key}".encode()) - (1 << 63)
         drawn = uniforms(self.seed, self.epoch, number, [ALL_CAMERAS], "logits", len(logits))[0]
-        found = []
+        parts = []
         step = max(1, _VALUES_AT_ONCE // size)
         for first in range(0, max(1, len(logits)), step):
             logs = (logits[first : first + step].float() / self.temperature).log_softmax(-1)
@@ -66,8 +67,8 @@ class Reduction(NamedTuple):
                 tail = likely.scatter(-1, indices, 0).sum(-1)
             else:
                 indices, weights, tail = _draws(likely, k, drawn[first : first + step]), None, None
-            found.append(Logits(indices, weights, tail, entropy).map(lambda part: part.cpu().numpy()))
-        whole = Logits(*(None if one[0] is None else np.concatenate(one) for one in zip(*found, strict=True)))
+            parts.append(Logits(indices, weights, tail, entropy).map(lambda part: part.cpu().numpy()))
+        whole = Logits(*(None if one[0] is None else np.concatenate(one) for one in zip(*parts, strict=True)))
         stored = np.argsort(-whole.known, kind="stable")[: math.ceil(self.positions * len(logits))]
         known = np.zeros(len(logits), bool)
         known[stored] = True

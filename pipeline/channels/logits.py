@@ -30,8 +30,8 @@ MAX_VALUES: Final = 1 << 27
 """Cap on the tokens of a sample, stored or left out."""
 
 _STORE: Final = re.compile(r"(topk|sampled):([1-9][0-9]{0,5})")
-_LEAST_LOG: Final = -40.0
-"""Relative to the likeliest token's: what is less likely counts as this likely, 4e-18 of it."""
+_LEAST_LOG: Final = -24.0
+"""Relative to the likeliest token's: what is less likely counts as this likely, 4e-11 of it."""
 _SUM_ERROR: Final = 1e-2
 _HEAD_BYTES: Final = 8
 

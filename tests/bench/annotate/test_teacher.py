@@ -117,6 +117,20 @@ def test_lists_may_differ_in_length_and_half_precision_is_taken(base, tmp_path) 
     assert open_layer_data(tmp_path / "layer").manifest.channels[0].shape == (None, 5)
 
 
+def test_arrays_to_read_only_are_taken_and_beside_others_stored_as_they_are(base, tmp_path) -> None:
+    def model(batch):
+        logits = Speaker()(batch)["logits"].detach().numpy()
+        logits.flags.writeable = False
+        return {"logits": logits, "loss": logits.mean((1, 2)), "best": logits.argmax(2)}
+
+    run(base, tmp_path / "array", model)
+    run(base, tmp_path / "tensor")
+    for one, other in zip(rows(tmp_path / "array"), rows(tmp_path / "tensor"), strict=True):
+        np.testing.assert_array_equal(one.weights, other.weights)
+    kinds = {one.name: one.kind for one in open_layer_data(tmp_path / "array").manifest.channels}
+    assert kinds == {"logits": "logits_topk", "loss": "array", "best": "array"}
+
+
 def test_another_teacher_may_not_continue_and_a_loader_can_demand_one(base, tmp_path) -> None:
     first = weights_digest(Speaker(1))
     run(base, tmp_path / "layer", Speaker(1))
