@@ -19,7 +19,7 @@ from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.balance import BalancedOrder
 from fuelrail.pipeline.order.compile import compile_mix, compile_order, plain
 from fuelrail.pipeline.order.pack import PackedOrder
-from fuelrail.pipeline.order.windows import TimeWindow
+from fuelrail.pipeline.order.windows import TimeWindow, window_lookup
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Source
@@ -136,10 +136,10 @@ def _lookup(window: Window | None, clips: ClipTable | None, source: Source) -> W
     if window is None:
         return None
     assert clips is not None
-    lookup = window.lookup(clips)
+    lookup = window_lookup(clips, window)
     if len(window.frames) > 1 and not _finds_any(lookup, len(clips)):
         raise OrderError(
-            f"{window.text}: no sample of dataset "
+            f"{window}: no sample of dataset "
             f"'{source.dataset.root}' has any of these frames in its clip, so every window would be one frame "
             "repeated; its clips are too short, or it stores single frames"
         )

@@ -37,7 +37,7 @@ from fuelrail.pipeline.order.weights import (
     read_columns,
     value_numbers,
 )
-from fuelrail.pipeline.order.windows import TimeWindow, Window
+from fuelrail.pipeline.order.windows import TimeWindow, Window, window_lookup
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -162,8 +162,8 @@ class _Selection:
         """Leave out samples that lack a frame of a window that drops them."""
         if window is not None and _drops(window):
             assert clips is not None
-            complete = np.flatnonzero(window.lookup(clips).complete())
-            self.narrow(complete, window.text)
+            complete = np.flatnonzero(window_lookup(clips, window).complete())
+            self.narrow(complete, f"{window}")
 
     def order(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
         """Return the order of the selected samples."""
