@@ -14,7 +14,7 @@ from fuelrail.sharding.planning.recipe import ImageRecipe
 from fuelrail.sharding.sources.adapter.members import MADE
 from fuelrail.sharding.sources.adapter.videos import FRAME, frame_of
 from fuelrail.sharding.sources.shared.pictures import JpegForm
-from fuelrail.sharding.sources.shared.video import VideoFile
+from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile
 from fuelrail.sharding.write.images import stored_size
 
 if TYPE_CHECKING:
@@ -62,16 +62,16 @@ def break_even(table: ScanTable, files: SourceFiles, images: ImageRecipe | None)
     paths = {name: path for name in sorted(kept) if (path := files.path(name)) is not None}
     if not paths:
         return None
-    num_frames = {path: VideoFile(path).facts().num_frames for path in paths.values()}
+    facts_of = {path: VideoFile(path).facts() for path in paths.values()}
     num_bytes = sum(facts.num_bytes for name in paths if (facts := files.facts(name)) is not None)
-    measured, num_all = list(num_frames)[:: -(-len(num_frames) // _VIDEOS)], sum(num_frames.values())
+    measured, num_all = list(facts_of)[:: -(-len(paths) // _VIDEOS)], sum(one.num_frames for one in facts_of.values())
     options = []
     for what, number, recipe in (
         ("all frames", num_all, None),
         *(("the kept frames", sum(kept.values()), one) for one in (None, _HALF, images)[: 3 if images else 2]),
     ):
         form = JpegForm() if recipe is None else JpegForm(recipe.quality, partial(stored_size, recipe))
-        runs = [_measured(path, min(_FRAMES, num_frames[path]), form) for path in measured]
+        runs = [_measured(path, facts_of[path], form) for path in measured]
         made, size, decode_s, encode_s = map(sum, zip(*runs, strict=True))
         hours = (decode_s * num_all + encode_s * number) / made / 3600
         options.append(BreakEvenOption(f"{what}, {_said(recipe)}", number, round(size / made * number), hours))
@@ -85,10 +85,12 @@ def _said(images: ImageRecipe | None) -> str:
     return f"{size},quality={images.quality}"
 
 
-def _measured(path: str, count: int, form: JpegForm) -> tuple[float, float, float, float]:
+def _measured(path: str, facts: VideoFacts, form: JpegForm) -> tuple[float, float, float, float]:
     """Return of the first frames of a video: their number, bytes as JPEG, and CPU time [s] to decode and to encode."""
     times, decoded, sizes = [], [], [0]
-    for wanted in ([count - 1], range(count)):
+    numbers = range(facts.first_frame, min(facts.first_frame + _FRAMES, facts.num_frames))
+    count = len(numbers)
+    for wanted in (numbers[-1:], numbers):
         video, started = VideoFile(path), time.process_time()
         sizes = [len(jpeg) for _, jpeg in video.jpegs(wanted, form)]
         times.append(time.process_time() - started)
