@@ -247,6 +247,18 @@ def test_only_the_channels_of_other_samples_are_read(tmp_path, layout):
     assert reader.values(fetched)["speed"] == 6.0
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_at_a_url_each_part_of_a_sample_is_fetched_once(root, tmp_path, cached):
+    options = {"shuffle": True, "seed": 4}
+    storage = {"backend": "remote", **({"cache_dir": str(tmp_path), "cache_size": "1GB"} if cached else {})}
+    with loader(root, **options) as local, loader(f"file://{root}", storage=storage, **options) as remote:
+        for _ in range(2):
+            for one, other in zip(local, remote, strict=True):
+                assert unlike(one, other) == []
+        assert remote.stats().storage.refetched == 0
+        assert (remote.stats().storage.cache_bytes > 0) == cached
+
+
 def test_windows_in_seconds_are_one_sequence_on_any_world(root):
     def make(batch_size, *, rank, size, num_workers):
         transforms = Transforms(image=ImageAugment(height=8, width=8, resize="stretch"), channels=NAMES)
