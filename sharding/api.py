@@ -196,7 +196,7 @@ def check_source(
     Of video in files, also what JPEGs of its frames cost, stored by the recipe's ``images``. Raises SourceError with
     all faults of the source, ConfigError for options.
     """
-    info, video = checked_source(parse_source(source, dict(options or {})), None if recipe is None else recipe.images)
+    info, video = checked_source(parse_source(source, dict(options or {})), recipe or make_recipe())
     return SourceReport(
         name=info.name,
         num_samples=info.num_samples,

@@ -50,7 +50,7 @@ from fuelrail.sharding.write.staging import NO_BAND, Bands, stage_clips
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.sharding.engines import Engine
-    from fuelrail.sharding.planning.recipe import ImageRecipe, Recipe
+    from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.progress import Quiet
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
     from fuelrail.sharding.sources.source import ScanInfo, Source
@@ -164,11 +164,11 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
 
 def scan_source(spec: SourceSpec) -> ScanInfo:
     """Scan a source and keep nothing but the result; raises SourceError with what is wrong with it."""
-    return checked_source(spec, None)[0]
+    return checked_source(spec)[0]
 
 
-def checked_source(spec: SourceSpec, images: ImageRecipe | None) -> tuple[ScanInfo, BreakEven | None]:
-    """Scan a source as `scan_source`, and estimate what its video costs as JPEGs, stored by ``images``."""
+def checked_source(spec: SourceSpec, recipe: Recipe | None = None) -> tuple[ScanInfo, BreakEven | None]:
+    """Scan a source as `scan_source`; with a recipe, also estimate what its video costs as JPEGs."""
     with tempfile.TemporaryDirectory(prefix="fuelrail-") as folder:
         path = Path(folder) / "scan.arrow"
         with naming(spec):
@@ -176,7 +176,9 @@ def checked_source(spec: SourceSpec, images: ImageRecipe | None) -> tuple[ScanIn
             info, _ = _fill_table(source, path, is_check=True)
         table = ScanTable(path)
         check_rows(table, _rig(info), f"{spec.kind}:{spec.location}")
-        return info, break_even(table, source.files, images) if isinstance(source, FrameSource) else None
+        if recipe is None or not isinstance(source, FrameSource):
+            return info, None
+        return info, break_even(table, source.files, recipe.images)
 
 
 def _rig(info: ScanInfo) -> Rig:

@@ -8,7 +8,7 @@ of its own. What is not there at a time is None: a batch has zeros, and ``{name}
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -41,33 +41,31 @@ class TimedChannel(NamedTuple):
     is_series: bool
     offsets_ns: NDArray[np.int64]
     interpolation: Interpolation
-    max_staleness_ns: int | None
+    reach_ns: int | None
 
     def read(self, time_ns: int, known: Sequence[tuple[int, Mapping[str, Value | None]]]) -> list[Value | None]:
-        """Return the values at the K times about a sample's time, None for those that are not there."""
-        name = self.channel.name
-        times: NDArray[np.int64]
-        values: Sequence[Value | None] | NDArray[Any]
+        """Return the values at the K times about a sample's time, None for those that are not there.
+
+        ``known`` are samples at ascending times [ns], with their values.
+        """
+        name, times = self.channel.name, np.array([time for time, _ in known], np.int64)
+        values: Any = [of_sample[name] for _, of_sample in known]
         if self.is_series:
-            parts = [part for _, of_sample in known if (part := of_sample[name]) is not None]
-            if not parts:
-                return [None] * len(self.offsets_ns)
-            times, at = np.unique(np.concatenate([part[TIMES] for part in parts]), return_index=True)
-            values = np.concatenate([part[VALUES] for part in parts])[at]
-        else:
-            times = np.array([time for time, _ in known], np.int64)
-            values = [of_sample[name] for _, of_sample in known]
+            parts = [part for part in values if part is not None]
+            stamps = np.concatenate([times[:0], *(part[TIMES] for part in parts)])
+            times, at = np.unique(stamps, return_index=True)
+            values = np.concatenate([part[VALUES] for part in parts])[at] if parts else ()
         if not len(times):
             return [None] * len(self.offsets_ns)
-        return resampled(times, values, time_ns + self.offsets_ns, self.interpolation, self.max_staleness_ns)
+        return resampled(times, values, time_ns + self.offsets_ns, self.interpolation, self.reach_ns)
 
 
 def resampled(
     times: NDArray[np.int64],
-    values: Sequence[Value | None] | NDArray[Any],
+    values: Sequence[Value | None],
     wanted: NDArray[np.int64],
     interpolation: Interpolation,
-    max_staleness_ns: int | None,
+    reach_ns: int | None,
 ) -> list[Value | None]:
     """Return the values at ``wanted`` (K,) from those at ``times`` (M,), which ascend; all times are in ns.
 
@@ -76,27 +74,24 @@ def resampled(
     at = np.searchsorted(times, wanted + SAME_NS, side="right") - 1
     low, high = np.maximum(at, 0), np.minimum(at + 1, len(times) - 1)
     before, after = np.abs(wanted - times[low]), np.abs(times[high] - wanted)
-    is_inside = (wanted >= times[0] - SAME_NS) & (wanted <= times[-1] + SAME_NS)
-    reach = np.int64(np.iinfo(np.int64).max) if max_staleness_ns is None else np.int64(max_staleness_ns)
-    is_there = is_inside if max_staleness_ns is None else np.ones(len(wanted), bool)
+    is_there = (wanted >= times[0] - SAME_NS) & (wanted <= times[-1] + SAME_NS)
+    # The share of the later one of the two measurements about each time.
     if interpolation == "linear":
-        is_exact = (before <= SAME_NS) | (low == high)
-        is_there = is_inside & (before <= reach) & (is_exact | (after <= reach))
-        weights = np.where(is_exact, 0.0, before / np.maximum(times[high] - times[low], 1))
-        both = zip(low.tolist(), high.tolist(), weights.tolist(), is_there.tolist(), strict=True)
-        return [_between(values[a], values[b], weight) if there else None for a, b, weight, there in both]
-    taken = np.where(after < before, high, low) if interpolation == "nearest" else low
-    is_there = is_there & (np.abs(times[taken] - wanted) <= reach) & ((at >= 0) | (interpolation == "nearest"))
-    return [values[one] if there else None for one, there in zip(taken.tolist(), is_there.tolist(), strict=True)]
+        share = np.where(before <= SAME_NS, 0.0, before / np.maximum(times[high] - times[low], 1))
+    else:
+        share = np.where((interpolation == "nearest") & (after < before), 1.0, 0.0)
+        is_there |= (reach_ns is not None) & ((at >= 0) | (interpolation == "nearest"))
+    if reach_ns is not None:
+        is_there &= ((share == 1) | (before <= reach_ns)) & ((share == 0) | (after <= reach_ns))
+    both = zip(low.tolist(), high.tolist(), share.tolist(), is_there.tolist(), strict=True)
+    return [_between(values[a], values[b], of_later) if there else None for a, b, of_later, there in both]
 
 
-def _between(low: Any, high: Any, weight: float) -> NDArray[Any] | None:  # noqa: ANN401
-    """Return ``low`` (1 - weight) + ``high`` weight; None where a value that counts is missing."""
-    if low is None or (high is None and weight):
-        return None
-    if not weight:
-        return np.asarray(low)
-    value = np.asarray(low, np.float64) * (1 - weight) + np.asarray(high, np.float64) * weight
+def _between(low: Any, high: Any, share: float) -> Any:  # noqa: ANN401
+    """Return ``low`` (1 - share) + ``high`` share; None where one that counts is missing."""
+    if share in (0, 1) or low is None or high is None:
+        return high if share == 1 else low if share == 0 else None
+    value = np.asarray(low, np.float64) * (1 - share) + np.asarray(high, np.float64) * share
     return np.asarray(value, np.asarray(low).dtype)
 
 
@@ -169,11 +164,6 @@ def timed_channels(window: Window | None, channels: Sequence[Channel]) -> TimedC
                 "nothing between two values: use 'nearest' or 'hold'"
             )
         usual = "linear" if is_linear else "nearest" if law.moves or channel.kind in _NEAREST else "hold"
-        found[name] = TimedChannel(
-            channel,
-            channel is not stored,
-            np.array(given.offsets_ns, np.int64),
-            given.interpolation or usual,  # type: ignore[arg-type]
-            given.max_staleness_ns,
-        )
+        offsets, how = np.array(given.offsets_ns, np.int64), cast("Interpolation", given.interpolation or usual)
+        found[name] = TimedChannel(channel, channel is not stored, offsets, how, given.reach_ns)
     return TimedChannels(num_frames, found)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from fuelrail.loaders.schedule.state import sample_settings, settings_that_differ
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import Layer, Missing, open_layer
+from fuelrail.pipeline.order.windows import TimeWindow
 from fuelrail.pipeline.settings import CheckedSettings, PathText, as_settings, must_be
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def check_views(
     settings = view_settings(seed, content)
     for layer in _of_views(layers):
         view = layer.manifest.view
-        if is_mix or (window is not None and (len(window.frames) > 1 or window.own_offsets)):
+        if is_mix or isinstance(window, TimeWindow) or (window is not None and len(window.frames) > 1):
             raise ConfigError(
                 f"layer '{layer.name}' holds values of single augmented views (per_view), and "
                 f"{'a mix' if is_mix else 'a window'} augments its frames otherwise; make the layer with view 'fixed'"

@@ -17,7 +17,7 @@ from fuelrail.loaders.storage.layers import LayeredSession
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.compile import compile_mix, compile_order, plain
-from fuelrail.pipeline.order.windows import TimeWindow
+from fuelrail.pipeline.order.windows import TimeWindow, window_lookup
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Source
@@ -137,10 +137,10 @@ def _lookup(window: Window | None, clips: ClipTable | None, source: Source) -> W
     if window is None:
         return None
     assert clips is not None
-    lookup = window.lookup(clips)
+    lookup = window_lookup(clips, window)
     if len(window.frames) > 1 and not _finds_any(lookup, len(clips)):
         raise OrderError(
-            f"{window.text}: no sample of dataset "
+            f"{window}: no sample of dataset "
             f"'{source.dataset.root}' has any of these frames in its clip, so every window would be one frame "
             "repeated; its clips are too short, or it stores single frames"
         )

@@ -212,8 +212,8 @@ class _RemoteSession:
     def __init__(self, storage: RemoteShards, future_uses: FutureUses | None = None) -> None:
         self._storage, self._future_uses = storage, future_uses
         self._asked = 0
-        # By sample. In a small dataset, and about an epoch's end, a sample is asked for again before it was taken.
-        self._ranges: weakref.WeakValueDictionary[int, _Range] = weakref.WeakValueDictionary()
+        # By part of a sample. In a small dataset, and about an epoch's end, it is asked for again before it was taken.
+        self._ranges: weakref.WeakValueDictionary[tuple[int, int, int], _Range] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._under_way: set[concurrent.futures.Future[memoryview]] = set()
         self._closed = False
@@ -223,25 +223,26 @@ class _RemoteSession:
         storage, cache = self._storage, self._storage.cache
         pending: dict[int, PendingSpan] = {}
         first, self._asked = self._asked, self._asked + len(rows)
-        new: dict[int, list[int]] = {}  # by sample: where in rows, the first time and again
+        new: dict[tuple[int, int, int], list[int]] = {}  # by part of a sample: where in rows, the first time and again
         for number, (index, row) in enumerate(rows):
             try:
                 storage.shard_name(row)
             except FuelrailError as error:  # a row that names no shard; reported at its turn
                 pending[number] = partial(_raise, error)
                 continue
-            held = self._ranges.get(index)
+            part = index, row.offset, row.length
+            held = self._ranges.get(part)
             if held is not None:
                 pending[number] = partial(self._take, held, first + number, index, row)
                 continue
-            if index in new:
-                new[index].append(number)
+            if part in new:
+                new[part].append(number)
                 continue
             cached = cache.open(index, row.length) if cache is not None else None
             if cached is not None:
                 pending[number] = partial(self._take_cached, cached, first + number, index, row)
             else:
-                new[index] = [number]
+                new[part] = [number]
         missing = list(new.values())
         wanted = [WantedSpan(row.shard, row.offset, row.length) for row in (rows[places[0]][1] for places in missing)]
         for planned in plan_ranges(wanted):
@@ -250,7 +251,7 @@ class _RemoteSession:
             for member in planned.members:
                 for number in missing[member]:
                     index, row = rows[number]
-                    self._ranges[index] = asked
+                    self._ranges[index, row.offset, row.length] = asked
                     pending[number] = partial(self._take, asked, first + number, index, row)
         return [pending[number] for number in range(len(rows))]
 

@@ -35,7 +35,7 @@ from fuelrail.pipeline.order.weights import (
     natural_length,
     value_numbers,
 )
-from fuelrail.pipeline.order.windows import TimeWindow, Window
+from fuelrail.pipeline.order.windows import TimeWindow, Window, window_lookup
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -152,8 +152,8 @@ class _Selection:
         """Leave out samples that lack a frame of a window that drops them."""
         if window is not None and _drops(window):
             assert clips is not None
-            complete = np.flatnonzero(window.lookup(clips).complete())
-            self.narrow(complete, window.text)
+            complete = np.flatnonzero(window_lookup(clips, window).complete())
+            self.narrow(complete, f"{window}")
 
     def order(
         self,
@@ -184,7 +184,7 @@ class _Selection:
             named = np.union1d(named, rows)
             if window is not None and _drops(window) and clips is not None:
                 left = clips.without(named)
-                lacking = left.samples[~window.lookup(left)(left.samples).present.all(axis=1)]
+                lacking = left.samples[~window_lookup(left, window)(left.samples).present.all(axis=1)]
                 rows = np.union1d(rows, lacking if self.rows is None else np.intersect1d(lacking, self.rows))
             yield rows
 

@@ -11,6 +11,7 @@ from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import rank_positions
 from fuelrail.pipeline.order.compile import compile_table, mix_orders, needs_clips
 from fuelrail.pipeline.order.epoch import digest
+from fuelrail.pipeline.order.windows import window_lookup
 from fuelrail.pipeline.order.without import check_unseen, windows_without
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class OrderedRows:
         """What a position depends on besides the order, in words; of a mix by name."""
         self._bases = np.cumsum([0, *map(len, tables.values())])
         self._windows = tuple(
-            None if window is None or table.clips is None else window.lookup(table.clips) for table in tables.values()
+            None if window is None or table.clips is None else window_lookup(table.clips, window)
+            for table in tables.values()
         )
         self._lookups = windows_without(self._windows, self.order)
         self._entries = entries

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MAX_REACH: Final = 2**30
 _CHUNK: Final = 1 << 16
 _MAX_OFFSETS: Final = 512
-_MAX_REACH_S: Final = 1e6
+_MAX_REACH_NS: Final = 10**15
 
 IMAGES: Final = "img"
 """The entry of a `TimeWindow` for the images, and for all else that belongs to a frame."""
@@ -73,71 +73,59 @@ class FrameWindow(Settings, frozen=True):
         """Offsets in frames, stride included: int64 (T,)."""
         return np.array(self.frames, dtype=np.int64) * self.stride
 
-    @property
-    def own_offsets(self) -> tuple[int, ...]:
-        """Offsets of channels with times of their own: none."""
-        return ()
-
-    @property
-    def text(self) -> str:
-        """The window in an error message."""
-        return f"window {list(self.frames)} x {self.stride} with pad='{self.pad}'"
-
-    def lookup(self, clips: ClipTable) -> WindowLookup:
-        """Return the map of samples to their windows."""
-        return WindowLookup(clips, self)
-
 
 class ChannelWindow(Settings, frozen=True, kw_only=True):
     """Times relative to the sample's, at which one channel is read, and how: ``seconds``, or ``from``, ``to``, ``hz``.
 
     In a dict ``start`` and ``end`` are called ``from`` and ``to``; a list stands for ``{"seconds": [...]}``. Raises
     OrderError for values that are not allowed.
+
+    Attributes:
+        seconds: offsets from the sample's time [s].
+        start, end, hz: offsets from ``start`` to ``end`` [s], both included, at a rate [1/s].
+        interpolation: ``nearest``: the measurement nearest in time, of two equally near ones the earlier. ``hold``: the
+            last one at or before the time. ``linear``: between the one before and the one after. None: by the
+            channel's kind.
+        max_staleness_s: greatest distance in time [s] of a measurement that is used; None: any, but none is used before
+            the clip's first measurement or after its last one.
+        pad: of ``img`` only: what replaces a frame that the clip does not have, as of `FrameWindow`.
     """
 
     seconds: tuple[float, ...] = ()
-    """Offsets from the sample's time [s]."""
     start: float | None = msgspec.field(default=None, name="from")
-    """The first offset [s]; those up to ``end`` [s] follow at the rate ``hz`` [1/s], both ends included."""
     end: float | None = msgspec.field(default=None, name="to")
     hz: float | None = None
     interpolation: Interpolation | None = None
-    """``nearest``: the measurement nearest in time, of two equally near ones the earlier. ``hold``: the last one at or
-    before the time. ``linear``: between the one before and the one after. None: by the channel's kind."""
     max_staleness_s: AtLeast0 | None = None
-    """Greatest distance in time [s] of a measurement that is used; None: none, but nothing before the clip's first
-    measurement or after its last one is used."""
     pad: Padding = "repeat_edge"
-    """What replaces a frame that the clip does not have, as of `FrameWindow`; of ``img`` only."""
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
-        ranged = (self.start, self.end, self.hz)
-        if (ranged == (None,) * 3) == (not self.seconds) or (None in ranged and ranged != (None,) * 3):
+        num_stated = 3 - (self.start, self.end, self.hz).count(None)
+        if num_stated != (0 if self.seconds else 3):
             raise OrderError("a channel's window has seconds=[...], or all of from, to and hz")
         offsets = self.offsets_ns
         if len(offsets) > _MAX_OFFSETS or len(set(offsets)) != len(offsets):
             raise OrderError(f"a channel's window has at most {_MAX_OFFSETS} offsets, each once, got {len(offsets)}")
+        if max(map(abs, offsets)) > _MAX_REACH_NS:
+            raise OrderError(f"a window may reach {_MAX_REACH_NS * 1e-9:g} s, got {self}")
 
     @property
     def offsets_ns(self) -> tuple[int, ...]:
         """The offsets from the sample's time [ns]."""
-        seconds = self.seconds
-        if self.start is not None and self.end is not None and self.hz is not None:
-            steps = (self.end - self.start) * self.hz
-            if not (self.hz > 0 and 0 <= steps < _MAX_OFFSETS and abs(steps - round(steps)) < 1e-6):
-                raise OrderError(
-                    f"from {self.start} to {self.end} s at {self.hz} Hz is {steps:g} steps; a whole number in 0 .. "
-                    f"{_MAX_OFFSETS - 1} is needed"
-                )
-            seconds = tuple(self.start + number / self.hz for number in range(round(steps) + 1))
-        if not all(abs(one) <= _MAX_REACH_S for one in seconds):
-            raise OrderError(f"a window may reach {_MAX_REACH_S:g} s, got {list(seconds)}")
-        return tuple(round(one * 1e9) for one in seconds)
+        if self.start is None or self.end is None or self.hz is None:
+            return tuple(round(one * 1e9) for one in self.seconds)
+        steps = (self.end - self.start) * self.hz
+        if not (self.hz > 0 and 0 <= steps < _MAX_OFFSETS and abs(steps - round(steps)) < 1e-6):
+            raise OrderError(
+                f"from {self.start} to {self.end} s at {self.hz} Hz is {steps:g} steps; a whole number in 0 .. "
+                f"{_MAX_OFFSETS - 1} is needed"
+            )
+        return tuple(round((self.start + number / self.hz) * 1e9) for number in range(round(steps) + 1))
 
     @property
-    def max_staleness_ns(self) -> int | None:
-        """The greatest distance [ns] of a measurement that is used."""
+    def reach_ns(self) -> int | None:
+        """The greatest distance [ns] of a measurement that is used; None: any within the clip."""
         return None if self.max_staleness_s is None else round(self.max_staleness_s * 1e9) + SAME_NS
 
 
@@ -155,26 +143,30 @@ class TimeWindow(Settings, frozen=True):
         for name, one in self.channels.items():
             if name != IMAGES and one.pad != "repeat_edge":
                 raise OrderError(f"window of '{name}': pad is of '{IMAGES}' only; missing values are marked")
-        images = self.channels.get(IMAGES)
-        if images is not None and (0 not in images.offsets_ns or images.interpolation == "linear"):
-            raise OrderError(f"the window of '{IMAGES}' needs the offset 0, and is 'nearest' or 'hold', got {images}")
+        if 0 not in self.frames or self.images.interpolation == "linear":
+            raise OrderError(f"the window of '{IMAGES}' needs the offset 0, and is 'nearest' or 'hold', got {self}")
         if len(self.own_offsets) > _MAX_OFFSETS:
             raise OrderError(f"windows of channels have {len(self.own_offsets)} times, at most {_MAX_OFFSETS}")
 
     @property
-    def frames(self) -> tuple[int, ...]:
-        """The offsets of the frames [ns]; without ``img`` the sample alone."""
-        return self.channels[IMAGES].offsets_ns if IMAGES in self.channels else (0,)
-
-    @property
-    def offsets(self) -> NDArray[np.int64]:
-        """The offsets of the frames [ns]: int64 (T,)."""
-        return np.array(self.frames, dtype=np.int64)
+    def images(self) -> ChannelWindow:
+        """The window of the frames; without ``img`` the sample alone."""
+        return self.channels.get(IMAGES, ChannelWindow(seconds=(0.0,)))
 
     @property
     def own_offsets(self) -> tuple[int, ...]:
         """The offsets [ns] of all channels with times of their own, each once, ascending."""
         return tuple(sorted({at for name, one in self.channels.items() if name != IMAGES for at in one.offsets_ns}))
+
+    @property
+    def frames(self) -> tuple[int, ...]:
+        """The offsets of the frames [ns]."""
+        return self.images.offsets_ns
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """The offsets of the frames [ns]: int64 (T,)."""
+        return np.array(self.frames, dtype=np.int64)
 
     @property
     def current(self) -> int:
@@ -184,16 +176,7 @@ class TimeWindow(Settings, frozen=True):
     @property
     def pad(self) -> Padding:
         """What replaces a frame that the clip does not have."""
-        return self.channels[IMAGES].pad if IMAGES in self.channels else "repeat_edge"
-
-    @property
-    def text(self) -> str:
-        """The window in an error message."""
-        return f"window of images at {[at / 1e9 for at in self.frames]} s with pad='{self.pad}'"
-
-    def lookup(self, clips: ClipTable) -> WindowLookup:
-        """Return the map of samples to their windows."""
-        return TimeLookup(clips, self)
+        return self.images.pad
 
 
 Window: TypeAlias = FrameWindow | TimeWindow
@@ -209,17 +192,17 @@ def as_window(value: Any) -> Window | None:  # noqa: ANN401
 
     Raises ConfigError and OrderError for what is none.
     """
-    if value is None or isinstance(value, TimeWindow):
+    if value is None or isinstance(value, FrameWindow | TimeWindow):
         return value
-    if isinstance(value, FrameWindow | str | os.PathLike):
+    if isinstance(value, str | os.PathLike) or (
+        isinstance(value, Mapping) and value.keys() & {*FrameWindow.__struct_fields__}
+    ):
         return as_settings(value, FrameWindow, "window")
     if not isinstance(value, Mapping) or not value:
         raise ConfigError(
             f"window={value!r:.200} must be a FrameWindow or a TimeWindow, a dict of the fields of one, the path of a "
             "YAML file, or None"
         )
-    if value.keys() & set(FrameWindow.__struct_fields__):
-        return as_settings(value, FrameWindow, "window")
     stated = value["channels"] if value.keys() == {"channels"} and isinstance(value["channels"], Mapping) else value
     plain = {name: {"seconds": one} if isinstance(one, list | tuple) else one for name, one in stated.items()}
     return TimeWindow({name: as_settings(one, ChannelWindow, f"window.{name}") for name, one in plain.items()})
@@ -263,7 +246,7 @@ class WindowLookup:
     def without(self, samples: NDArray[np.int64]) -> WindowLookup:
         """Return the lookup of clips without these samples; with ``pad="drop"`` nobody asks for what shows one."""
         clips = self._clips if self.window.pad == "drop" else self._clips.without(samples)
-        return self.window.lookup(clips)
+        return window_lookup(clips, self.window)
 
     def find(self, samples: ArrayLike) -> Shown:
         """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample, then ascending."""
@@ -284,6 +267,11 @@ class WindowLookup:
         return np.concatenate(parts) if parts else np.empty(0, dtype=bool)
 
 
+def window_lookup(clips: ClipTable, window: Window) -> WindowLookup:
+    """Return the map of samples to their windows; raise OrderError as `TimeLookup`."""
+    return TimeLookup(clips, window) if isinstance(window, TimeWindow) else WindowLookup(clips, window)
+
+
 class TimeLookup(WindowLookup):
     """Maps sample numbers to the samples of windows in seconds: the frames, then those about each other time.
 
@@ -293,8 +281,7 @@ class TimeLookup(WindowLookup):
 
     def __init__(self, clips: ClipTable, window: TimeWindow) -> None:
         super().__init__(clips, window)
-        images = window.channels.get(IMAGES, ChannelWindow(seconds=(0.0,)))
-        self._holds, self._reach_ns = images.interpolation == "hold", images.max_staleness_ns
+        self._holds, self._reach_ns = window.images.interpolation == "hold", window.images.reach_ns
         self._own = np.array(window.own_offsets, dtype=np.int64)
         self.num_rows += 2 * len(self._own)
         assert clips.times_ns is not None, "windows in seconds need the times of the clips"

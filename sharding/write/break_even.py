@@ -14,12 +14,10 @@ from fuelrail.sharding.planning.recipe import ImageRecipe
 from fuelrail.sharding.sources.adapter.members import MADE
 from fuelrail.sharding.sources.adapter.videos import FRAME, frame_of
 from fuelrail.sharding.sources.shared.pictures import JpegForm
-from fuelrail.sharding.sources.shared.video import VideoFile
+from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile
 from fuelrail.sharding.write.images import stored_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.shared.scan_table import ScanTable
 
@@ -46,18 +44,12 @@ class BreakEven(msgspec.Struct, frozen=True):
 
     def lines(self) -> list[str]:
         """Return the report for people."""
-        found = [f"video: {counted(self.num_videos, 'file')} of {self.num_frames:,} frames, {_size(self.num_bytes)}"]
-        for option in self.options:
-            share = option.num_bytes / max(self.num_bytes, 1)
-            found.append(
-                f"  as JPEG, {option.what}: {option.num_images:,} images, {_size(option.num_bytes)}, {share:.2f} of "
-                f"the video; {option.cpu_hours:.3g} CPU hours, once"
-            )
-        return found
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.3f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.3f} MB"
+        about = f"{counted(self.num_videos, 'file')} of {self.num_frames:,} frames, {self.num_bytes / 1e6:,.1f} MB"
+        return [f"video: {about}"] + [
+            f"  as JPEG, {one.what}: {one.num_images:,} images, {one.num_bytes / 1e6:,.1f} MB, "
+            f"{one.num_bytes / max(self.num_bytes, 1):.2f} of the video; {one.cpu_hours:.3g} CPU hours, once"
+            for one in self.options
+        ]
 
 
 def break_even(table: ScanTable, files: SourceFiles, images: ImageRecipe | None) -> BreakEven | None:
@@ -65,50 +57,45 @@ def break_even(table: ScanTable, files: SourceFiles, images: ImageRecipe | None)
 
     ``images`` is how they would be stored. The first frames of a few videos are decoded and encoded.
     """
-    kept: Counter[str] = Counter()
-    for number in range(len(table)):
-        for member in table.row(number).members:
-            if member.ref.startswith(MADE) and FRAME in member.ref:
-                kept[frame_of(member.ref.removeprefix(MADE))[0]] += 1
+    refs = (member.ref for number in range(len(table)) for member in table.row(number).members)
+    kept = Counter(frame_of(ref.removeprefix(MADE))[0] for ref in refs if ref.startswith(MADE) and FRAME in ref)
     paths = {name: path for name in sorted(kept) if (path := files.path(name)) is not None}
     if not paths:
         return None
-    num_frames = sum(VideoFile(path).facts().num_frames for path in paths.values())
+    facts_of = {path: VideoFile(path).facts() for path in paths.values()}
     num_bytes = sum(facts.num_bytes for name in paths if (facts := files.facts(name)) is not None)
-    num_kept, measured = sum(kept.values()), list(paths.values())[:: -(-len(paths) // _VIDEOS)]
-    given: list[tuple[str, int, ImageRecipe | None]] = [("all frames, full size", num_frames, None)]
-    given += [("the kept frames, full size", num_kept, None), ("the kept frames, resize=0.5", num_kept, _HALF)]
-    if images is not None:
-        size = f"resize={images.resize}" if images.size is None else f"size={images.size[0]}x{images.size[1]}"
-        given.append((f"the kept frames, {size},quality={images.quality}", num_kept, images))
+    measured, num_all = list(facts_of)[:: -(-len(paths) // _VIDEOS)], sum(one.num_frames for one in facts_of.values())
     options = []
-    for what, number, recipe in given:
+    for what, number, recipe in (
+        ("all frames", num_all, None),
+        *(("the kept frames", sum(kept.values()), one) for one in (None, _HALF, images)[: 3 if images else 2]),
+    ):
         form = JpegForm() if recipe is None else JpegForm(recipe.quality, partial(stored_size, recipe))
-        one, whole = _Runs(), _Runs()
-        for path in measured:
-            count = min(_FRAMES, VideoFile(path).facts().num_frames)
-            one.run(path, [count - 1], form)
-            whole.run(path, range(count), form)
-        # Two equations: the time of a run is that of its decoded frames and that of its JPEGs.
-        ratio = whole.num_decoded / one.num_decoded
-        encode_s = max(0.0, (whole.time_s - one.time_s * ratio) / max(whole.num_made - one.num_made * ratio, 1))
-        decode_s = max(0.0, (whole.time_s - whole.num_made * encode_s) / whole.num_decoded)
-        hours = (decode_s * num_frames + encode_s * number) / 3600
-        options.append(BreakEvenOption(what, number, round(whole.num_bytes / whole.num_made * number), hours))
-    return BreakEven(len(paths), num_frames, num_bytes, options)
+        runs = [_measured(path, facts_of[path], form) for path in measured]
+        made, size, decode_s, encode_s = map(sum, zip(*runs, strict=True))
+        hours = (decode_s * num_all + encode_s * number) / made / 3600
+        options.append(BreakEvenOption(f"{what}, {_said(recipe)}", number, round(size / made * number), hours))
+    return BreakEven(len(paths), num_all, num_bytes, options)
 
 
-class _Runs:
-    """The counts of some runs over frames of videos, and the time [s] that this process used."""
+def _said(images: ImageRecipe | None) -> str:
+    if images is None:
+        return "full size"
+    size = f"resize={images.resize}" if images.size is None else f"size={images.size[0]}x{images.size[1]}"
+    return f"{size},quality={images.quality}"
 
-    def __init__(self) -> None:
-        self.num_decoded = self.num_made = self.num_bytes = 0
-        self.time_s = 0.0
 
-    def run(self, path: str, numbers: Sequence[int], form: JpegForm) -> None:
-        """Decode and encode frames of a video."""
+def _measured(path: str, facts: VideoFacts, form: JpegForm) -> tuple[float, float, float, float]:
+    """Return of the first frames of a video: their number, bytes as JPEG, and CPU time [s] to decode and to encode."""
+    times, decoded, sizes = [], [], [0]
+    numbers = range(facts.first_frame, min(facts.first_frame + _FRAMES, facts.num_frames))
+    count = len(numbers)
+    for wanted in (numbers[-1:], numbers):
         video, started = VideoFile(path), time.process_time()
-        sizes = [len(jpeg) for _, jpeg in video.jpegs(numbers, form)]
-        self.time_s += time.process_time() - started
-        self.num_decoded, self.num_made = self.num_decoded + video.num_decoded, self.num_made + len(sizes)
-        self.num_bytes += sum(sizes)
+        sizes = [len(jpeg) for _, jpeg in video.jpegs(wanted, form)]
+        times.append(time.process_time() - started)
+        decoded.append(video.num_decoded)
+    # Two equations: the time of a run is that of the frames that it decodes and that of its JPEGs.
+    ratio = decoded[1] / decoded[0]
+    encode_s = max(0.0, (times[1] - times[0] * ratio) / max(count - ratio, 1)) * count
+    return count, sum(sizes), max(0.0, times[1] - encode_s), encode_s

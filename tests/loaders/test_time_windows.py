@@ -20,7 +20,7 @@ from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.windows import ChannelWindow, TimeWindow
+from fuelrail.pipeline.order.windows import ChannelWindow, TimeWindow, window_lookup
 from support.batches import check_one_sequence, unlike
 from support.datasets import build_dataset
 
@@ -78,7 +78,7 @@ def test_values_at_times_are_those_read_by_timestamps(clip, offsets, interpolati
     both = TimeWindow({"can": given, "speed": given})
     timed = timed_channels(both, (CAN, SPEED))
     table = ClipTable.build(np.zeros(len(sample_times), int), np.arange(len(sample_times))).at_times(sample_times)
-    lookup = both.lookup(table)
+    lookup = window_lookup(table, both)
     parts = list(parts_of_series(sensor_times, measured, sample_times))
     for sample, now in enumerate(sample_times.tolist()):
         rows = sorted(set(lookup([sample]).samples[0, timed.num_frames :].tolist()))
@@ -86,7 +86,7 @@ def test_values_at_times_are_those_read_by_timestamps(clip, offsets, interpolati
         found = timed.read(now, about)
         for name, times, values in (("can", sensor_times, measured), ("speed", sample_times, stored)):
             for offset, value in zip(given.offsets_ns, found[name], strict=True):
-                expected = read_by_time(times, values, now + offset, interpolation, given.max_staleness_ns)
+                expected = read_by_time(times, values, now + offset, interpolation, given.reach_ns)
                 assert (value is None) == (expected is None), (name, offset)
                 if expected is not None and interpolation == "linear":
                     np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6)
@@ -245,6 +245,18 @@ def test_only_the_channels_of_other_samples_are_read(tmp_path, layout):
         assert part.length < 1024 < whole.length
     fetched = FetchedSpan(part, reader.storage.span(6, part))
     assert reader.values(fetched)["speed"] == 6.0
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_at_a_url_each_part_of_a_sample_is_fetched_once(root, tmp_path, cached):
+    options = {"shuffle": True, "seed": 4}
+    storage = {"backend": "remote", **({"cache_dir": str(tmp_path), "cache_size": "1GB"} if cached else {})}
+    with loader(root, **options) as local, loader(f"file://{root}", storage=storage, **options) as remote:
+        for _ in range(2):
+            for one, other in zip(local, remote, strict=True):
+                assert unlike(one, other) == []
+        assert remote.stats().storage.refetched == 0
+        assert (remote.stats().storage.cache_bytes > 0) == cached
 
 
 def test_windows_in_seconds_are_one_sequence_on_any_world(root):

@@ -233,7 +233,7 @@ def test_a_bad_frame_makes_way_for_the_next_sample_of_the_order(tmp_path):
         ({"frames": [-1, 1]}, ConfigError, "different offsets with 0 among them"),
         ({"frames": [0, 0]}, ConfigError, "different offsets with 0 among them"),
         ({"frames": [-9, 0]}, OrderError, "no sample of dataset .* has any of these frames in its clip"),
-        ({"frames": [-3, 0, 3], "pad": "drop"}, OrderError, "with pad='drop' selects no sample"),
+        ({"frames": [-3, 0, 3], "pad": "drop"}, OrderError, "pad='drop'.* selects no sample"),
     ],
 )
 def test_windows_that_cannot_be_are_refused(root, options, kind, text):

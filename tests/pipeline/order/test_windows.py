@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from fuelrail.pipeline.errors import FuelrailError, OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.compile import plain as plain_settings
-from fuelrail.pipeline.order.windows import ChannelWindow, FrameWindow, TimeWindow, WindowLookup, as_window
+from fuelrail.pipeline.order.windows import (
+    ChannelWindow,
+    FrameWindow,
+    TimeWindow,
+    WindowLookup,
+    as_window,
+    window_lookup,
+)
 from fuelrail.pipeline.settings import convert
 
 PADS = ("repeat_edge", "repeat_current", "mask", "drop")
@@ -142,7 +149,7 @@ def read_by_time(rows, window, sample):
 @given(timed_clips(), time_windows())
 def test_windows_in_seconds_are_those_read_by_timestamps(rows, window):
     clips, numbers, times = zip(*rows, strict=True)
-    lookup = window.lookup(ClipTable.build(np.array(clips), np.array(numbers)).at_times(times))
+    lookup = window_lookup(ClipTable.build(np.array(clips), np.array(numbers)).at_times(times), window)
     samples, present = lookup(np.arange(len(rows)))
     num_frames = len(window.frames)
     assert samples.shape == present.shape == (len(rows), lookup.num_rows)
@@ -172,10 +179,10 @@ def test_seconds_and_steps_agree_at_a_constant_rate(hz, length, frames, stride, 
     seconds = tuple(frame * stride / hz for frame in frames)
     clips, numbers = np.repeat([0, 1], length), np.tile(np.arange(length), 2)
     table = ClipTable.build(clips, numbers).at_times(np.round(numbers / hz * 1e9).astype(np.int64) + clips * 10**15)
-    in_steps = FrameWindow(frames=frames, stride=stride, pad=pad).lookup(table)
+    in_steps = window_lookup(table, FrameWindow(frames=frames, stride=stride, pad=pad))
     for interpolation in ("nearest", "hold"):
         images = ChannelWindow(seconds=seconds, interpolation=interpolation, pad=pad)
-        found = TimeWindow({"img": images}).lookup(table)(np.arange(2 * length))
+        found = window_lookup(table, TimeWindow({"img": images}))(np.arange(2 * length))
         expected = in_steps(np.arange(2 * length))
         assert np.array_equal(found.present, expected.present)
         assert np.array_equal(found.samples, expected.samples)
@@ -184,7 +191,7 @@ def test_seconds_and_steps_agree_at_a_constant_rate(hz, length, frames, stride, 
 def test_times_that_do_not_ascend_are_refused_with_the_samples():
     table = ClipTable.build([0, 0, 0], [0, 1, 2]).at_times([10, 30, 20])
     with pytest.raises(OrderError, match="those of samples 1 and 2 of the split"):
-        TimeWindow({"img": ChannelWindow(seconds=(0.0,))}).lookup(table)
+        window_lookup(table, TimeWindow({"img": ChannelWindow(seconds=(0.0,))}))
 
 
 def test_a_window_of_seconds_comes_from_a_dict_by_name():
