@@ -3,7 +3,7 @@
 All that is new is made in ``.fuelrail/`` of each folder first, its manifest last: unchanged shards that get another
 number are hard links there. Then ``dataset.json`` is removed, the new files take their places, the old ones go, and the
 new ``dataset.json`` comes last. A run that was killed leaves the dataset as it was, or without ``dataset.json``; the
-same command goes on from ``.fuelrail/forget.json``, which says what is deleted, to the same bytes.
+same command continues from ``.fuelrail/forget.json``, which says what is deleted, to the same bytes.
 """
 
 from __future__ import annotations
