@@ -86,7 +86,8 @@ test-fast: setup
 	$(PYTEST) -m unit --first-cases
 
 test-slow: setup
-	$(BIN)/python -m pytest -v -m long tests/slow tests/bench/studies/plan tests/sharding/test_hostile.py
+	$(BIN)/python -m pytest -v -m long tests/slow tests/bench/studies/plan tests/bench/studies/runs tests/sharding/test_hostile.py \
+		tests/sharding/test_forget.py
 
 coverage: setup
 	$(PYTEST) -m unit --cov --cov-report=

@@ -311,7 +311,8 @@ def _write(source: Dataset, part: _Part, base: _Part, out: FolderOutput) -> None
     kept = np.delete(np.arange(len(source)), rows)
     clips, entries = source.index.clip_numbers(), list[ShardEntry]()
     write_index(out.temporary, source.index.names, source.index.codecs, _write_shards(source, part, kept, out, entries))
-    write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
+    if source.attributes_file().exists:
+        write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
     changed: dict[str, Any]
     if isinstance(manifest, LayerManifest):
         of_position = read_rows(source)
