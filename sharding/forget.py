@@ -3,7 +3,7 @@
 All that is new is made in ``.fuelrail/`` of each folder first, its manifest last: unchanged shards that get another
 number are hard links there. Then ``dataset.json`` is removed, the new files take their places, the old ones go, and the
 new ``dataset.json`` comes last. A run that was killed leaves the dataset as it was, or without ``dataset.json``; the
-same command goes on from ``.fuelrail/forget.json``, which says what is deleted, to the same bytes.
+same command continues from ``.fuelrail/forget.json``, which says what is deleted, to the same bytes.
 """
 
 from __future__ import annotations
@@ -311,7 +311,8 @@ def _write(source: Dataset, part: _Part, base: _Part, out: FolderOutput) -> None
     kept = np.delete(np.arange(len(source)), rows)
     clips, entries = source.index.clip_numbers(), list[ShardEntry]()
     write_index(out.temporary, source.index.names, source.index.codecs, _write_shards(source, part, kept, out, entries))
-    write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
+    if source.attributes_file().exists:
+        write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
     changed: dict[str, Any]
     if isinstance(manifest, LayerManifest):
         of_position = read_rows(source)

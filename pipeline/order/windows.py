@@ -245,8 +245,8 @@ class WindowLookup:
 
     def without(self, samples: NDArray[np.int64]) -> WindowLookup:
         """Return the lookup of clips without these samples; with ``pad="drop"`` nobody asks for what shows one."""
-        clips = self._clips if self.window.pad == "drop" else self._clips.without(samples)
-        return window_lookup(clips, self.window)
+        is_whole = self.window.pad == "drop" or not len(samples)
+        return self if is_whole else window_lookup(self._clips.without(samples), self.window)
 
     def find(self, samples: ArrayLike) -> Shown:
         """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample, then ascending."""

@@ -24,6 +24,7 @@ ELSEWHERE = {
 }
 NOT_RUN = {
     ("loader.md", "CUDA graphs and `torch.compile`"): "needs a GPU",
+    ("runs.md", "Delete a clip"): "needs a clean checkpoint: tests/bench/studies/runs/test_runs.py makes one",
     ("training.md", "Distillation"): "needs a trained teacher: tests/bench/trainer/distill/test_student.py has one",
 }
 

@@ -24,6 +24,7 @@ from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import repair
 from fuelrail.sharding.verify.dataset import verify
 from support.batches import TINY, load
+from support.datasets import build_dataset
 from support.layers import values_of, write_layer
 from support.sharding import digests, environment, flip, members_of, shard_nuscenes
 
@@ -279,6 +280,15 @@ def test_other_versions_and_the_dictionary_are_named(dataroot, sharded, tmp_path
     assert "train-000000.tar has other names, which still hold the samples" in report.as_text()
     assert "zstd.dict stays" in report.as_text()
     assert verify(tmp_path / "v1", deep=True, num_threads=1).faults == []
+
+
+def test_a_split_may_go_and_attributes_may_lack(tmp_path):
+    build_dataset(tmp_path / "own", {"val": (4,), "train": (9, 7)})
+    assert not (tmp_path / "own" / "attributes.parquet").exists()
+    clips = open_dataset(tmp_path / "own").index.strings("clip_id", 0, 4)
+    fr.forget(tmp_path / "own", sorted(set(clips)))
+    assert [*open_dataset(tmp_path / "own").splits] == ["train"]
+    assert verify(tmp_path / "own", deep=True, num_threads=1).faults == []
 
 
 @pytest.mark.parametrize("which", ["5", pytest.param("all", marks=pytest.mark.long)])
