@@ -291,7 +291,9 @@ def test_a_split_may_go_and_attributes_may_lack(tmp_path):
     assert verify(tmp_path / "own", deep=True, num_threads=1).faults == []
 
 
-@pytest.mark.parametrize("which", ["5", pytest.param("all", marks=pytest.mark.long)])
+@pytest.mark.process
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("which", ["3", pytest.param("all", marks=pytest.mark.long)])
 def test_kills_change_nothing(plain, tmp_path, which):
     clip, key, _ = choose(plain)
     layer = write_layer(plain, tmp_path / "layer")
