@@ -128,7 +128,7 @@ def _mfu(settings: TrainSettings, logs: Sequence[RankLog], steps: Sequence[StepR
     if gflop is None or peak is None:
         return None
     units = sum(step.num_images if per_image else step.num_samples for step in steps)
-    if settings.order is not None and settings.order.pack is not None:  # a unit of the arithmetic is a row
+    if settings.order is not None and settings.order.pack is not None and not per_image:  # a unit is a row
         units = sum(step.num_samples > 0 for step in steps) * settings.batch_size * settings.accumulation
     return units * gflop * 1e9 / (sum(step.wall_ns for step in steps) / NS_PER_S * peak * 1e12)
 

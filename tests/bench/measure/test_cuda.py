@@ -8,6 +8,8 @@ from torch import nn
 
 from fuelrail.bench.measure.accelerator import load_profile, profile_names
 from fuelrail.bench.measure.cuda import count_training_flop, peak_tflops
+from fuelrail.pipeline.order.pack import Pack
+from fuelrail.pipeline.order.spec import OrderSpec
 from support.bench_runs import PROFILE, SETTINGS, log, report_of, steps
 
 
@@ -79,6 +81,11 @@ def test_an_emulated_runs_utilisation_is_the_profiles_times_occupancy():
     settings = msgspec.structs.replace(SETTINGS, profile=profile)
     report = report_of([log(0, steps(20, wait_ms=9)), log(1, steps(20, wait_ms=9))], settings=settings)
     assert report.figures.mfu == pytest.approx(2 * 100e9 / 0.040 / 10e12)
+    # Of packs a row is counted, whatever it holds.
+    packed = msgspec.structs.replace(settings, order=OrderSpec(pack=Pack(budget=8, cost="x")))
+    sums = {"x": (7, 9.0, 30.0)}
+    ranks = [log(rank, steps(20, wait_ms=9, num_samples=7, sums=sums)) for rank in range(2)]
+    assert report_of(ranks, settings=packed).figures.mfu == pytest.approx(report.figures.mfu)
 
 
 def test_without_the_arithmetic_there_is_no_figure():
