@@ -227,7 +227,7 @@ def _make(start: Start, run: str, number: int) -> Any:  # noqa: ANN401
             _started = run, start(node)
         return _started[1](number)
     except SourceError as error:
-        return pickled_error(SourceError(f"{error} (on node {node})"))
+        return pickled_error(SourceError(f"{error} (on node {node})").with_traceback(error.__traceback__))
     except FuelrailError as error:
         return pickled_error(error)
 

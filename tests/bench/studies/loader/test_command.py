@@ -112,8 +112,7 @@ def test_a_measurement_is_reported(dataset, tmp_path, capsys):
 def test_another_place_is_measured_beside_threads_of_this_process(dataset, tmp_path, monkeypatch, where, request):
     if where == "remote":
         ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
-        request.addfinalizer(ray.shutdown)
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        request.addfinalizer(ray.shutdown)  # of the cluster that the measurement starts
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # what the measurement sets is gone afterwards
