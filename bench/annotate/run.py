@@ -95,6 +95,11 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"store={self.store!r} must be as_is, float16, int8, topk:K or sampled:K, such as topk:64"
             )
+        if (self.temperature, self.positions) != (1, 1) and self.channels is None and logits_store(self.store) is None:
+            raise ConfigError(
+                f"temperature={self.temperature}, positions={self.positions} are for logits, and store={self.store!r} "
+                "stores none: give store='topk:K' or 'sampled:K', or channels with a kind of logits"
+            )
         if self.view == "fixed" and (self.seed or self.epoch):
             raise ConfigError(
                 f"seed={self.seed}, epoch={self.epoch} draw an augmentation, and view='fixed' shows samples without "

@@ -93,7 +93,9 @@ def check(batch: dict[str, Any]) -> int:
     return len(rows)
 
 
-@pytest.mark.parametrize("more", [{}, {"where": "process"}, {"transform": lambda sample: sample}])
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param({"where": "process"}, marks=pytest.mark.process), {"transform": lambda sample: sample}]
+)
 def test_each_sample_has_its_own(root, more) -> None:
     assert sum(check(batch) for batch in batches(root, 4, **options(**more))) == 12
 

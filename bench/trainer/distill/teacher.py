@@ -146,7 +146,8 @@ def of_layer(
     if "logits" in weights or ("targets" in weights and not has_boxes):
         logits = find("logits", shape, "ego_grid", moves=isinstance(student, GridSettings) and transforms.ego.train)
         if logits.kind in (TOPK, SAMPLED):
-            temperature = layer.manifest.recipe.get("temperature", 1.0)
+            found = layer.manifest.recipe.get("temperature")
+            temperature = found if isinstance(found, float) else 1.0
             parts = ("indices", "weights", "known", *(("tail",) if logits.kind == TOPK else ()))
             makers = {f"logits.{part}": partial(_part, name=logits.name, part=part) for part in parts}
         else:

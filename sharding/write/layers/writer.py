@@ -273,10 +273,14 @@ class LayerWriter:
         """
         with contextlib.ExitStack() as stack:
             while True:
-                self._out.work.mkdir(parents=True, exist_ok=True)
                 try:
+                    self._out.work.mkdir(parents=True, exist_ok=True)
                     file = stack.enter_context((self._out.work / "lock").open("ab"))
                 except FileNotFoundError:  # the process that finishes the layer removes the folder
+                    continue
+                except FileExistsError:  # as above, between two looks of mkdir
+                    if self._out.work.exists():
+                        raise
                     continue
                 fcntl.flock(file, how)
                 # The manifest is there before the lock's file is removed: a process that locks a removed or a new

@@ -193,6 +193,8 @@ def test_a_model_that_raises_is_named_with_its_batch_and_line(base, tmp_path, mo
         ({"channels": "no.yaml"}, "'no.yaml' cannot be read: No such file"),
         ({"store": "float16"}, "output 'x' has 1e\\+06, and float16 holds 65504 at most: store it as_is"),
         ({"seed": 5}, "view='fixed' shows samples without any"),
+        ({"temperature": 2.0}, "temperature=2.0, positions=1.0 are for logits, and store='as_is' stores none"),
+        ({"positions": 0.5, "store": "int8"}, "positions=0.5 are for logits, and store='int8' stores none"),
         ({"store": "int8"}, "output 'nan' has NaN or infinities, which int8 cannot hold"),
         ({"store": "int8", "channels": "table.yaml"}, r"store='int8' is for values without a table: 'table\.yaml'"),
     ],
