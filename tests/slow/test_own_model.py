@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 
-from support import own_model
+from support import limited_rank, own_model
 from support.datasets import build_dataset
+from support.limited_rank import LIMIT
 from support.own_model import STRATEGIES
-from support.ranks import run_ranks
+from support.ranks import TESTS, environment, run_ranks
 
+GUIDE = TESTS.parent / "docs" / "guides" / "own-model.md"
 pytestmark = [pytest.mark.long, pytest.mark.process, pytest.mark.timeout(3600)]
 
 
@@ -36,6 +44,43 @@ def dataset(tmp_path_factory):
 def test_ranks_train_and_evaluate_as_one_process(limit, words, world, dataset, tmp_path):
     run_ranks(world, own_model.__file__, dataset, tmp_path / "out.json", 20, *words, timeout_s=3000)
     found = json.loads((tmp_path / "out.json").read_text())
-    print(words, world, found)
     assert {name: found[name] for name in STRATEGIES if found[name] > limit} == {}
     assert all(abs(found[f"{name} moved"]) > 1e-3 and found[f"{name} evaluated"] for name in STRATEGIES)
+
+
+def test_a_model_larger_than_what_a_rank_may_have_trains_in_parts(dataset, tmp_path):
+    with pytest.raises(AssertionError, match=r"t allocate memory"):
+        run_ranks(4, limited_rank.__file__, dataset, "ddp", tmp_path / "ddp", timeout_s=600)
+    said = run_ranks(4, limited_rank.__file__, dataset, "fsdp2", tmp_path / "fsdp2", timeout_s=600)
+    taken = [int(size) for size in re.findall(r"rank \d had (\d+) bytes", said)]
+    assert len(taken) == 4 and max(taken) < LIMIT
+
+
+def test_the_guide_trains_on_two_nodes_and_continues_on_one_when_a_node_was_killed(dataset, tmp_path):
+    code = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert len(code.splitlines()) <= 25
+    (tmp_path / "dataset").symlink_to(dataset)
+    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "again.py").write_text(code.replace('strategy="fsdp2"', 'strategy="ddp"'))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+
+    def start(*words):
+        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        return subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE)
+
+    nodes = [start(*place, "--node-rank", node, "--nproc-per-node", "1", "train.py") for node in "01"]
+    try:
+        ends_s = time.monotonic() + 300
+        while not any(tmp_path.glob("checkpoints/step-*/checkpoint.json")):
+            assert time.monotonic() < ends_s and all(node.poll() is None for node in nodes)
+            time.sleep(0.05)
+    finally:
+        for node in nodes:
+            for process in (*psutil.Process(node.pid).children(recursive=True), node):
+                process.kill()
+            node.communicate()
+    said, _ = start("--standalone", "--nproc-per-node", "2", "again.py").communicate(timeout=300)
+    steps = [int(line.split()[0]) for line in said.decode().splitlines()]
+    assert steps == list(range(steps[0], 21)) and 6 <= steps[0] <= 21

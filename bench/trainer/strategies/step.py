@@ -89,9 +89,8 @@ class Parallel:
             return
         self.schedule = self.make_schedule(self.optimiser)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", r"Detected call of `lr_scheduler", UserWarning
-            )  # its own state is restored
+            # Its own state is restored.
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler", UserWarning)
             for _ in range(num_steps):
                 self.schedule.step()
 
@@ -142,7 +141,8 @@ class Parallel:
             return found / accumulation
         for name, value in found.items():
             self._noted[name] = self._noted.get(name, 0) + value.detach() / accumulation
-        return torch.stack([value.float() for value in found.values()]).sum() / accumulation
+        parts = [value.to(torch.promote_types(value.dtype, torch.float)) for value in found.values()]
+        return torch.stack(parts).sum() / accumulation
 
     def step(self, batches: Iterable[Any]) -> Tensor:
         """Train on the micro-batches of a step, at least one; return this rank's loss, the mean over them.

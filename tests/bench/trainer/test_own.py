@@ -221,6 +221,17 @@ def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
         fr.load_weights(other, tmp_path)
 
 
+def test_losses_of_float64_are_not_rounded():
+    class Thirds(nn.Linear):
+        def forward(self, batch):
+            return {"one": super().forward(batch).sum(), "other": super().forward(batch).sum()}
+
+    parallel = fr.parallelise(Thirds(2, 1, dtype=torch.float64), optimiser=partial(torch.optim.SGD, lr=1.0))
+    bias, batch = parallel.models[0].bias.detach().clone(), torch.ones(1, 2, dtype=torch.float64)
+    assert parallel.step([batch] * 3).dtype == torch.float64
+    assert torch.allclose(parallel.models[0].bias, bias - 2, rtol=0, atol=1e-14)  # three thirds of two losses
+
+
 def test_what_is_in_the_place_of_the_settings_is_named():
     with pytest.raises(fr.ConfigError, match="must be a ParallelSettings; or give its fields by name"):
         fr.parallelise(nn.Linear(2, 2), lambda outputs, batch: outputs)
