@@ -310,3 +310,20 @@ def test_times_that_do_not_ascend_are_refused(tmp_path):
     made = build(tmp_path / "d", time_of=lambda row: -row)
     with pytest.raises(OrderError, match="times that ascend"):
         loader(made)
+
+
+def double(sample):
+    return {**sample, "speed": sample["speed"] * 2}
+
+
+@pytest.mark.process
+def test_in_another_process_in_lanes_and_through_a_transform_they_are_the_same(root):
+    lanes = {"kind": "lanes", "seed": 1}
+    with loader(root, order=lanes, drop_last=True) as plain:
+        expected = list(plain)
+    with loader(root, order=lanes, drop_last=True, where="process") as away:
+        assert [unlike(one, other) for one, other in zip(expected, away, strict=True)] == [[]] * len(expected)
+    with loader(root, order=lanes, drop_last=True, transform=double) as moved:
+        for one, other in zip(expected, moved, strict=True):
+            assert torch.equal(one["speed"] * 2, other["speed"])
+            assert (one["text"], one["can"].tolist()) == (other["text"], other["can"].tolist())
