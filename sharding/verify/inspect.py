@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _NS_PER_MS = 1_000_000
 _MAX_VALUES, _SHOWN_VALUES = 1000, 4
 """Different texts of an attribute that are counted, and that are shown."""
+_SHOWN_STATISTICS = ("mean", "std", "q01", "q50", "q99")
 _MAX_WIDTH = 80
 """Characters of a line; only a long word makes it longer."""
 _MAX_CELL = 2000
@@ -112,7 +113,11 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
             *([_table(("channel", "kind", "values; frame; law; description"), others)] if others else []),
             *([_table(("attribute", "type", "values and samples"), attributes)] if attributes else []),
             _table(("member", "codec", "samples", "stored MB", "raw MB"), fields),
-            *([_table(("split", "numbers", "mean; std; q01; q50; q99"), _statistics(numbers))] if numbers else []),
+            *(
+                [_table(("split", "first numbers", "; ".join(_SHOWN_STATISTICS)), _statistics(numbers))]
+                if numbers
+                else []
+            ),
             "",
         ]
     ).removesuffix("\n")
@@ -122,16 +127,13 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
 
 
 def _statistics(numbers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[tuple[str, str, str]]:
-    def said(value: Any) -> str:  # noqa: ANN401
-        flat = np.ravel(np.array(value, np.float64))  # None is NaN
-        some = " ".join(f"{one:.4g}" for one in flat[:_SHOWN_VALUES])
-        return f"{some} ..." if len(flat) > _SHOWN_VALUES else some
-
-    return [
-        (split, name, "; ".join(said(one[what]) for what in ("mean", "std", "q01", "q50", "q99")))
-        for split, of_split in numbers.items()
-        for name, one in of_split.items()
-    ]
+    rows = []
+    for split, of_split in numbers.items():
+        for name, one in of_split.items():
+            found = {what: np.ravel(np.array(one[what], np.float64)) for what in _SHOWN_STATISTICS}  # None is NaN
+            said = (" ".join(f"{value:.4g}" for value in values[:_SHOWN_VALUES]) for values in found.values())
+            rows.append((split, name, "; ".join(said)))
+    return rows
 
 
 def describe_sample(root: str | os.PathLike[str], key: str) -> Description:

@@ -63,6 +63,7 @@ def multi_rate_clip(draw):
     return [np.array(sorted(times), np.int64) * MS + 10**12 for times in (of_samples, of_sensor)]
 
 
+@pytest.mark.costly
 @given(
     multi_rate_clip(),
     st.lists(st.integers(-200, 200), min_size=1, max_size=6, unique=True),
@@ -203,6 +204,7 @@ def test_channels_without_images_have_no_axis_of_frames(root):
     assert "frame_valid" not in batch
 
 
+@pytest.mark.costly
 def test_a_channel_in_ego_moves_with_the_augmented_ego_frame(root):
     ego = BevAugment(train=True, rotate_deg=(-90, 90), scale=(0.9, 1.1), flip_x_prob=0.5)
     with loader(root, window={"position": [-0.5, 0]}, transforms={"ego": ego, "two_views": True}) as made:
@@ -216,6 +218,7 @@ def test_a_channel_in_ego_moves_with_the_augmented_ego_frame(root):
     assert batch["view"].tolist() == [0] * 4 + [1] * 4
 
 
+@pytest.mark.costly
 def test_attributes_are_read_by_time_too(tmp_path):
     made, layer = build(tmp_path / "d"), tmp_path / "layer"
     score = Channel(name="score", kind="array", field="score.npy", dtype="float64", law=Law("fixed"))
@@ -259,6 +262,7 @@ def test_at_a_url_each_part_of_a_sample_is_fetched_once(root, tmp_path, cached):
         assert (remote.stats().storage.cache_bytes > 0) == cached
 
 
+@pytest.mark.costly
 def test_windows_in_seconds_are_one_sequence_on_any_world(root):
     def make(batch_size, *, rank, size, num_workers):
         transforms = Transforms(image=ImageAugment(height=8, width=8, resize="stretch"), channels=NAMES)
@@ -270,6 +274,7 @@ def test_windows_in_seconds_are_one_sequence_on_any_world(root):
     check_one_sequence(make)
 
 
+@pytest.mark.costly
 def test_a_bad_sample_about_another_time_is_replaced(tmp_path):
     made = build(tmp_path / "d")
     dataset = open_dataset(made)
@@ -310,3 +315,20 @@ def test_times_that_do_not_ascend_are_refused(tmp_path):
     made = build(tmp_path / "d", time_of=lambda row: -row)
     with pytest.raises(OrderError, match="times that ascend"):
         loader(made)
+
+
+def double(sample):
+    return {**sample, "speed": sample["speed"] * 2}
+
+
+@pytest.mark.process
+def test_in_another_process_in_lanes_and_through_a_transform_they_are_the_same(root):
+    lanes = {"kind": "lanes", "seed": 1}
+    with loader(root, order=lanes, drop_last=True) as plain:
+        expected = list(plain)
+    with loader(root, order=lanes, drop_last=True, where="process") as away:
+        assert [unlike(one, other) for one, other in zip(expected, away, strict=True)] == [[]] * len(expected)
+    with loader(root, order=lanes, drop_last=True, transform=double) as moved:
+        for one, other in zip(expected, moved, strict=True):
+            assert torch.equal(one["speed"] * 2, other["speed"])
+            assert (one["text"], one["can"].tolist()) == (other["text"], other["can"].tolist())

@@ -16,11 +16,11 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.frame import Absent, Image
 from fuelrail.sharding.sources.adapter.members import check_inside
 from fuelrail.sharding.sources.adapter.source import FrameSource
+from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile, VideoSettings, libraries
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.shared.pictures import JpegForm
     from fuelrail.sharding.sources.source import Reads
 
 FRAME: Final = "#frame="
@@ -35,9 +35,9 @@ S = TypeVar("S", bound=VideoSettings)
 class Videos:
     """The video files of a source; what is known of the last ones is kept. ``num_decoded`` counts decoded frames."""
 
-    def __init__(self, files: SourceFiles, inside: Callable[[str], str] = str) -> None:
-        """Take ``inside``, which makes names below the root of paths."""
-        self._files, self._inside = files, inside
+    def __init__(self, files: SourceFiles, inside: Callable[[str], str] = str, *, only_keyframes: bool = False) -> None:
+        """Take ``inside``, which makes names below the root of paths; with ``only_keyframes`` others are left out."""
+        self._files, self._inside, self._only_keyframes = files, inside, only_keyframes
         self.facts = lru_cache(maxsize=_KEPT)(self._facts)
         self._video = lru_cache(maxsize=_KEPT_ORDERS)(VideoFile)
         self.num_decoded = 0
@@ -64,6 +64,8 @@ class Videos:
             raise SourceError(f"'{image.ref}': the video has {facts.num_frames} frames, counted from 0")
         if number < facts.first_frame:
             return Absent("no keyframe before it", image.ref)
+        if self._only_keyframes and not self._video(self._files.path(name) or name).order.packets[number].is_keyframe:
+            image = msgspec.structs.replace(image, absent="between keyframes")
         width, height = facts.width, facts.height
         if image.width > 0 and (image.width, image.height) != (width, height):
             raise SourceError(f"'{image.ref}' is {width}x{height}, and {image.width}x{image.height} is stated")
@@ -107,7 +109,7 @@ class VideoSource(FrameSource[S]):
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
         self.given.check_libraries()
-        self._videos = Videos(self.files)
+        self._videos = Videos(self.files, only_keyframes=self.given.frames == "keyframes")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -123,4 +125,4 @@ class VideoSource(FrameSource[S]):
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Decode frames of video, each once."""
-        return self._videos.jpegs(refs, self.given.form(self.stored))
+        return self._videos.jpegs(refs, self.stored or JpegForm(self.given.video_quality))

@@ -56,10 +56,6 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     ego_frame: Annotated[str, Meta(description="frame of the vehicle")] = "base_link"
     global_frame: Annotated[str, Meta(description="frame of the world; empty: map, else odom, else the uppermost")] = ""
     poses: Annotated[str, Meta(description="tf; a topic of Odometry or PoseStamped; or none")] = "tf"
-    frames: Annotated[
-        Literal["all", "keyframes"],
-        Meta(description="keyframes: of video take those alone, so that each frame takes one decode"),
-    ] = "all"
     gps: Annotated[
         str, Meta(description="topic of NavSatFix for the attributes latitude, longitude, altitude_m; empty: the first")
     ] = ""

@@ -22,6 +22,7 @@ from fuelrail.sharding.sources.logs.members import Job, LogMembers
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
 from fuelrail.sharding.sources.logs.settings import LogSettings
 from fuelrail.sharding.sources.logs.topics import LogTopics
+from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.video import libraries
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class LogSource(FrameSource[LogSettings]):
             self.recordings.log_file,
             lambda: self.recordings.topics,
             lambda: dict(self.recordings.logs),
-            self.given.form(self.stored),
+            self.stored or JpegForm(self.given.video_quality),
             self.topics.levels,
         )
 

@@ -15,7 +15,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import cv2
 import numpy as np
@@ -73,12 +73,9 @@ class VideoSettings(FrameSettings, frozen=True, kw_only=True):
     """Options of sources that may have video."""
 
     video_quality: Annotated[int, Meta(ge=1, le=100, description="JPEG quality of frames of video")] = JPEG_QUALITY
+    frames: Annotated[Literal["all", "keyframes"], Meta(description="keyframes: take those of video alone")] = "all"
     libraries: str = ""
     """Versions that decide the bytes of frames of video; filled in, and other ones are refused."""
-
-    def form(self, stored: JpegForm | None) -> JpegForm:
-        """Return how frames become JPEGs: as they are stored, where that is known."""
-        return stored or JpegForm(self.video_quality)
 
     def check_libraries(self) -> None:
         """Raise ConfigError where the dataset's video was decoded with other libraries than those that are here."""
@@ -147,7 +144,7 @@ class VideoFile:
         wanted = sorted(set(numbers))
         if not wanted:
             return
-        order, has_times = self._order
+        order, has_times = self.order
         if wanted[-1] >= len(order) or wanted[0] < 0:
             bad = wanted[0] if wanted[0] < 0 else wanted[-1]
             raise SourceError(f"{self._where} has {len(order)} frames, and no frame {bad}")
@@ -169,7 +166,8 @@ class VideoFile:
             yield from self._run(order, key, run, form)
 
     @cached_property
-    def _order(self) -> _Shown:
+    def order(self) -> _Shown:
+        """The packets of the frames that are shown."""
         with self._opened() as container:
             return self._shown(container)
 
@@ -181,6 +179,8 @@ class VideoFile:
             stream = _best(container)
             if key:
                 container.seek(order[key].pts, stream=stream)
+            if all(order[number].is_keyframe for number in run):
+                stream.codec_context.skip_frame = "NONKEY"
             encoder = _Encoder(form, self._where)
             for frame in self._decoded(container):
                 number = number_of.get(frame.pts, -1)

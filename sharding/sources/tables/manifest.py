@@ -27,6 +27,7 @@ from fuelrail.sharding.sources.adapter.rows import attribute_types
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.adapter.videos import FRAME
 from fuelrail.sharding.sources.shared.files import source_files
+from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
 from fuelrail.sharding.sources.tables.boxes import box_type, boxes_of_frames, check_box_columns
@@ -118,7 +119,8 @@ class Manifest(FrameSource[ManifestSettings]):
         folder = location if self.file is None else str(Path(location.removeprefix("file://")).parent)
         if self.given.root:
             self.files = source_files(self.given.root)
-        self._paths = Paths(self.files, self.given.root or folder)
+        only_keyframes = self.given.frames == "keyframes"
+        self._paths = Paths(self.files, self.given.root or folder, only_keyframes=only_keyframes)
         self._tables: dict[str, Table] = {}
         self._calibrations: CalibrationTable | None = None
 
@@ -178,7 +180,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Decode frames of video, each once."""
-        return self._paths.videos.jpegs(refs, self.given.form(self.stored))
+        return self._paths.videos.jpegs(refs, self.stored or JpegForm(self.given.video_quality))
 
     @property
     def attribute_types(self) -> dict[str, type]:

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 class Paths:
     """What the paths of a manifest refer to."""
 
-    def __init__(self, files: SourceFiles, root: str) -> None:
+    def __init__(self, files: SourceFiles, root: str, *, only_keyframes: bool) -> None:
         """Take ``files``, those below the folder or URL ``root``."""
         folder = Path(root.removeprefix("file://"))
         roots = [root] if is_url(root) else [str(folder.absolute()), str(folder.resolve())]
         self._roots = [f"{one.rstrip('/')}/" for one in roots]
         self._files, self._shown = files, files.shown
         self._members_of = lru_cache(maxsize=4)(self._members)
-        self.videos = Videos(files, self.inside)
+        self.videos = Videos(files, self.inside, only_keyframes=only_keyframes)
 
     def inside(self, path: str) -> str:
         """Return a path below the root, also of one that names the root; raises SourceError for one elsewhere."""

@@ -15,6 +15,7 @@ import simplejpeg
 import fuelrail as fr
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.adapter.videos import Videos
 from fuelrail.sharding.sources.registry import SourceSpec, parse_source
 from fuelrail.sharding.sources.shared.video import video_frames
 from fuelrail.sharding.verify.dataset import verify
@@ -213,6 +214,20 @@ def test_at_a_lower_rate_of_frames_states_and_actions_keep_their_own(tmp_path):
                 half = [now - 0.5, (now - 0.5) / 2 + number] if now else [0, 0]
                 np.testing.assert_allclose(batch["observation_state"][0, 0], half, atol=1e-6)
     assert sorted(seen) == [(number, at) for number, length in enumerate(lengths) for at in range(0, length, 2)]
+
+
+def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
+    root = write_lerobot(tmp_path / "episodes", pictures_of((6, 9, 4)))  # groups of four, over the episodes
+    decoded = []
+    init = Videos.__init__
+    monkeypatch.setattr(Videos, "__init__", lambda self, *a, **k: (init(self, *a, **k), decoded.append(self))[0])
+    fr.shard(f"lerobot:{root}", tmp_path / "out", options={"frames": "keyframes"}, workers=1)
+    samples = samples_of(tmp_path / "out").values()
+    found = [(one.meta.clip_id, one.meta.frame_idx) for one in samples]
+    starts = {f"episode-{number:06d}": first for number, first in enumerate((0, 6, 15))}
+    assert sorted(starts[clip] + at for clip, at in found) == [0, 4, 8, 12, 16]
+    assert sum(one.num_decoded for one in decoded) == 2 * len(found)  # of two cameras
+    assert scan(root, frames="keyframes").report.dropped_samples == {"no camera image": 14}
 
 
 BREAK = {

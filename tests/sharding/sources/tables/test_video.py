@@ -188,7 +188,7 @@ def test_rows_may_name_frames_in_any_order_and_each_is_decoded_once(tmp_path, mo
     })  # fmt: skip
     made: list[Videos] = []
     init = Videos.__init__
-    monkeypatch.setattr(Videos, "__init__", lambda self, *given: (init(self, *given), made.append(self))[0])
+    monkeypatch.setattr(Videos, "__init__", lambda self, *a, **k: (init(self, *a, **k), made.append(self))[0])
     make(tmp_path, tmp_path / "out")
     assert numbers_in(tmp_path / "out") == {"front": wanted, "back": wanted[::-1]}
     # 30 of the raw stream; of the other one groups 0 to 11 and 20 to 29, less those after the last wanted frame.
