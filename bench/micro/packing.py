@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import bisect
+import math
 import resource
 import sys
 import sysconfig
@@ -34,7 +35,7 @@ from fuelrail.bench.micro.source import make_dataroot
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import Cost, DataLoader, ImageAugment, OrderSpec, Pack, Transforms
 from fuelrail.loaders.integrations.sampler import BatchSampler
-from fuelrail.pipeline.order.balance import deal
+from fuelrail.pipeline.order.balance import dealt
 from fuelrail.pipeline.order.compile import CompiledOrder
 from fuelrail.pipeline.order.pack import PackedOrder
 from fuelrail.sharding.api import shard
@@ -180,7 +181,7 @@ def dearest(packs: Packs, packs_per_rank: int, *, is_dealt: bool) -> RankFigures
     costs = np.array([tokens, _LINEAR * tokens + attention, attention])
     shares = []
     for first in range(0, len(packs) - size + 1, size):
-        rows = first + (deal(costs[1, first : first + size], _RANKS) if is_dealt else np.arange(size))
+        rows = first + (dealt(costs[1, first : first + size], _RANKS) if is_dealt else np.arange(size))
         ranks = costs[:, rows].reshape(3, _RANKS, packs_per_rank).sum(2)
         shares.append(ranks.max(1) / ranks.mean(1))
     return RankFigures(packs_per_rank, *(np.mean(shares, axis=0).tolist() if shares else ()))
@@ -253,7 +254,7 @@ def measure(lengths: dict[str, NDArray[np.int64]]) -> PackingReport:
                 rate = (time.process_time() - started) / len(values) * 1e6
                 used, full = sum(map(sum, packs)), int(values.sum()) / budget
                 ranks = [dearest(packs, each, is_dealt=pack is ours) for each in _PACKS_PER_RANK]
-                fill, best = used / budget / len(packs), full / np.ceil(full)
+                fill, best = used / budget / len(packs), full / math.ceil(full)
                 lost = int(values.sum()) - used
                 figures.append(PackerFigures(name, budget, packer, len(packs), fill, best, lost, rate, ranks))
     return PackingReport(machine_facts(), {name: len(values) for name, values in lengths.items()}, figures)

@@ -6,7 +6,6 @@ takes which of them depends on that number. Every rank computes the same deal fr
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,7 @@ from fuelrail.pipeline.errors import OrderError, WorldError
 from fuelrail.pipeline.order.batching import Batching
 from fuelrail.pipeline.order.bucket import BucketedOrder
 from fuelrail.pipeline.order.cost import Cost
-from fuelrail.pipeline.order.regroup import RegroupedOrder, WindowedOrder, costs_of
+from fuelrail.pipeline.order.regroup import RegroupedOrder, WindowedOrder, costs_of, deal
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
@@ -41,29 +40,12 @@ class Balance(Settings, frozen=True):
             raise OrderError(f"micro_batches must be 1 or more, got {self.micro_batches}")
 
 
-def deal(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
+def dealt(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
     """Return the rows of a batch (n,) group by group, n / num_groups in each, of about equal costs: int64 (n,).
 
-    The dearest row is first, those of equal cost come in their order. Each goes to the group with the least cost so far
-    that is not full, the one with the lowest number among equals. The rows of a group keep their order. The method is
-    Graham's (1969), longest processing time first, with groups of one size.
+    The rows of a group keep their order; see `deal`.
     """
-    size = len(costs) // num_groups
-    by_cost = np.argsort(-costs, kind="stable")
-    groups = [(0, group) for group in range(num_groups)]
-    held = [0] * num_groups
-    group_of = np.empty(len(costs), np.int64)
-    chosen = []
-    for cost in costs[by_cost].tolist():
-        load, group = groups[0]
-        held[group] += 1
-        chosen.append(group)
-        if held[group] < size:
-            heapq.heapreplace(groups, (load + cost, group))
-        else:
-            heapq.heappop(groups)
-    group_of[by_cost] = chosen
-    return np.argsort(group_of, kind="stable")
+    return np.argsort(deal(costs, num_groups, len(costs) // num_groups), kind="stable")
 
 
 class BalancedOrder(RegroupedOrder):
@@ -125,7 +107,7 @@ def rank_positions(
         return batching.positions(step), batching.valid(step)
     running = batching.running(step)
     positions = running % batching.epoch_length
-    rows = deal(order.position_costs(in_order, positions), batching.world.size * order.balance.micro_batches)
+    rows = dealt(order.position_costs(in_order, positions), batching.world.size * order.balance.micro_batches)
     first = batching.world.rank * batching.rank_batch
     own = rows[first : first + batching.rank_batch]
     return positions[own], running[own] < batching.epoch_length

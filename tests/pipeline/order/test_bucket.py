@@ -80,10 +80,6 @@ def test_an_epoch_in_buckets_is_that_of_the_letter(values, window, size, has_bou
     assert pairs == [pair for batch in expected for pair in batch]
     for bucket, (sample, _) in zip(entries.flags["bucket"].tolist(), pairs, strict=True):
         assert bucket == min(at for at, bound in enumerate(bounds) if values[sample] <= bound)
-    shown = found.find(np.arange(len(values)))
-    assert sorted(zip(shown.which.tolist(), shown.positions.tolist(), strict=True)) == sorted(
-        (sample, position) for position, (sample, _) in enumerate(pairs)
-    )
 
 
 ORDERS = {
