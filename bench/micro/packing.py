@@ -261,7 +261,7 @@ def measure(lengths: dict[str, NDArray[np.int64]]) -> PackingReport:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print a table, and write the report where that is asked."""
+    """Measure, print the rows of the report, and write it where that is asked."""
     parser = argparse.ArgumentParser(prog="packing", description=__doc__.partition("\n")[0])
     parser.add_argument("work", type=Path, metavar="WORK", help="new folder for the dataset of the timed loader")
     parser.add_argument("--out", type=Path, help="file for the report as JSON")
@@ -273,16 +273,7 @@ def main(argv: list[str]) -> int:
     drawn = np.random.default_rng(0).lognormal(5, 1, arguments.samples)
     report = measure({"lognormal": np.clip(drawn, 16, 1024).astype(np.int64), "docstrings": text_lengths()})
     report = msgspec.structs.replace(report, large=large, waits=measure_waits(arguments.work, arguments.frames))
-    for one in report.figures:
-        ranks = " ".join(
-            f"{each.packs_per_rank}: {each.tokens or 0:.3f} {each.step or 0:.3f} {each.attention or 0:.3f}"
-            for each in one.ranks
-        )
-        print(  # noqa: T201
-            f"{one.lengths:<11} {one.budget:>6} {one.packer:<45} fill {one.fill:.4f} of {one.best_fill:.4f} "
-            f"{one.cpu_s_per_million:8.2f} s/10^6, dearest of 64 by packs a rank {ranks}"
-        )
-    for row in (large, *report.waits):
+    for row in (*report.figures, large, *report.waits):
         print(msgspec.json.encode(row).decode())  # noqa: T201
     if arguments.out is not None:
         publish_json(arguments.out, report)
