@@ -80,13 +80,11 @@ class BalancedOrder(RegroupedOrder):
 def order_batching(order: EndlessOrder, global_batch: int, world: World, *, drop_last: bool) -> Batching:
     """Return the batches of epoch 0 of an order; of others see `Batching.of_epoch`.
 
-    Raises WorldError where the ranks cannot share the batch, where a rank's cannot be cut into its micro-batches, and
-    for another global batch than that of an order in buckets.
+    Raises WorldError where the ranks cannot share the batch, and where a rank's cannot be cut into its micro-batches.
     """
     base = order.base if isinstance(order, BalancedOrder) else order
     lengths = base.length if isinstance(base, WindowedOrder) else None
-    if isinstance(base, BucketedOrder):
-        base.check_batch(global_batch)
+    assert not isinstance(base, BucketedOrder) or base.global_batch == global_batch  # it was compiled for it
     batching = Batching(order.epoch_length, global_batch, world, drop_last, lengths=lengths)
     if isinstance(order, BalancedOrder) and batching.rank_batch % order.balance.micro_batches:
         raise WorldError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fuelrail.pipeline.errors import OrderError, WorldError
+from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.epoch import Entries
 from fuelrail.pipeline.order.pack import MAX_WINDOW
@@ -97,11 +97,6 @@ class BucketedOrder(WindowedOrder):
     def epoch(self, epoch: int, /) -> BucketedEpoch:
         """Return one epoch; raise OrderError for an epoch out of range."""
         return BucketedEpoch(self, epoch)
-
-    def check_batch(self, global_batch: int) -> None:
-        """Raise WorldError for another global batch than that of the order."""
-        if global_batch != self.global_batch:
-            raise WorldError(f"an order in buckets of {self.global_batch} has no batches of {global_batch}")
 
 
 class BucketedEpoch(RegroupedEpoch):
