@@ -188,7 +188,7 @@ def dearest(packs: Packs, packs_per_rank: int, *, is_dealt: bool) -> RankFigures
 
 
 def measure_large(num_samples: int, budget: int = 32768) -> LargeFigures:
-    """Count the packs of an epoch of so many samples of lognormal lengths."""
+    """Count the packs of an epoch of this number of samples, of lognormal lengths."""
     rng, costs = np.random.default_rng(0), np.empty(num_samples, np.int32)
     for first in range(0, num_samples, 100_000):  # in parts, so that the peak memory is that of packing
         part = costs[first : first + 100_000]
