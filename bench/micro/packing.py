@@ -35,7 +35,7 @@ from fuelrail.bench.micro.source import make_dataroot
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import Cost, DataLoader, ImageAugment, OrderSpec, Pack, Transforms
 from fuelrail.loaders.integrations.sampler import BatchSampler
-from fuelrail.pipeline.order.balance import dealt
+from fuelrail.pipeline.order.balance import deal
 from fuelrail.pipeline.order.compile import CompiledOrder
 from fuelrail.pipeline.order.pack import PackedOrder
 from fuelrail.sharding.api import shard
@@ -181,7 +181,7 @@ def dearest(packs: Packs, packs_per_rank: int, *, is_dealt: bool) -> RankFigures
     costs = np.array([tokens, _LINEAR * tokens + attention, attention])
     shares = []
     for first in range(0, len(packs) - size + 1, size):
-        rows = first + (dealt(costs[1, first : first + size], _RANKS) if is_dealt else np.arange(size))
+        rows = first + (deal(costs[1, first : first + size], _RANKS) if is_dealt else np.arange(size))
         ranks = costs[:, rows].reshape(3, _RANKS, packs_per_rank).sum(2)
         shares.append(ranks.max(1) / ranks.mean(1))
     return RankFigures(packs_per_rank, *(np.mean(shares, axis=0).tolist() if shares else ()))

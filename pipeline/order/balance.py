@@ -14,7 +14,7 @@ from fuelrail.pipeline.errors import OrderError, WorldError
 from fuelrail.pipeline.order.batching import Batching
 from fuelrail.pipeline.order.bucket import BucketedOrder
 from fuelrail.pipeline.order.cost import Cost
-from fuelrail.pipeline.order.regroup import RegroupedOrder, WindowedOrder, costs_of, deal
+from fuelrail.pipeline.order.regroup import RegroupedOrder, WindowedOrder, costs_of, groups_of
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ class Balance(Settings, frozen=True):
             raise OrderError(f"micro_batches must be 1 or more, got {self.micro_batches}")
 
 
-def dealt(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
+def deal(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
     """Return the rows of a batch (n,) group by group, n / num_groups in each, of about equal costs: int64 (n,).
 
-    The rows of a group keep their order; see `deal`.
+    The rows of a group keep their order; see `groups_of`.
     """
-    return np.argsort(deal(costs, num_groups, len(costs) // num_groups), kind="stable")
+    return np.argsort(groups_of(costs, num_groups, len(costs) // num_groups), kind="stable")
 
 
 class BalancedOrder(RegroupedOrder):
@@ -105,7 +105,7 @@ def rank_positions(
         return batching.positions(step), batching.valid(step)
     running = batching.running(step)
     positions = running % batching.epoch_length
-    rows = dealt(order.position_costs(in_order, positions), batching.world.size * order.balance.micro_batches)
+    rows = deal(order.position_costs(in_order, positions), batching.world.size * order.balance.micro_batches)
     first = batching.world.rank * batching.rank_batch
     own = rows[first : first + batching.rank_batch]
     return positions[own], running[own] < batching.epoch_length

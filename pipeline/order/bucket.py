@@ -18,7 +18,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import Cost
-from fuelrail.pipeline.order.epoch import Entries
+from fuelrail.pipeline.order.epoch import Entries, Shown
 from fuelrail.pipeline.order.pack import MAX_WINDOW
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
@@ -128,6 +128,10 @@ class BucketedEpoch(RegroupedEpoch):
             parts[here], samples[here] = batch.parts[at], batch.samples[at]
             valid[here] = batch.valid[at] & (at == rows[here])
         return Entries(parts, samples, valid, {"bucket": buckets})
+
+    def find(self, _samples: ArrayLike, _part: int = 0, /) -> Shown:
+        """Raise OrderError: it is for runs with a ledger, which refuses buckets."""
+        raise OrderError("an order in buckets does not look up where samples are shown")
 
     def _make(self, batch: int) -> tuple[int, Entries]:
         """Return the bucket of a batch, and its samples, at most ``global_batch``."""

@@ -7,7 +7,7 @@ position step * L + lane is what a lane sees at a step::
     lane 1 | clip 5 frame 0 | clip 5 frame 1 | ...
              step 0           step 1
 
-Which lane gets pieces of which lengths is fixed (`deal`), so every epoch has the same number of steps.
+Which lane gets pieces of which lengths is fixed (`groups_of`), so every epoch has the same number of steps.
 Each epoch shuffles the places of the pieces of one length, the order of the pieces in a lane, and the lanes. A lane
 that ends early repeats its first piece, flagged as not valid: every lane has a frame at each step.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import Entries, Shown
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
-from fuelrail.pipeline.order.regroup import deal
+from fuelrail.pipeline.order.regroup import groups_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -70,7 +70,7 @@ class LaneOrder:
         self._clips, self._chosen, self._seed = clips, chosen, seed
         self.num_lanes, self.num_selected = num_lanes, len(chosen)
         slots = np.sort(self._lengths)[::-1]
-        self._lane_of_slot = deal(slots, num_lanes, len(slots))
+        self._lane_of_slot = groups_of(slots, num_lanes, len(slots))
         loads = np.bincount(self._lane_of_slot, weights=slots, minlength=num_lanes)
         self.num_steps = int(loads.max())
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import MAX_COST, AttributeTable, Cost, refuse
+from fuelrail.pipeline.order.epoch import Shown
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
 from fuelrail.pipeline.settings import Settings, check_types
@@ -149,3 +150,17 @@ class PackedEpoch(RegroupedEpoch):
             pieces.append((members, slice(int(bounds[pack]), int(bounds[pack + 1]))))
         packs = np.repeat(np.arange(len(pieces)), [inside.stop - inside.start for _, inside in pieces])
         return joined(pieces)._replace(flags={"pack": packs})
+
+    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
+        """Return the packs that hold ``samples`` (n,) of a part, a position for each time one is shown.
+
+        It packs the windows that hold them. Raises OrderError as the order of the samples does.
+        """
+        which, positions = self._in_order.find(samples, part)
+        numbers, at = np.divmod(positions, self._order.window)
+        places = np.empty_like(positions)
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            packs, _ = self._order.groups(self._order.entries_of(self._in_order, number))
+            places[here] = self._starts[number] + np.argsort(self._order_shown(number))[packs[at[here]]]
+        return Shown.sorted(which, places)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
-from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import Entries
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch, Shown
+    from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
 
 _EPOCHS_KEPT: Final = 4
 _WINDOWS_KEPT: Final = 64
@@ -135,7 +134,7 @@ class WindowedOrder(RegroupedOrder, ABC):
 
 
 class RegroupedEpoch(ABC):
-    """An epoch in packs or in buckets. Where samples are shown is not looked up: that is for runs with a ledger."""
+    """An epoch in packs or in buckets."""
 
     num_lanes: Final = 1
 
@@ -153,10 +152,6 @@ class RegroupedEpoch(ABC):
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
         """Return the samples alone at ``positions``; see :meth:`entries`."""
         return self.entries(positions).samples
-
-    def find(self, _samples: ArrayLike, _part: int = 0, /) -> Shown:
-        """Raise OrderError."""
-        raise OrderError("an order in packs or buckets does not look up where samples are shown")
 
     def _shown(self, place: int) -> tuple[int, int]:
         """Return the window of a pack, or batch, of the epoch, and its number there: those of a window are shuffled."""
@@ -206,7 +201,7 @@ def costs_of(costs: Sequence[NDArray[np.integer]], entries: Entries) -> NDArray[
     return found
 
 
-def deal(costs: NDArray[np.int64], num_groups: int, size: int) -> NDArray[np.int64]:
+def groups_of(costs: NDArray[np.int64], num_groups: int, size: int) -> NDArray[np.int64]:
     """Return the group of each row (int64, same shape as ``costs`` (n,)), of at most ``size`` rows and about one cost.
 
     The dearest row is first, those of equal cost come in their order. Each goes to the group with the least cost so far

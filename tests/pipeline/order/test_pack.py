@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fuelrail.loaders.integrations.sampler import BatchSampler, Sampler
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
-from fuelrail.pipeline.order.balance import Balance, dealt
+from fuelrail.pipeline.order.balance import Balance, deal
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.cost import Cost, compute_costs
 from fuelrail.pipeline.order.mix import Mix, MixStage
@@ -72,7 +72,7 @@ def test_a_window_is_packed_by_the_letter(data):
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4))
 def test_a_batch_is_dealt_by_the_letter(costs, num_groups, repeats):
     costs = (costs * num_groups * repeats)[: len(costs) * num_groups]
-    assert dealt(np.array(costs), num_groups).tolist() == dealt_by_the_letter(costs, num_groups)
+    assert deal(np.array(costs), num_groups).tolist() == dealt_by_the_letter(costs, num_groups)
 
 
 def on_ranks(sampler, ranks):
@@ -260,6 +260,15 @@ def test_the_next_epoch_is_counted_while_this_one_is_read():
     assert 0 < half < order.num_windows
     epoch.entries(np.arange(len(epoch)))
     assert len(order._counts[1].sums) - 1 == order.num_windows
+
+
+def test_a_sample_is_found_in_its_pack():
+    epoch = BatchSampler(DATA, ORDERS["weights"], global_batch=1)._rows.order.epoch(1)
+    which, positions = epoch.find(np.arange(0, NUM, 7))
+    found = {(sample, position) for sample, position in zip((which * 7).tolist(), positions.tolist(), strict=True)}
+    packs = epoch.entries(np.arange(len(epoch)))
+    pairs = zip(packs.samples.tolist(), packs.flags["pack"].tolist(), strict=True)
+    assert found == {(sample, pack) for sample, pack in pairs if sample % 7 == 0}
 
 
 def test_costs_are_whole_numbers_rounded_up():
