@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import bisect
+import math
 import resource
 import sys
 import sysconfig
@@ -187,7 +188,7 @@ def dearest(packs: Packs, packs_per_rank: int, *, is_dealt: bool) -> RankFigures
 
 
 def measure_large(num_samples: int, budget: int = 32768) -> LargeFigures:
-    """Count the packs of an epoch of so many samples of lognormal lengths."""
+    """Count the packs of an epoch of this number of samples, of lognormal lengths."""
     rng, costs = np.random.default_rng(0), np.empty(num_samples, np.int32)
     for first in range(0, num_samples, 100_000):  # in parts, so that the peak memory is that of packing
         part = costs[first : first + 100_000]
@@ -253,14 +254,14 @@ def measure(lengths: dict[str, NDArray[np.int64]]) -> PackingReport:
                 rate = (time.process_time() - started) / len(values) * 1e6
                 used, full = sum(map(sum, packs)), int(values.sum()) / budget
                 ranks = [dearest(packs, each, is_dealt=pack is ours) for each in _PACKS_PER_RANK]
-                fill, best = used / budget / len(packs), full / np.ceil(full)
+                fill, best = used / budget / len(packs), full / math.ceil(full)
                 lost = int(values.sum()) - used
                 figures.append(PackerFigures(name, budget, packer, len(packs), fill, best, lost, rate, ranks))
     return PackingReport(machine_facts(), {name: len(values) for name, values in lengths.items()}, figures)
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print a table, and write the report where that is asked."""
+    """Measure, print the rows of the report, and write it where that is asked."""
     parser = argparse.ArgumentParser(prog="packing", description=__doc__.partition("\n")[0])
     parser.add_argument("work", type=Path, metavar="WORK", help="new folder for the dataset of the timed loader")
     parser.add_argument("--out", type=Path, help="file for the report as JSON")
@@ -273,16 +274,7 @@ def main(argv: list[str]) -> int:
     texts = text_lengths(Path(sysconfig.get_path("stdlib")))
     report = measure({"lognormal": np.clip(drawn, 16, 1024).astype(np.int64), "docstrings": texts})
     report = msgspec.structs.replace(report, large=large, waits=measure_waits(arguments.work, arguments.frames))
-    for one in report.figures:
-        ranks = " ".join(
-            f"{each.packs_per_rank}: {each.tokens or 0:.3f} {each.step or 0:.3f} {each.attention or 0:.3f}"
-            for each in one.ranks
-        )
-        print(  # noqa: T201
-            f"{one.lengths:<11} {one.budget:>6} {one.packer:<45} fill {one.fill:.4f} of {one.best_fill:.4f} "
-            f"{one.cpu_s_per_million:8.2f} s/10^6, dearest of 64 by packs a rank {ranks}"
-        )
-    for row in (large, *report.waits):
+    for row in (*report.figures, large, *report.waits):
         print(msgspec.json.encode(row).decode())  # noqa: T201
     if arguments.out is not None:
         publish_json(arguments.out, report)

@@ -6,7 +6,6 @@ takes which of them depends on that number. Every rank computes the same deal fr
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,7 @@ from fuelrail.pipeline.errors import OrderError, WorldError
 from fuelrail.pipeline.order.batching import Batching
 from fuelrail.pipeline.order.bucket import BucketedOrder
 from fuelrail.pipeline.order.cost import Cost
-from fuelrail.pipeline.order.regroup import RegroupedOrder, WindowedOrder, costs_of
+from fuelrail.pipeline.order.regroup import RegroupedOrder, WindowedOrder, costs_of, groups_of
 from fuelrail.pipeline.order.without import ThinnedOrder
 from fuelrail.pipeline.settings import Settings, check_types
 
@@ -45,26 +44,9 @@ class Balance(Settings, frozen=True):
 def deal(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
     """Return the rows of a batch (n,) group by group, n / num_groups in each, of about equal costs: int64 (n,).
 
-    The dearest row is first, those of equal cost come in their order. Each goes to the group with the least cost so far
-    that is not full, the one with the lowest number among equals. The rows of a group keep their order. The method is
-    Graham's (1969), longest processing time first, with groups of one size.
+    The rows of a group keep their order; see `groups_of`.
     """
-    size = len(costs) // num_groups
-    by_cost = np.argsort(-costs, kind="stable")
-    groups = [(0, group) for group in range(num_groups)]
-    held = [0] * num_groups
-    group_of = np.empty(len(costs), np.int64)
-    chosen = []
-    for cost in costs[by_cost].tolist():
-        load, group = groups[0]
-        held[group] += 1
-        chosen.append(group)
-        if held[group] < size:
-            heapq.heapreplace(groups, (load + cost, group))
-        else:
-            heapq.heappop(groups)
-    group_of[by_cost] = chosen
-    return np.argsort(group_of, kind="stable")
+    return np.argsort(groups_of(costs, num_groups, len(costs) // num_groups), kind="stable")
 
 
 class BalancedOrder(RegroupedOrder):
@@ -99,13 +81,11 @@ class BalancedOrder(RegroupedOrder):
 def order_batching(order: EndlessOrder, global_batch: int, world: World, *, drop_last: bool) -> Batching:
     """Return the batches of epoch 0 of an order; of others see `Batching.of_epoch`.
 
-    Raises WorldError where the ranks cannot share the batch, where a rank's cannot be cut into its micro-batches, and
-    for another global batch than that of an order in buckets.
+    Raises WorldError where the ranks cannot share the batch, and where a rank's cannot be cut into its micro-batches.
     """
     base = order.base if isinstance(order, BalancedOrder) else order
     lengths = base.length if isinstance(base, WindowedOrder | ThinnedOrder) else None
-    if isinstance(base, BucketedOrder):
-        base.check_batch(global_batch)
+    assert not isinstance(base, BucketedOrder) or base.global_batch == global_batch  # it was compiled for it
     batching = Batching(order.epoch_length, global_batch, world, drop_last, lengths=lengths)
     if isinstance(order, BalancedOrder) and batching.rank_batch % order.balance.micro_batches:
         raise WorldError(

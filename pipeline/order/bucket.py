@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fuelrail.pipeline.errors import OrderError, WorldError
+from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.epoch import Entries, Shown
 from fuelrail.pipeline.order.pack import MAX_WINDOW
-from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
-from fuelrail.pipeline.order.regroup import WindowedOrder, costs_of
+from fuelrail.pipeline.order.permutation import as_positions
+from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
+    from fuelrail.pipeline.order.epoch import EndlessOrder
 
 MAX_BUCKETS: Final = 1024
-_WINDOWS_KEPT: Final = 64
 _BATCHES_KEPT: Final = 4
 
 
@@ -87,108 +86,64 @@ class BucketedOrder(WindowedOrder):
         """Return the number of positions: whole batches, given the samples in each bucket."""
         return int((-(-totals // self.global_batch)).sum()) * self.global_batch
 
-    def count(self, entries: Entries) -> NDArray[np.int64]:
+    def count(self, groups: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
         """Return the number of samples in each bucket."""
-        return np.bincount(self.numbers_of(entries), minlength=self.num_buckets)
+        return np.bincount(groups, minlength=num_groups)
 
-    def numbers_of(self, entries: Entries) -> NDArray[np.int64]:
-        """Return the bucket of each entry, counted in the order of the bounds, or values: int64, shape of entries."""
-        return costs_of(self._numbers, entries)
+    def groups(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
+        """Return the bucket of each entry, counted in the order of the bounds, or values, and how many there are."""
+        return costs_of(self._numbers, entries), self.num_buckets
 
     def epoch(self, epoch: int, /) -> BucketedEpoch:
         """Return one epoch; raise OrderError for an epoch out of range."""
-        return BucketedEpoch(self, epoch, self.base.epoch(epoch))
-
-    def check_batch(self, global_batch: int) -> None:
-        """Raise WorldError for another global batch than that of the order."""
-        if global_batch != self.global_batch:
-            raise WorldError(f"an order in buckets of {self.global_batch} has no batches of {global_batch}")
+        return BucketedEpoch(self, epoch)
 
 
-class BucketedEpoch:
-    """One epoch in buckets. ``find`` includes the samples that fill up a bucket's last batch."""
+class BucketedEpoch(RegroupedEpoch):
+    """One epoch in buckets."""
 
-    num_lanes: Final = 1
-
-    def __init__(self, order: BucketedOrder, epoch: int, in_order: Epoch) -> None:
-        self._order, self._epoch, self._in_order = order, epoch, in_order
+    def __init__(self, order: BucketedOrder, epoch: int) -> None:
+        self._size = order.global_batch
         self._before = order.sums(epoch)  # samples of each bucket before each window
-        self._batches = self._before // order.global_batch  # its complete batches
-        self._batches[-1] = -(-self._before[-1] // order.global_batch)
-        self._starts = self._batches.sum(1)
-        self._sorted = lru_cache(maxsize=_WINDOWS_KEPT)(self._sort)
+        self._batches = self._before // self._size  # its complete batches
+        self._batches[-1] = -(-self._before[-1] // self._size)
+        super().__init__(order, epoch, self._batches.sum(1))
         self._batch = lru_cache(maxsize=_BATCHES_KEPT)(self._make)
 
     def __len__(self) -> int:
-        return int(self._starts[-1]) * self._order.global_batch
-
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Return the samples (int64, same shape) at ``positions``; raises OrderError for positions outside."""
-        return self.entries(positions).samples
+        return int(self._starts[-1]) * self._size
 
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions``, with the flag ``bucket``: its number. Raises OrderError for others.
 
         Not valid: a sample that fills up its bucket's last batch.
         """
-        wanted = as_positions(positions, len(self))
-        numbers, at = np.divmod(wanted, self._order.global_batch)
-        parts, samples, buckets = np.zeros((3, *wanted.shape), np.int64)
-        valid = np.zeros(wanted.shape, bool)
+        numbers, rows = np.divmod(as_positions(positions, len(self)), self._size)
+        parts, samples, buckets = np.empty((3, *numbers.shape), np.int64)
+        valid = np.empty(numbers.shape, bool)
         for number in np.unique(numbers).tolist():
             here = numbers == number
-            batch = self._batch(number)
-            parts[here], samples[here], valid[here] = (column[at[here]] for column in batch[:3])
-            buckets[here] = batch.flags["bucket"][0]
+            buckets[here], batch = self._batch(number)
+            at = rows[here] % len(batch.samples)
+            parts[here], samples[here] = batch.parts[at], batch.samples[at]
+            valid[here] = batch.valid[at] & (at == rows[here])
         return Entries(parts, samples, valid, {"bucket": buckets})
 
-    def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
-        """Return where ``samples`` (n,) of a part are shown; raises OrderError as the order of the samples does."""
-        which, positions = self._in_order.find(samples, part)
-        size, found, shown = self._order.global_batch, [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for asked, position in zip(which.tolist(), positions.tolist(), strict=True):
-            window, at = divmod(position, self._order.window)
-            by_bucket, bounds = self._sorted(window)
-            place = int(np.flatnonzero(by_bucket == position)[0])
-            bucket = int(np.searchsorted(bounds, place, side="right")) - 1
-            number, row = divmod(int(self._before[window, bucket]) + place - int(bounds[bucket]), size)
-            window = int(np.searchsorted(self._batches[:, bucket], number, side="right")) - 1
-            own = self._batches[window : window + 2]
-            at = int(own[1, :bucket].sum() - own[0, :bucket].sum()) + number - int(own[0, bucket])
-            batch = int(self._starts[window]) + int(self._shuffle(window).inverse(np.array(at)))
-            rows = np.arange(row, size, min(size, int(self._before[-1, bucket]) - number * size))
-            found.append(np.full(len(rows), asked))
-            shown.append(batch * size + rows)
-        return Shown.sorted(np.concatenate(found), np.concatenate(shown))
+    def find(self, _samples: ArrayLike, _part: int = 0, /) -> Shown:
+        """Raise OrderError: it is for runs with a ledger, which refuses buckets."""
+        raise OrderError("an order in buckets does not look up where samples are shown")
 
-    def _shuffle(self, window: int) -> KeyedPermutation:
-        """Return the order in which the batches of a window are shown: place to number, bucket by bucket."""
-        num = int(self._starts[window + 1] - self._starts[window])
-        return KeyedPermutation(num, derive_key("order buckets", self._order.seed, self._epoch, window))
-
-    def _sort(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the positions of ``base`` in a window, bucket by bucket, and where each bucket begins among them."""
-        order = self._order
-        order.count_ahead(self._epoch + 1, order.num_windows - window)
-        buckets = order.numbers_of(order.entries_of(self._in_order, window))
-        by_bucket = np.argsort(buckets, kind="stable")
-        bounds = np.searchsorted(buckets[by_bucket], np.arange(order.num_buckets + 1))
-        return by_bucket + window * order.window, bounds
-
-    def _make(self, batch: int) -> Entries:
-        """Return the entries of a batch: each column (global_batch,)."""
-        size = self._order.global_batch
-        window = int(np.searchsorted(self._starts, batch, side="right")) - 1
-        number = int(self._shuffle(window)(np.array(batch - self._starts[window])))
+    def _make(self, batch: int) -> tuple[int, Entries]:
+        """Return the bucket of a batch, and its samples, at most ``global_batch``."""
+        window, number = self._shown(batch)
         ends = np.cumsum(self._batches[window + 1] - self._batches[window])
         bucket = int(np.searchsorted(ends, number, side="right"))
-        first = (int(self._batches[window + 1, bucket]) - int(ends[bucket]) + number) * size
+        first = (int(self._batches[window + 1, bucket] - ends[bucket]) + number) * self._size
         before = self._before[:, bucket]
-        end = min(first + size, int(before[-1]))
-        positions = []
-        for at in range(int(np.searchsorted(before, first, side="right")) - 1, int(np.searchsorted(before, end))):
-            by_bucket, bounds = self._sorted(at)
-            start = int(bounds[bucket]) - int(before[at])
-            positions.append(by_bucket[max(first, int(before[at])) + start : min(end, int(before[at + 1])) + start])
-        parts, samples, valid, _ = self._in_order.entries(np.resize(np.concatenate(positions), size))
-        return Entries(parts, samples, valid & (np.arange(size) < end - first), {"bucket": np.full(size, bucket)})
+        wanted = np.arange(first, min(first + self._size, int(before[-1])))  # of the bucket's samples
+        windows = np.searchsorted(before, wanted, side="right") - 1
+        pieces = []
+        for at in np.unique(windows).tolist():
+            members, bounds = self._members(at)
+            pieces.append((members, bounds[bucket] + wanted[windows == at] - before[at]))
+        return bucket, joined(pieces)

@@ -313,10 +313,6 @@ class CompiledOrder:
         """Return the selected samples, ascending: int64 (num_selected,)."""
         return np.arange(self.num_selected) if self._selected is None else self._selected.astype(np.int64)
 
-    def expected_counts(self) -> NDArray[np.float64]:
-        """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
-        return np.ones(self.num_selected) if self._sampling is None else self._sampling.expected_counts()
-
     def epoch(self, epoch: int, /) -> MappedEpoch:
         """Return the order of one epoch: positions 0 .. epoch_length - 1 to samples of the split."""
         bounds = self._bounds

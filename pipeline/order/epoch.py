@@ -102,9 +102,6 @@ class EndlessOrder(Protocol):
     def selected(self) -> NDArray[np.int64]:
         """Return the selected samples, ascending: int64 (num_selected,)."""
 
-    def expected_counts(self) -> NDArray[np.float64]:
-        """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
-
     def epoch(self, epoch: int, /) -> Epoch:
         """Return one epoch; raise OrderError for an epoch out of range."""
 

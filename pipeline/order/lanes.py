@@ -7,15 +7,13 @@ position step * L + lane is what a lane sees at a step::
     lane 1 | clip 5 frame 0 | clip 5 frame 1 | ...
              step 0           step 1
 
-Which lane gets pieces of which lengths is fixed (longest piece first, to the lane with the least: Graham, "Bounds on
-Multiprocessing Timing Anomalies", 1969, ends within 4/3 of the best), so every epoch has the same number of steps.
+Which lane gets pieces of which lengths is fixed (`groups_of`), so every epoch has the same number of steps.
 Each epoch shuffles the places of the pieces of one length, the order of the pieces in a lane, and the lanes. A lane
 that ends early repeats its first piece, flagged as not valid: every lane has a frame at each step.
 """
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +21,7 @@ import numpy as np
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import Entries, Shown
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
+from fuelrail.pipeline.order.regroup import groups_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -70,8 +69,9 @@ class LaneOrder:
         self.identity: dict[str, Any] = {} if identity is None else identity
         self._clips, self._chosen, self._seed = clips, chosen, seed
         self.num_lanes, self.num_selected = num_lanes, len(chosen)
-        self._lane_of_slot = _deal(np.sort(self._lengths)[::-1], num_lanes)
-        loads = np.bincount(self._lane_of_slot, weights=np.sort(self._lengths)[::-1], minlength=num_lanes)
+        slots = np.sort(self._lengths)[::-1]
+        self._lane_of_slot = groups_of(slots, num_lanes, len(slots))
+        loads = np.bincount(self._lane_of_slot, weights=slots, minlength=num_lanes)
         self.num_steps = int(loads.max())
 
     @property
@@ -82,10 +82,6 @@ class LaneOrder:
     def selected(self) -> NDArray[np.int64]:
         """Return the selected samples, ascending: int64 (num_selected,)."""
         return np.sort(self._clips.samples[self._chosen].astype(np.int64))
-
-    def expected_counts(self) -> NDArray[np.float64]:
-        """Return how often each selected sample occurs in an epoch, padding aside: float64 (num_selected,), ones."""
-        return np.ones(self.num_selected)
 
     def epoch(self, epoch: int, /) -> LaneEpoch:
         """Return the lanes of one epoch, in time linear in the number of pieces; raises OrderError if out of range."""
@@ -100,17 +96,6 @@ class LaneOrder:
         slots = np.lexsort((place, lanes))
         chosen = by_length[slots]
         return LaneEpoch(self._clips, self.num_lanes, lanes[slots], self._first_ranks[chosen], self._lengths[chosen])
-
-
-def _deal(lengths: NDArray[np.int64], num_lanes: int) -> NDArray[np.int64]:
-    """Return the lane of each piece, lengths descending: the lane with the least frames, the lowest of equals."""
-    lanes = [(0, lane) for lane in range(num_lanes)]
-    lane_of = np.empty(len(lengths), dtype=np.int64)
-    for slot, length in enumerate(lengths.tolist()):
-        load, lane = lanes[0]
-        lane_of[slot] = lane
-        heapq.heapreplace(lanes, (load + length, lane))
-    return lane_of
 
 
 class LaneEpoch:

@@ -204,15 +204,6 @@ class MixedOrder:
         """Return the selected samples of parts of one split, ascending, each once: int64 (num_selected,)."""
         return np.unique(np.concatenate([order.selected() for order in self.orders]))
 
-    def expected_counts(self) -> NDArray[np.float64]:
-        """Return how often each sample of :meth:`selected` occurs in an epoch, averaged over epochs: float64."""
-        counts = [
-            order.expected_counts() * (self.num_blocks * ratio / order.epoch_length)
-            for order, ratio in zip(self.orders, self.ratios, strict=True)
-        ]
-        _, which = np.unique(np.concatenate([order.selected() for order in self.orders]), return_inverse=True)
-        return np.bincount(which, np.concatenate(counts)).astype(np.float64)
-
     def epoch(self, epoch: int, /) -> MixedEpoch:
         """Return one epoch; raise OrderError for a negative epoch, or one whose samples are too many to count."""
         if epoch < 0 or (epoch + 1) * self.epoch_length > MAX_LENGTH:

@@ -12,24 +12,25 @@ number of its packs is kept (:mod:`fuelrail.pipeline.order.regroup`).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import MAX_COST, AttributeTable, Cost, refuse
-from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
-from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
-from fuelrail.pipeline.order.regroup import WindowedOrder, costs_of
+from fuelrail.pipeline.order.epoch import Shown
+from fuelrail.pipeline.order.permutation import as_positions
+from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.order.epoch import EndlessOrder, Entries
+
 MAX_WINDOW: Final = 2**20
-_WINDOWS_KEPT: Final = 4
 
 
 class Pack(Settings, frozen=True):
@@ -118,65 +119,37 @@ class PackedOrder(WindowedOrder):
         """Return the number of packs, which is all that is kept of a window."""
         return int(totals[0])
 
-    def count(self, entries: Entries) -> NDArray[np.int64]:
+    def count(self, _: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
         """Return the number of packs of a window."""
-        return np.array([self.packed(entries)[1]])
+        return np.array([num_groups])
 
-    def packed(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
+    def groups(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
         """Return the pack of each sample of a window, and how many there are; see `pack_window`."""
         return pack_window(costs_of(self.costs, entries), self.pack.budget, self.pack.max_samples)
 
     def epoch(self, epoch: int, /) -> PackedEpoch:
         """Return one epoch; raise OrderError for an epoch out of range."""
-        return PackedEpoch(self, epoch, self.base.epoch(epoch))
+        return PackedEpoch(self, epoch, self.sums(epoch)[:, 0])
 
 
-class _Window(NamedTuple):
-    """The samples of a window, pack by pack as they are shown; those of pack q are ``bounds[q] .. bounds[q + 1]``."""
-
-    parts: NDArray[np.int64]
-    samples: NDArray[np.int64]
-    valid: NDArray[np.bool_]
-    bounds: NDArray[np.int64]
-    place: NDArray[np.int64]
-    """The pack of each position of the window, as they are shown."""
-
-
-class PackedEpoch:
+class PackedEpoch(RegroupedEpoch):
     """One epoch in packs. The entries at some positions are all samples of these packs, so they may be more."""
-
-    num_lanes: Final = 1
-
-    def __init__(self, order: PackedOrder, epoch: int, in_order: Epoch) -> None:
-        self._order, self._epoch, self._in_order = order, epoch, in_order
-        self._starts = order.sums(epoch)[:, 0]
-        self._window = lru_cache(maxsize=_WINDOWS_KEPT)(self._packed)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
-
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Return the samples of the packs at ``positions``, pack by pack: int64 (samples,)."""
-        return self.entries(positions).samples
 
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return the entries of the packs at ``positions`` (B,), pack by pack, each in the order of the epoch.
 
         The flag ``pack`` is the number of the pack among ``positions``. Raises OrderError for positions outside.
         """
-        wanted = as_positions(positions, len(self)).reshape(-1)
-        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        found = []
-        for number, at in zip(numbers.tolist(), (wanted - self._starts[numbers]).tolist(), strict=True):
-            window = self._window(number)
-            inside = slice(int(window.bounds[at]), int(window.bounds[at + 1]))
-            found.append((window.parts[inside], window.samples[inside], window.valid[inside]))
-        if not found:
-            nothing = np.empty(0, np.int64)
-            return Entries(nothing, nothing, nothing.astype(bool), {"pack": nothing})
-        parts, samples, valid = (np.concatenate(column) for column in zip(*found, strict=True))
-        packs = np.repeat(np.arange(len(found)), [len(one[0]) for one in found])
-        return Entries(parts, samples, valid, {"pack": packs})
+        pieces = []
+        for place in as_positions(positions, len(self)).reshape(-1).tolist():
+            window, pack = self._shown(place)
+            members, bounds = self._members(window)
+            pieces.append((members, slice(int(bounds[pack]), int(bounds[pack + 1]))))
+        packs = np.repeat(np.arange(len(pieces)), [inside.stop - inside.start for _, inside in pieces])
+        return joined(pieces)._replace(flags={"pack": packs})
 
     def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
         """Return the packs that hold ``samples`` (n,) of a part, a position for each time one is shown.
@@ -185,26 +158,9 @@ class PackedEpoch:
         """
         which, positions = self._in_order.find(samples, part)
         numbers, at = np.divmod(positions, self._order.window)
-        packs = np.empty_like(positions)
+        places = np.empty_like(positions)
         for number in np.unique(numbers).tolist():
             here = numbers == number
-            packs[here] = self._starts[number] + self._window(number).place[at[here]]
-        return Shown.sorted(which, packs)
-
-    def _packed(self, number: int) -> _Window:
-        order = self._order
-        entries = order.entries_of(self._in_order, number)
-        packs, num = order.packed(entries)
-        permutation = KeyedPermutation(num, derive_key("order packs", order.seed, self._epoch, number))
-        shown = np.empty(num, np.int64)
-        shown[permutation(np.arange(num))] = np.arange(num)
-        place = shown[packs]
-        by_place = np.argsort(place, kind="stable")
-        order.count_ahead(self._epoch + 1, order.num_windows - number)
-        return _Window(
-            entries.parts[by_place],
-            entries.samples[by_place],
-            entries.valid[by_place],
-            np.searchsorted(place[by_place], np.arange(num + 1)),
-            place,
-        )
+            packs, _ = self._order.groups(self._order.entries_of(self._in_order, number))
+            places[here] = self._starts[number] + np.argsort(self._order_shown(number))[packs[at[here]]]
+        return Shown.sorted(which, places)

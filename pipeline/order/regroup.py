@@ -7,21 +7,27 @@ samples of the epoch before are read. Only a few numbers of each window are kept
 
 from __future__ import annotations
 
+import heapq
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
+from fuelrail.pipeline.order.epoch import Entries
+from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
-    from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch
+    from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
 
 _EPOCHS_KEPT: Final = 4
+_WINDOWS_KEPT: Final = 64
 
 
 class RegroupedOrder:
@@ -45,10 +51,6 @@ class RegroupedOrder:
     def selected(self) -> NDArray[np.int64]:
         """Return the selected samples, ascending: int64 (num_selected,)."""
         return self.base.selected()
-
-    def expected_counts(self) -> NDArray[np.float64]:
-        """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
-        return self.base.expected_counts()
 
 
 class WindowedOrder(RegroupedOrder, ABC):
@@ -91,8 +93,12 @@ class WindowedOrder(RegroupedOrder, ABC):
         """Return the number of positions in an epoch with such ``totals`` (num_kept,) of all windows."""
 
     @abstractmethod
-    def count(self, entries: Entries) -> NDArray[np.int64]:
-        """Return the numbers (num_kept,) that are kept of a window."""
+    def groups(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
+        """Return the group of each sample of a window, int64 (n,), and how many groups there are."""
+
+    @abstractmethod
+    def count(self, groups: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
+        """Return the numbers (num_kept,) that are kept of a window with such groups."""
 
     def sums(self, epoch: int) -> NDArray[np.int64]:
         """Return the sums of the numbers kept before each window of an epoch, and last of all.
@@ -122,8 +128,59 @@ class WindowedOrder(RegroupedOrder, ABC):
                     self._counts.popitem(last=False)
             self._counts.move_to_end(epoch)
             for number in range(len(count.sums) - 1, num_windows):
-                count.sums.append(count.sums[-1] + self.count(self.entries_of(count.in_order, number)))
+                groups = self.groups(self.entries_of(count.in_order, number))
+                count.sums.append(count.sums[-1] + self.count(*groups))
             return count.sums
+
+
+class RegroupedEpoch(ABC):
+    """An epoch in packs or in buckets."""
+
+    num_lanes: Final = 1
+
+    def __init__(self, order: WindowedOrder, epoch: int, starts: NDArray[np.int64]) -> None:
+        """Take the number of packs, or of batches, before each window, and last of all (num_windows + 1,)."""
+        self._order, self._epoch, self._starts = order, epoch, starts
+        self._in_order = order.base.epoch(epoch)
+        self._members = lru_cache(maxsize=_WINDOWS_KEPT)(self._grouped)
+        self._order_shown = lru_cache(maxsize=_WINDOWS_KEPT)(self._shuffled)
+
+    @abstractmethod
+    def entries(self, positions: ArrayLike, /) -> Entries:
+        """Return entries at ``positions``; raises OrderError for positions outside."""
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        """Return the samples alone at ``positions``; see :meth:`entries`."""
+        return self.entries(positions).samples
+
+    def _shown(self, place: int) -> tuple[int, int]:
+        """Return the window of a pack, or batch, of the epoch, and its number there: those of a window are shuffled."""
+        window = int(np.searchsorted(self._starts, place, side="right")) - 1
+        return window, int(self._order_shown(window)[place - self._starts[window]])
+
+    def _shuffled(self, window: int) -> NDArray[np.int64]:
+        num = int(self._starts[window + 1] - self._starts[window])
+        key = derive_key(f"order {self._order.use}s", self._order.seed, self._epoch, window)
+        return KeyedPermutation(num, key)(np.arange(num))
+
+    def _grouped(self, window: int) -> tuple[Entries, NDArray[np.int64]]:
+        """Return the samples of a window, group by group, and where each begins among them, and the end.
+
+        Group g has those at ``bounds[g] .. bounds[g + 1] - 1``.
+        """
+        order = self._order
+        order.count_ahead(self._epoch + 1, order.num_windows - window)
+        entries = order.entries_of(self._in_order, window)
+        groups, num = order.groups(entries)
+        by_group = np.argsort(groups, kind="stable")
+        return joined([(entries, by_group)]), np.searchsorted(groups[by_group], np.arange(num + 1))
+
+
+def joined(pieces: Sequence[tuple[Entries, NDArray[np.int64] | slice]]) -> Entries:
+    """Return some samples of several entries, one after the other, without flags."""
+    columns = zip(*[(each.parts[at], each.samples[at], each.valid[at]) for each, at in pieces], strict=True)
+    parts, samples, valid = map(np.concatenate, columns)
+    return Entries(parts, samples, valid)
 
 
 class _Count(NamedTuple):
@@ -142,3 +199,26 @@ def costs_of(costs: Sequence[NDArray[np.integer]], entries: Entries) -> NDArray[
         here = entries.parts == part
         found[here] = of_part[entries.samples[here]]
     return found
+
+
+def groups_of(costs: NDArray[np.int64], num_groups: int, size: int) -> NDArray[np.int64]:
+    """Return the group of each row (int64, same shape as ``costs`` (n,)), of at most ``size`` rows and about one cost.
+
+    The dearest row is first, those of equal cost come in their order. Each goes to the group with the least cost so far
+    that is not full, the one with the lowest number among equals. The method is Graham's, longest processing time first
+    ("Bounds on Multiprocessing Timing Anomalies", 1969: within 4/3 of the best), with groups of a limited size.
+    """
+    by_cost = np.argsort(-costs, kind="stable")
+    groups = [(0, group) for group in range(num_groups)]
+    held, chosen = [0] * num_groups, []
+    for cost in costs[by_cost].tolist():
+        load, group = groups[0]
+        held[group] += 1
+        chosen.append(group)
+        if held[group] < size:
+            heapq.heapreplace(groups, (load + cost, group))
+        else:
+            heapq.heappop(groups)
+    group_of = np.empty(len(costs), np.int64)
+    group_of[by_cost] = chosen
+    return group_of

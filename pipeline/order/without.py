@@ -75,10 +75,6 @@ class ThinnedOrder:
         """Return the selected samples that are left, ascending: int64 (num_selected,)."""
         return np.setdiff1d(self.base.selected(), self.hidden[0], assume_unique=True)
 
-    def expected_counts(self) -> NDArray[np.float64]:
-        """Return how often each of :meth:`selected` occurs in an epoch, averaged over epochs: float64."""
-        return self.base.expected_counts()[~np.isin(self.base.selected(), self.hidden[0])]
-
     def epoch(self, epoch: int, /) -> Epoch:
         """Return one epoch; raise OrderError for an epoch out of range."""
         return self._epoch(epoch)

@@ -7,6 +7,8 @@ import torch
 
 from fuelrail.loaders import StaticBatches, Transforms
 from fuelrail.loaders.batch.static import FixedBuffers, pad
+from fuelrail.loaders.batch.transfer import pack as pack_block
+from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
 from support.batches import batches, load
 
@@ -92,7 +94,18 @@ def test_what_has_no_fixed_shape_is_refused() -> None:
         fixed({"c": torch.ones(2)})
 
 
-@pytest.mark.parametrize("static", [{"max_boxes": 0}, {"buffers": 0}, {"max_points": 0}, 3])
+def test_tokens_of_packs_come_at_fixed_places_from_an_arena_too() -> None:
+    fixed, places = FixedBuffers(1), set()
+    for number in range(2):
+        made = Packed._make((torch.arange(6) + number, torch.tensor([0, 2 + number, 6])))
+        block = pack_block(list(made), lambda size: torch.empty(size, dtype=torch.uint8))
+        got = fixed({"words": Packed._make(block.cut(block.block))}, block.block)["words"]
+        assert all(torch.equal(*pair) for pair in zip(got, made, strict=True))
+        places.add(tuple(one.data_ptr() for one in got))
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("static", [{"max_boxes": 0}, {"buffers": 0}, {"max_points": 0}, {"max_tokens": 0}, 3])
 def test_settings_out_of_range_are_refused(static) -> None:
     with pytest.raises(ConfigError):
         Transforms(static=static)
