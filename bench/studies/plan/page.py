@@ -50,14 +50,16 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
         epoch = f"{_rounded(found.device_hours_per_epoch)} device-hours"
         epoch += "" if found.usd_per_epoch is None else f", {_rounded(found.usd_per_epoch, 0)} USD"
     taught = found.teacher
-    pays = "never, for reading it takes longer"
+    pays, of_token = "never, for reading it takes longer", ""
     if taught is not None and taught.pays_after_epochs is not None:
         pays = f"after {taught.pays_after_epochs:.3g} epochs of all students together"
+    if taught is not None and taught.bytes_per_token != taught.layer_bytes:
+        of_token = f" ({taught.bytes_per_token:,.0f} a token)"
     lesson = "" if taught is None else (
         f"{taught.model}, from its {asked.teacher_from}: beside the student {taught.flop_share:.0%} of all FLOP and "
-        f"{taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a sample "
-        f"({taught.bytes_per_token:,.0f} a token) once in {_rounded(taught.layer_device_hours_per_million)} "
-        f"device-hours a million samples, which pays {pays}"
+        f"{taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a sample{of_token}, "
+        f"made once in {_rounded(taught.layer_device_hours_per_million)} device-hours a million samples, "
+        f"which pays {pays}"
     )  # fmt: skip
     low, high = found.step_range_s
     often = "" if found.checkpoint_interval_s is None else f", every {found.checkpoint_interval_s:,.0f} s"

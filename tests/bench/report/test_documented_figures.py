@@ -232,9 +232,46 @@ def shared_batches() -> Iterator[str]:
     yield f"took {report['cpu_ratio']:.2f} times the CPU time of one rank whose threads make them"
 
 
+def stored_logits() -> Iterator[str]:
+    report = result("logits")
+    sizes: dict[str, list[dict]] = {}
+    for one in report["layouts"]:
+        if one["vocabulary"] == 128_256:
+            sizes.setdefault(one["layout"], []).append(one)
+    yield markdown_table(
+        ("layout", "k = 50", "k = 64", "k = 128", "divergence at 64 [nats]"),
+        [
+            (
+                name,
+                *(f"{one['bytes']:,.0f}" for one in of),
+                "" if (off := of[1]["error_nats"]) is None else f"{off:.0e}",
+            )
+            for name, of in sizes.items()
+        ],
+    )
+    full = report["students"]["full"]
+    losses = []
+    for name, of in report["students"].items():
+        beyond = [100 * (one / other - 1) for one, other in zip(of, full, strict=True)]
+        span = "" if name == "full" else f"{min(beyond):.2f} to {max(beyond):.2f}"
+        losses.append((name, f"{sum(of) / len(of):.3f}", span))
+    yield markdown_table(("taught by", "loss, mean", "above full, seed by seed [%]"), losses)
+    drawn, top, bare = (
+        report["gradients"][name] for name in ("sampled", "topk with its tail", "topk without its tail")
+    )
+    yield f"{drawn['share_of_norm']:.1%} of its norm, {drawn['standard_errors']:.2f} of its standard error"
+    yield f"{top['share_of_norm']:.0%} for top-k with its tail and {bare['share_of_norm']:.0%} without"
+    shares = [report["decoding"][name] for name in ("logits_topk", "logits_sampled")]
+    yield "{:.1%} (top-k) and {:.1%} (draws) of the processor time of a step".format(*shares)
+    assert max(shares) < 0.05 and drawn["standard_errors"] < 3
+    yield f"the teacher's own is {report['teacher_loss']:.3f}"
+    off = {name: of[1]["error_nats"] for name, of in sizes.items()}
+    assert 500 < off["DistillKit, budget"] / off["topk, uint8"] < 2000, "a thousand times as far"
+
+
 CLAIMS = {
     "docs/loader.md": shared_batches,
-    "README.md": readme, "bench/RESULTS.md": lambda: chain(compared(), scaled(), sharded()),
+    "README.md": readme, "bench/RESULTS.md": lambda: chain(compared(), scaled(), sharded(), stored_logits()),
     "docs/sharding.md": sharding_page, "docs/guides/your-dataset.md": your_dataset,
     "configs/recipes/README.md": recipes,
 }  # fmt: skip
@@ -243,6 +280,7 @@ CONDITIONS = {
     "bench/RESULTS.md": [
         "600 samples of 6 images, 1600x900 JPEG", "batches of 8 x 6 x 3 x 256 x 704", "1600x900", "on 2 CPUs", "95 %",
         "200 times", "2 of 2 CPUs usable", "lies above 1:", "34 boxes and 77 sensor rows", "--rounds 0", "--rounds 3",
+        "128,256 words", "50 of 1,024 words", "8 windows of 32", "10,000 draws", "250 steps", "pull request 5019",
     ],
     "docs/sharding.md": ["1600x900"],
     "docs/guides/your-dataset.md": ["250,000 rows in batches of 64"],
