@@ -21,10 +21,8 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
-from fuelrail.bench.annotate.teacher import Reduction, weights_digest
 from fuelrail.bench.trainer.models.settings import find
 from fuelrail.loaders.config import Transforms
-from fuelrail.loaders.distributed import detect_world
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.channels.logits import logits_store
 from fuelrail.pipeline.cli import counted
@@ -150,6 +148,8 @@ def annotate(
     start = time.monotonic()
     base = base if isinstance(base, Dataset) else open_dataset(base)
     check_out(open_output(layer))  # before the model runs
+    from fuelrail.loaders.distributed import detect_world
+
     if options.engine is None:
         work = _Annotation(base, _load(model) if isinstance(model, str) else model, options, detect_world())
         with LayerWriter(base, layer, channels=work.table(), view=work.view, recipe=work.recipe()) as writer:
@@ -171,6 +171,8 @@ def _on_ray(base: Dataset, layer: str, model: Model | str, options: AnnotateOpti
     A process loads the model once, and publishes the rows of a task at its end. What is inferred from the model's
     outputs is inferred there too, as this machine may not have its device.
     """
+    from fuelrail.loaders.distributed import detect_world
+
     if (world := detect_world()).size > 1:
         raise ConfigError(f"engine='ray' divides the work itself, and this is one of {world.size} ranks: start it once")
     from fuelrail.sharding.engines.ray import RayEngine
@@ -255,6 +257,8 @@ class _Annotation:
         else:
             settings = view_settings(options.seed, transforms.content())
             self.view = LayerView(kind="per_view", epoch=options.epoch, settings=settings)
+        from fuelrail.bench.annotate.teacher import Reduction
+
         self._reduction = Reduction(options.temperature, options.positions, options.seed, options.epoch)
         self._transforms = transforms
         device = options.device
@@ -262,6 +266,8 @@ class _Annotation:
 
     def recipe(self) -> dict[str, Any]:
         """Return what the values depend on beside the table and the view: facts that all writers must agree on."""
+        from fuelrail.bench.annotate.teacher import weights_digest
+
         options = self._options
         teacher = options.teacher or weights_digest(self._model)
         found = {"teacher": teacher, "temperature": options.temperature, "positions": options.positions}

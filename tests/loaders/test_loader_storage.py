@@ -19,6 +19,7 @@ from fuelrail.loaders import ImageAugment
 from fuelrail.loaders.records import Scheduled
 from fuelrail.loaders.schedule.prefetch import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, RequestStream, prefetch
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import BadSamplesError, ChecksumError, ImageError, OrderError, StorageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor, Walk, WorkerShard
@@ -209,7 +210,7 @@ class TestBounds:
         for limit in (1, 30_000, 100_000, 10**9):
             held.update(bytes=0, most=0)
             session, taken = Session(), []
-            for ahead in prefetch(scheduled(200), [RequestStream(dataset.index, session)], limit):
+            for ahead in prefetch(scheduled(200), [RequestStream(SampleReader(dataset), session)], limit):
                 held["bytes"] -= ahead.entries[0].length
                 taken.append(ahead.scheduled.step)
             assert taken == list(range(200))
@@ -221,7 +222,7 @@ class TestBounds:
         asked, session = [], open_storage(dataset).session()
         real = session.request
         session.request = lambda rows: asked.append(len(rows)) or real(rows)
-        ahead = prefetch(scheduled(5000), [RequestStream(dataset.index, session)], 10**12)
+        ahead = prefetch(scheduled(5000), [RequestStream(SampleReader(dataset), session)], 10**12)
         outstanding = []
         for taken in range(400):
             next(ahead)
@@ -233,7 +234,7 @@ class TestBounds:
     def test_a_row_outside_the_index_is_reported_in_its_turn(self, tiny):
         dataset = open_dataset(tiny)
         coming = (Scheduled(0, n, 0, n, (row,), True) for n, row in enumerate((3, 4, 99, 5)))
-        stream = prefetch(coming, [RequestStream(dataset.index, open_storage(dataset).session())], 10**9)
+        stream = prefetch(coming, [RequestStream(SampleReader(dataset), open_storage(dataset).session())], 10**9)
         assert [next(stream).scheduled.rows[0] for _ in range(2)] == [3, 4]
         third = next(stream)
         with pytest.raises(OrderError, match="99"):

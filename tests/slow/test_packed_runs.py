@@ -14,7 +14,7 @@ from support import balanced_vla
 from support.packed_ranks import CASES, LENGTH, PACK, TOKENS, largest, words
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.process]
 
 
 def test_packed_loss_and_gradients_are_those_of_the_documents_alone(tiny_dataset, tmp_path):

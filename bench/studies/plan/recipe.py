@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FILES = {"slurm": "launch.sbatch", "kubernetes": "launch.yaml", "torchrun": "launch.sh"}
 _RECIPES = CLUSTERS.parent / "recipes"
 _EVERY = 100  # steps between two checkpoints, where the failures of the job are not known
-_TRAINER = re.compile(r"configs/trainers/fsdp2\.py.*\n$")
+_TRAINER = re.compile(r"configs/trainers/fsdp2\.py.*\Z", re.DOTALL)
 
 
 def recipe(kind: str, asked: Scenario, cluster: ClusterSettings, fit: Fit, interval_s: float | None) -> str:

@@ -186,7 +186,7 @@ class PhysicalAi(FrameSource[VideoSettings]):
                 with parsing(f"file '{path.name}': {name}"), zipfile.ZipFile(path) as file, file.open(name) as video:
                     shutil.copyfileobj(video, made, 1 << 20)
                 made.flush()
-                for number, data in video_frames(made.name, numbers, self.given.video_quality):
+                for number, data in video_frames(made.name, numbers, self.given.form(self.stored)):
                     yield f"{camera}/{chunk}/{clip}#frame={number}", data
 
 

@@ -95,7 +95,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
         rows = read_pickle(self.files.read(clip.token), where)
         blobs = f"{_BLOBS}/{clip.token.split('/')[1]}"
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise SourceError(f"{where} is no list of frames")
+            raise SourceError(f"{where} is not a list of frames")
         with parsing(where, "is not as OpenScene's logs are"):
             rotations, translations = (
                 np.array([np.asarray(row[f"ego2global_{name}"], np.float64) for row in rows])

@@ -64,7 +64,7 @@ def test_names_shapes_and_dtypes_are_those_of_the_table() -> None:
     sizes = {"B": 4, "N": len(CAMERAS), "H": OUT[1], "W": OUT[0], "C": 5}
     stated = batch_entries()
     with_options = {"ego2key", "frame_valid", "frame_global_index", "gt_mask", "points_mask", "dataset", "seed", "view"}
-    of_packs = {"pack", "pack_offsets", "cu_seqlens", "max_seqlen", "position_ids", "sequence_ids"}
+    of_packs = {"pack", "pack_offsets", "cu_seqlens", "max_seqlen", "position_ids", "sequence_ids", "bucket"}
     assert stated.keys() - with_options - of_packs == BATCH.keys()
     for name, value in BATCH.items():
         kind = re.sub(r"\(T(,| of)\) |, \(T\)", "", stated[name][0])

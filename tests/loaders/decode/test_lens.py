@@ -266,7 +266,7 @@ def test_models_are_read_by_name() -> None:
     assert lens is not None
     assert lens.coefficients == (0.1, 0.2, 0.3, 0.0)
     assert lens.stored == lens.rectified == K
-    with pytest.raises(ConfigError, match="dist_model 'ftheta' cannot be undone"):
-        read_lens("ftheta", three, camera)
+    with pytest.raises(ConfigError, match="dist_model 'windshield' cannot be undone"):
+        read_lens("windshield", three, camera)
     with pytest.raises(ConfigError, match="at most 4 coefficients, got 14"):
         read_lens("kannala_brandt", np.arange(14.0), camera)

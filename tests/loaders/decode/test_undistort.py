@@ -69,9 +69,9 @@ def test_augmentation_and_undistortion_draw_the_same(root) -> None:
 
 
 def test_lenses_that_cannot_be_undone_are_refused(tmp_path) -> None:
-    build_dataset(tmp_path / "d", {"train": (4,)}, lens=("ftheta", [0.1, 0.2]))
+    build_dataset(tmp_path / "d", {"train": (4,)}, lens=("windshield", [0.1, 0.2]))
     batch_of(tmp_path / "d")
-    with pytest.raises(FuelrailError, match="dist_model 'ftheta' cannot be undone, only opencv_radtan"):
+    with pytest.raises(FuelrailError, match="dist_model 'windshield' cannot be undone, only opencv_radtan"):
         batch_of(tmp_path / "d", undistort=Undistort())
     with pytest.raises(ConfigError, match=r"alpha=1\.5 must lie in 0 to 1"):
         Undistort(alpha=1.5)

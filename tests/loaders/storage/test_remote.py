@@ -17,6 +17,7 @@ from fuelrail.loaders.records import Scheduled
 from fuelrail.loaders.schedule.prefetch import RequestStream, prefetch
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.ranges import MAX_RANGE_BYTES
+from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import (
     ChecksumError,
     ConfigError,
@@ -396,7 +397,7 @@ def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(tmp_path
         longest = max(dataset.index.column("length"))
         storage = open_storage(dataset, "remote")
         coming = (Scheduled(0, at, 0, at, (at * 7 % samples,), True) for at in range(samples))
-        asked = prefetch(coming, [RequestStream(dataset.index, storage.session())], limit)
+        asked = prefetch(coming, [RequestStream(SampleReader(dataset, storage=storage), storage.session())], limit)
         tracemalloc.start()
         try:
             for ahead in asked:

@@ -238,5 +238,5 @@ def test_a_faulty_log_is_named(tmp_path, name):
 def test_a_pickle_of_something_else_is_named(tmp_path, value):
     path, _ = write_log(tmp_path, openscene_world(num_clips=1).clips[0])
     path.write_bytes(pickle.dumps(value))
-    with pytest.raises(SourceError, match=r"drive-0\.pkl' is no list of frames"):
+    with pytest.raises(SourceError, match=r"drive-0\.pkl' is not a list of frames"):
         scan_source(SourceSpec("openscene", str(tmp_path), {}))
