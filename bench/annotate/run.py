@@ -148,10 +148,11 @@ def annotate(
     start = time.monotonic()
     base = base if isinstance(base, Dataset) else open_dataset(base)
     check_out(open_output(layer))  # before the model runs
-    from fuelrail.loaders.distributed import detect_world
-
     if options.engine is None:
-        work = _Annotation(base, _load(model) if isinstance(model, str) else model, options, detect_world())
+        function = _load(model) if isinstance(model, str) else model
+        from fuelrail.loaders.distributed import detect_world
+
+        work = _Annotation(base, function, options, detect_world())
         with LayerWriter(base, layer, channels=work.table(), view=work.view, recipe=work.recipe()) as writer:
             done = writer.written()
             num_kept = int(done.sum())

@@ -28,6 +28,7 @@ from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, 
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.video import VideoSettings, libraries, video_frames
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class PhysicalAi(FrameSource[VideoSettings]):
                 with parsing(f"file '{path.name}': {name}"), zipfile.ZipFile(path) as file, file.open(name) as video:
                     shutil.copyfileobj(video, made, 1 << 20)
                 made.flush()
-                for number, data in video_frames(made.name, numbers, self.given.form(self.stored)):
+                for number, data in video_frames(made.name, numbers, self.stored or JpegForm(self.given.video_quality)):
                     yield f"{camera}/{chunk}/{clip}#frame={number}", data
 
 
