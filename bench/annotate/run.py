@@ -11,7 +11,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
@@ -40,6 +40,7 @@ from fuelrail.sharding.write.layers.segments import ROWS_PER_SEGMENT
 from fuelrail.sharding.write.layers.writer import LayerWriter
 
 if TYPE_CHECKING:
+    from fuelrail.bench.annotate.teacher import Reduction
     from fuelrail.loaders.loader import DataLoader
 
     Model = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -149,10 +150,7 @@ def annotate(
     base = base if isinstance(base, Dataset) else open_dataset(base)
     check_out(open_output(layer))  # before the model runs
     if options.engine is None:
-        function = _load(model) if isinstance(model, str) else model
-        from fuelrail.loaders.distributed import detect_world
-
-        work = _Annotation(base, function, options, detect_world())
+        work = _Annotation(base, _load(model) if isinstance(model, str) else model, options)
         with LayerWriter(base, layer, channels=work.table(), view=work.view, recipe=work.recipe()) as writer:
             done = writer.written()
             num_kept = int(done.sum())
@@ -247,8 +245,11 @@ class _Piece(NamedTuple):
 class _Annotation:
     """A model and the batches that it sees."""
 
-    def __init__(self, base: Dataset, model: Model | None, options: AnnotateOptions, world: World) -> None:
-        self.base, self._model, self._options, self._world = base, model, options, world
+    def __init__(
+        self, base: Dataset, model: Model | None, options: AnnotateOptions, world: World | None = None
+    ) -> None:
+        """Take the ranks that divide the work; None: those of torch.distributed."""
+        self.base, self._model, self._options, self._given_world = base, model, options, world
         transforms = options.transforms or Transforms()
         if transforms.two_views:
             raise ConfigError("transforms.two_views=True: a layer has one value a sample; leave two_views out")
@@ -258,12 +259,22 @@ class _Annotation:
         else:
             settings = view_settings(options.seed, transforms.content())
             self.view = LayerView(kind="per_view", epoch=options.epoch, settings=settings)
-        from fuelrail.bench.annotate.teacher import Reduction
-
-        self._reduction = Reduction(options.temperature, options.positions, options.seed, options.epoch)
         self._transforms = transforms
         device = options.device
         self._device = f"cuda:{os.environ.get(_LAUNCHER_RANK, '0')}" if device == "cuda" else device
+
+    @cached_property
+    def _world(self) -> World:
+        from fuelrail.loaders.distributed import detect_world
+
+        return self._given_world or detect_world()
+
+    @cached_property
+    def _reduction(self) -> Reduction:
+        from fuelrail.bench.annotate.teacher import Reduction
+
+        options = self._options
+        return Reduction(options.temperature, options.positions, options.seed, options.epoch)
 
     def recipe(self) -> dict[str, Any]:
         """Return what the values depend on beside the table and the view: facts that all writers must agree on."""
