@@ -230,6 +230,12 @@ def shared_batches() -> Iterator[str]:
     report = result("where_shared")
     assert report["cpu_ratio"] <= 1.15
     yield f"took {report['cpu_ratio']:.2f} times the CPU time of one rank whose threads make them"
+    report = result("where")
+    assert report["step_p99_ms"]["process"] == pytest.approx(report["step_p99_ms"]["threads"], rel=0.05)
+    yield f"makes batches at {report['rate_ratio']:.2f} times the rate of threads"
+    share = result("overhead")["share"]
+    yield f"one camera of six takes {share['one camera of six']:.2f} of the processor time of all six"
+    yield f"everything but decoding is {share['nothing decoded']:.0%} of it"
 
 
 def stored_logits() -> Iterator[str]:
