@@ -67,7 +67,8 @@ class Vla(nn.Module):
         count, words = hidden.shape[1], tokens.shape[1] - 1
         mask = mask_of(count, seen.shape[1], images.device)
         hides = torch.zeros(len(images), count, dtype=torch.bool, device=images.device)
-        hides[:, seen.shape[1] : seen.shape[1] + words] = ~real[:, :-1]
+        # Each prompt without its last word, also where others are longer: what is said must not depend on the batch.
+        hides[:, seen.shape[1] : seen.shape[1] + words] = ~real[:, 1:]
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, src_key_padding_mask=hides)
         hidden = self.norm(hidden)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "configs" / "trainers"))
 def main(dataset: str, folder: str) -> None:
     torch.set_num_threads(1)
     example = importlib.import_module("vla")
-    example.Vla = partial(example.Vla, dropout=0.0)
+    example.divided = partial(example.divided, partial(example.Vla, dropout=0.0))
     found: dict[str, list[tuple[float | None, dict[str, float]]]] = {"plain": [], "balanced": []}
     for name, words in (("plain", []), ("balanced", ["--balance=timestamp_ns"])):
         options = ["--strategy=ddp", *words, dataset, "--steps", "3", "--checkpoint", f"{folder}/{name}"]
