@@ -96,7 +96,7 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
 
     head = files.read(name, 0, len(_ROS1_MAGIC))
     if head == _ROS1_MAGIC:
-        raise SourceError(f"{where} is a ROS 1 bag; convert it with `rosbags-convert`")
+        raise SourceError(f"{where} is a ROS 1 bag: read it by the kind rosbag1")
     if not head.startswith(MAGIC):
         raise SourceError(f"{where} is not an MCAP file: it begins with {head[:8]!r}, expected {MAGIC!r}")
     tail = _FOOTER.size + len(MAGIC)

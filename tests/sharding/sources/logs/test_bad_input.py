@@ -114,7 +114,7 @@ def test_a_scan_decompresses_each_chunk_once(tmp_path, world):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"#ROSBAG V2.0\n", "ROS 1 bag; convert it"),
+        (b"#ROSBAG V2.0\n", "ROS 1 bag: read it by the kind rosbag1"),
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is not an MCAP file"),
     ],
