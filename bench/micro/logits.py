@@ -11,11 +11,9 @@ order of probability, a few values as bfloat16 and a polynomial in the rank for 
 from __future__ import annotations
 
 import argparse
-import ast
 import itertools
 import statistics
 import sys
-import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +29,7 @@ from torch import Tensor
 
 from fuelrail.bench.annotate.teacher import Reduction
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.micro.source import documentation_texts
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.distill.student import divergence
 from fuelrail.bench.trainer.models.build import build_model
@@ -139,16 +138,8 @@ def gradients(own: Tensor, teacher: Tensor, draws: int) -> dict[str, dict[str, f
 
 def texts() -> tuple[Tensor, Tensor]:
     """Return windows of words int64 [N, CONTEXT + 1] to train and to validate on; rare words are one."""
-    found: list[str] = []
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
-        if "site-packages" in file.parts or "test" in file.parts:
-            continue
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):  # files that test the parser
-            continue
-        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
-        found += [word for node in nodes for word in (ast.get_docstring(node) or "").lower().split()]
+    documents = documentation_texts(without=frozenset({"test"}))
+    found = [word for text in documents for word in text.lower().split()]
     numbers = {word: at + 1 for at, (word, _) in enumerate(Counter(found).most_common(WORDS - 1))}
     tokens = torch.tensor([numbers.get(word, 0) for word in found])
     windows = tokens[: len(tokens) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)

@@ -16,12 +16,10 @@ batches, through the ends of epochs. The trainer sleeps as long for a sample in 
 from __future__ import annotations
 
 import argparse
-import ast
 import bisect
 import math
 import resource
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.source import make_dataroot
+from fuelrail.bench.micro.source import documentation_texts, make_dataroot
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import Cost, DataLoader, ImageAugment, OrderSpec, Pack, Transforms
 from fuelrail.loaders.integrations.sampler import BatchSampler
@@ -113,21 +111,6 @@ class PackingReport(msgspec.Struct, frozen=True):
     figures: list[PackerFigures]
     large: LargeFigures | None = None
     waits: list[WaitFigures] = []
-
-
-def text_lengths(folder: Path) -> NDArray[np.int64]:
-    """Return the bytes, at most 1,024, of each documentation text in the modules below a folder."""
-    found: list[int] = []
-    for file in sorted(folder.glob("**/*.py")):
-        if "site-packages" in file.parts:
-            continue
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):  # files that test the parser
-            continue
-        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
-        found += [min(len(text.encode()), 1024) for node in nodes if (text := ast.get_docstring(node))]
-    return np.array([length for length in found if length])
 
 
 def ours(lengths: NDArray[np.int64], budget: int) -> Packs:
@@ -271,7 +254,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     large = measure_large(arguments.large)  # first, for the peak memory is that of the process so far
     drawn = np.random.default_rng(0).lognormal(5, 1, arguments.samples)
-    texts = text_lengths(Path(sysconfig.get_path("stdlib")))
+    texts = np.array([min(len(text.encode()), 1024) for text in documentation_texts()])
     report = measure({"lognormal": np.clip(drawn, 16, 1024).astype(np.int64), "docstrings": texts})
     report = msgspec.structs.replace(report, large=large, waits=measure_waits(arguments.work, arguments.frames))
     for row in (*report.figures, large, *report.waits):
