@@ -97,7 +97,7 @@ class Table:
         self._path = folder / f"{name}.arrow"
         self.clips: dict[str, tuple[int, int]] = {}
         """Name of each clip to its first row and its number of rows, in order."""
-        self._ends: list[int] = []
+        self._num_rows = 0
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         writer = None
         try:
@@ -111,17 +111,15 @@ class Table:
         finally:
             if writer is not None:
                 writer.close()
-        if not self._ends or not self._ends[-1]:
-            raise SourceError(f"table '{self.name}' has no rows")
         self._batch = lru_cache(maxsize=_KEPT_BATCHES)(pa.ipc.open_file(pa.OSFile(str(self._path))).get_batch)
 
     def _note(self, batch: pa.RecordBatch, *, has_clips: bool) -> None:
-        first = self._ends[-1] if self._ends else 0
-        self._ends.append(first + len(batch))
+        first = self._num_rows
+        self._num_rows += len(batch)
         if CLIP not in self.schema.names:
             if has_clips:
                 raise SourceError(f"table '{self.name}' has no column {CLIP}; it has {', '.join(self.schema.names)}")
-            self.clips[""] = (0, self._ends[-1])
+            self.clips[""] = (0, self._num_rows)
             return
         last = next(reversed(self.clips), None)
         for row, clip in enumerate(Rows(self.name, first, batch).texts(CLIP), first):
@@ -149,20 +147,16 @@ class Table:
         first, count = self.clips.get(clip, (0, 0))
         if not count:
             return None
-        batches, at = [], first
-        for number in range(first // _ROWS, len(self._ends)):
-            start = self._ends[number - 1] if number else 0
-            batches.append(self._batch(number).slice(at - start, first + count - at))
-            at += len(batches[-1])
-            if at == first + count:
-                break
+        end = first + count
+        starts = [max(first, start) for start in range(first // _ROWS * _ROWS, end, _ROWS)]
+        batches = [self._batch(at // _ROWS).slice(at % _ROWS, end - at) for at in starts]
         whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
         return Rows(self.name, first, whole)
 
     def parts(self) -> Iterator[Rows]:
         """Yield all rows, a batch at a time."""
-        for number in range(len(self._ends)):
-            yield Rows(self.name, self._ends[number - 1] if number else 0, self._batch(number))
+        for first in range(0, self._num_rows, _ROWS):
+            yield Rows(self.name, first, self._batch(first // _ROWS))
 
 
 def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
