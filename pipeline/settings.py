@@ -148,6 +148,9 @@ def must_be(words: str) -> msgspec.Meta:
     return msgspec.Meta(extra={"must be": words})
 
 
+Probability = Annotated[float, msgspec.Meta(ge=0, le=1), must_be("a probability from 0 to 1")]
+
+
 def flag(description: str, **extra: object) -> msgspec.Meta:
     """Describe a field that is a flag: its help, and what `add_flags` reads of ``extra``."""
     return msgspec.Meta(description=description, extra=extra or None)

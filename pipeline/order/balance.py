@@ -16,7 +16,7 @@ from fuelrail.pipeline.order.bucket import BucketedOrder
 from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.regroup import RegroupedOrder, WindowedOrder, costs_of, groups_of
 from fuelrail.pipeline.order.without import ThinnedOrder
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Positive, Settings, check_types
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,13 +32,11 @@ class Balance(Settings, frozen=True):
 
     cost: str | Cost
     """An attribute with whole numbers, or a model of several (`Cost`); a pack costs what its samples do in sum."""
-    micro_batches: int = 1
+    micro_batches: Positive = 1
     """Parts of a rank's batch that are dealt too, each a run of its rows, such as micro-batches of accumulation."""
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
-        if self.micro_batches < 1:
-            raise OrderError(f"micro_batches must be 1 or more, got {self.micro_batches}")
 
 
 def deal(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:

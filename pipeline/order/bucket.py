@@ -19,7 +19,7 @@ import numpy as np
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.epoch import Entries, Shown
-from fuelrail.pipeline.order.pack import MAX_WINDOW
+from fuelrail.pipeline.order.pack import WindowLength
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
 from fuelrail.pipeline.settings import Settings, check_types
@@ -42,15 +42,13 @@ class Bucket(Settings, frozen=True):
     """An attribute with whole numbers or texts, or a model of several (`Cost`)."""
     bounds: tuple[int, ...] = ()
     """The largest value in each bucket, ascending; a sample above the last one is an error. (): a bucket a value."""
-    window: int = 4096
+    window: WindowLength = 4096
     """Positions of the order whose batches are shuffled among each other."""
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
         if any(low >= high for low, high in pairwise((-1, *self.bounds))) or len(self.bounds) > MAX_BUCKETS:
             raise OrderError(f"a bucket's bounds ascend from 0 or more, at most {MAX_BUCKETS}, got {self.bounds}")
-        if not 1 <= self.window <= MAX_WINDOW:
-            raise OrderError(f"a bucket's window must be in 1 .. 2**20 positions, got {self.window}")
 
 
 class BucketedOrder(WindowedOrder):

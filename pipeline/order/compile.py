@@ -26,7 +26,7 @@ from fuelrail.pipeline.order.keys import listed_names, named_rows, read_keys, un
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import derive_key
-from fuelrail.pipeline.order.spec import ORDER_VERSION, Layout, Order, OrderSpec, check_epoch_length
+from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec, position_map
 from fuelrail.pipeline.order.uses import OrderCosts
 from fuelrail.pipeline.order.weights import (
     SystematicSampling,
@@ -88,8 +88,15 @@ def compile_order(
     for layer in layers:
         if layer.missing == "error":
             check_present(layer, dataset, split, selection.rows)
-    lengths = Layout.of_split(dataset, split).shard_lengths if spec.kind == "windowed" else (num_samples,)
+    lengths = split_lengths(dataset, split) if spec.kind == "windowed" else [num_samples]
     return selection.order(lengths, clips, global_batch, window, unknown)
+
+
+def split_lengths(dataset: Dataset, split: str) -> list[int]:
+    """Return the number of samples in each shard of a split; raise ManifestError for a shard without samples."""
+    entry = dataset.split(split)
+    lengths: list[int] = dataset.shards.lengths(entry.first_shard, entry.first_shard + entry.num_shards).tolist()
+    return lengths
 
 
 def compile_table(
@@ -120,7 +127,8 @@ class _Selection:
     """The samples that a spec selects, narrowed step by step, and the identity of the order over them."""
 
     def __init__(self, spec: OrderSpec, attributes: AttributeTable) -> None:
-        check_epoch_length(spec)
+        if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
+            raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
         self._spec, self._attributes = spec, attributes
         self._identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
         self._identity.pop("without", None)  # the order without them says it
@@ -299,7 +307,6 @@ class CompiledOrder:
     ) -> None:
         """Take ``selected`` samples of the split, ascending, each once (None: all), and their ``sampling``."""
         self.spec, self.identity, self._sampling = spec, identity, sampling
-        self._kind = OrderSpec(kind=spec.kind, seed=spec.seed, window=spec.window)
         self._bounds = np.cumsum([0, *shard_lengths])
         self.num_selected = int(self._bounds[-1]) if selected is None else len(selected)
         self._selected: NDArray[np.integer] | None = None
@@ -324,8 +331,7 @@ class CompiledOrder:
         if self._selected is not None:
             then.append(SelectedSamples(self._selected))
         lengths = np.diff(bounds)
-        order = Order(self._kind, Layout(tuple(lengths[lengths > 0].tolist())), epoch)
-        return MappedEpoch(order, *then)
+        return MappedEpoch(position_map(self.spec, lengths[lengths > 0].tolist(), epoch), *then)
 
 
 def _as_said(spec: OrderSpec) -> dict[str, Any]:

@@ -12,16 +12,17 @@ number of its packs is kept (:mod:`fuelrail.pipeline.order.regroup`).
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+from msgspec import Meta
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.cost import MAX_COST, AttributeTable, Cost, refuse
 from fuelrail.pipeline.order.epoch import Shown
 from fuelrail.pipeline.order.permutation import as_positions
 from fuelrail.pipeline.order.regroup import RegroupedEpoch, WindowedOrder, costs_of, joined
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Positive, Settings, check_types
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,31 +31,26 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.order.epoch import EndlessOrder, Entries
 
-MAX_WINDOW: Final = 2**20
+WindowLength = Annotated[int, Meta(ge=1, le=2**20)]
+"""Positions of an order that are regrouped together."""
 
 
 class Pack(Settings, frozen=True):
     """Pack samples into rows of a ``budget``, such as 32,768 tokens."""
 
-    budget: int
+    budget: Annotated[int, Meta(ge=1, le=MAX_COST)]
     """The largest cost of a pack, in the unit of ``cost``."""
     cost: str | Cost
     """An attribute with whole numbers, such as ``num_tokens``, or a model of several (`Cost`)."""
-    window: int = 4096
+    window: WindowLength = 4096
     """Positions of the order that are packed together. About 100 packs or more in a window leave 1 % unused."""
     truncate: bool = False
     """True: a sample above the budget counts as the budget, and the loader cuts its tokens; False: it is an error."""
-    max_samples: int | None = None
+    max_samples: Positive | None = None
     """The largest number of samples in a pack."""
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
-        if not 1 <= self.budget <= MAX_COST:
-            raise OrderError(f"a pack's budget must be in 1 .. 2**40, got {self.budget}")
-        if not 1 <= self.window <= MAX_WINDOW:
-            raise OrderError(f"a pack's window must be in 1 .. 2**20 positions, got {self.window}")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise OrderError(f"a pack's max_samples must be 1 or more, got {self.max_samples}")
         if self.truncate and not isinstance(self.cost, str):
             raise OrderError("truncate=True needs cost to be one attribute: a model does not say how much to cut")
 

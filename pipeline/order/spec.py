@@ -1,21 +1,19 @@
 """Map positions to samples: the order of an epoch as a pure function, in constant memory.
 
-``Order(spec, layout, epoch)`` maps positions 0 .. len - 1 of the epoch to sample indices. It depends on the order
-specification, the layout and the epoch alone: not on world size, ranks, batch, workers or caches. Which rank reads
+``position_map(spec, shard_lengths, epoch)`` maps positions 0 .. len - 1 of the epoch to samples. It depends on the
+specification, the shards and the epoch alone: not on world size, ranks, batch, workers or caches. Which rank reads
 which positions is decided in `fuelrail.pipeline.order.batching`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from operator import index
-from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import numpy as np
-from msgspec import convert
+from msgspec import Meta, convert
 from msgspec.structs import force_setattr
 
 from fuelrail.pipeline.errors import OrderError
@@ -23,14 +21,12 @@ from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.bucket import Bucket
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.pack import Pack
-from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, PositionMap, as_positions, derive_key
+from fuelrail.pipeline.order.permutation import KeyedPermutation, PositionMap, as_positions, derive_key
 from fuelrail.pipeline.order.weights import Weighting
-from fuelrail.pipeline.settings import Settings, check_types, flag
+from fuelrail.pipeline.settings import Positive, Settings, check_types, flag
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
-
-    from fuelrail.pipeline.format.dataset import Dataset
 
 ORDER_VERSION: Final = 1
 """Increases when any order changes for the same arguments; a saved position is valid for one version only."""
@@ -73,10 +69,9 @@ class OrderSpec(Settings, frozen=True):
     """
 
     kind: Annotated[Kind, flag("kind of order")] = "shuffled"
-    seed: Annotated[int, flag("random seed of the order")] = 0
-    """0 .. 2**63 - 1."""
-    window: Annotated[int | None, flag("shards in a window, for --kind windowed")] = None
-    """Shards in a window, 1 or more; with kind ``windowed`` only, and needed there."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1), flag("random seed of the order")] = 0
+    window: Annotated[Positive | None, flag("shards in a window, for --kind windowed")] = None
+    """Shards in a window; with kind ``windowed`` only, and needed there."""
     filter: Annotated[
         str | None, flag('only samples that match, such as "night and num_car >= 3"', metavar="EXPRESSION")
     ] = None
@@ -97,10 +92,10 @@ class OrderSpec(Settings, frozen=True):
     """
     stages: tuple[OrderStage, ...] = ()
     """Filters and weights as functions of the step, one stage after the other; not with ``lanes`` and mixes."""
-    epoch_length: int | None = None
+    epoch_length: Positive | None = None
     """Positions in a weighted, mixed or staged epoch. None: weighted, class balance's own number, else as many as there
     are selected samples; mixed, as many as it takes for all of them to come; staged, that of the first stage alone."""
-    pieces_per_clip: Annotated[int | None, flag("pieces that a clip is cut into, for --kind lanes")] = None
+    pieces_per_clip: Annotated[Positive | None, flag("pieces that a clip is cut into, for --kind lanes")] = None
     """The number of equal pieces into which clips are cut, with kind ``lanes`` only; None: 1."""
     pack: Pack | None = None
     """Several samples in each row of a batch, up to a budget (`fuelrail.pipeline.order.pack`); not with ``lanes``."""
@@ -110,16 +105,12 @@ class OrderSpec(Settings, frozen=True):
     """Global batches of one bucket each (`fuelrail.pipeline.order.bucket`); not with ``lanes`` and ``pack``."""
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise OrderError(f"order kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise OrderError(f"order seed must be an integer in 0 .. 2**63 - 1, got {self.seed}")
         check_types(self, OrderError)
         force_setattr(self, "weights", convert(self.weights, tuple[Weighting, ...]))
         force_setattr(self, "stages", convert(self.stages, tuple[OrderStage, ...]))
         force_setattr(self, "without", convert(self.without, tuple[str | tuple[str, ...], ...]))
-        if self.kind == "windowed" and (self.window is None or self.window < 1):
-            raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
+        if self.kind == "windowed" and self.window is None:
+            raise OrderError("order kind 'windowed' needs window >= 1 (in shards), got None")
         if self.kind != "windowed" and self.window is not None:
             raise OrderError(f"window={self.window} requires order kind 'windowed', got {self.kind!r}")
         if self.kind == "lanes" and (self.weights or self.mix or self.stages):
@@ -136,93 +127,24 @@ class OrderSpec(Settings, frozen=True):
             raise OrderError("packs are of about one cost, so they need no bucket: take pack or bucket, not both")
         if self.kind != "lanes" and self.pieces_per_clip is not None:
             raise OrderError(f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}")
-        if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
-            raise OrderError(f"pieces_per_clip must be 1 or more, got {self.pieces_per_clip}")
-        if self.epoch_length is not None and self.epoch_length < 1:
-            raise OrderError(f"epoch_length must be 1 or more, got {self.epoch_length}")
 
 
-def check_epoch_length(spec: OrderSpec) -> None:
-    """Raise OrderError for an epoch length of an order whose epochs have their own."""
-    if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
-        raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
+def position_map(spec: OrderSpec, shard_lengths: Sequence[int], epoch: int) -> PositionMap:
+    """Return the map of the positions of an epoch to the samples of shards of these lengths, each 1 or more.
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The shards that an order is over: the number of samples in each, in stored order, each 1 or more.
-
-    Only ``windowed`` looks at the shards; for the others ``Layout((num_samples,))`` will do. Raises OrderError for no
-    shards, for empty ones, and for more than 2**62 samples.
+    Kind, seed and window of ``spec`` decide it, and only ``windowed`` looks at the single shards; what else there is
+    in ``spec`` needs a dataset (`fuelrail.pipeline.order.compile`). Maps are immutable, and safe to call from any
+    number of threads. Raises OrderError for an epoch out of range, for no samples, and for more than 2**62.
     """
-
-    shard_lengths: tuple[int, ...]
-    num_samples: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        lengths = tuple(index(length) for length in self.shard_lengths)
-        if not lengths:
-            raise OrderError("an order needs at least one shard of samples, got none")
-        if min(lengths) < 1:
-            raise OrderError(f"shard {lengths.index(min(lengths))} holds {min(lengths)} samples; 1 or more are needed")
-        object.__setattr__(self, "shard_lengths", lengths)
-        object.__setattr__(self, "num_samples", sum(lengths))
-        if self.num_samples > MAX_LENGTH:
-            raise OrderError(f"an order can have at most 2**62 samples, got {self.num_samples}")
-
-    @classmethod
-    def of_split(cls, dataset: Dataset, split: str) -> Layout:
-        """Return the layout of one split of a dataset; sample 0 is the split's first.
-
-        Raises ConfigError for an unknown split, ManifestError for a shard without samples.
-        """
-        entry = dataset.split(split)
-        lengths = dataset.shards.lengths(entry.first_shard, entry.first_shard + entry.num_shards)
-        return cls(tuple(lengths.tolist()))
-
-
-class Order:
-    """The order of one epoch of all samples: ``order(positions)`` gives sample indices, ``len(order)`` positions.
-
-    Immutable, picklable, and safe to call from any number of threads. Raises OrderError for an epoch out of range, and
-    for a specification that needs a dataset (`fuelrail.pipeline.order.compile`).
-    """
-
-    __slots__ = ("_map", "epoch", "layout", "spec")
-
-    def __init__(self, spec: OrderSpec, layout: Layout, epoch: int) -> None:
-        if not 0 <= epoch < 2**63:
-            raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
-        needs_dataset = spec.filter is not None or spec.subset is not None or spec.weights or spec.mix or spec.stages
-        needs_more = spec.pack or spec.bucket or spec.balance or spec.without
-        if spec.kind not in _KINDS or needs_dataset or needs_more:
-            raise OrderError(
-                "lanes, filter, subset, without, weights, mix, pack, bucket, balance and stages need a dataset: "
-                "`compile_order`"
-            )
-        check_epoch_length(spec)
-        self.spec, self.layout, self.epoch = spec, layout, index(epoch)
-        self._map: PositionMap = _KINDS[spec.kind](spec, layout, self.epoch)
-
-    def __len__(self) -> int:
-        return len(self._map)
-
-    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
-        """Return sample indices (int64, same shape) at ``positions`` (integers in [0, len)), each another sample.
-
-        Raises OrderError for positions outside the epoch or not integer.
-        """
-        return self._map(positions)
-
-    def inverse(self, samples: ArrayLike) -> NDArray[np.int64]:
-        """Return the positions (int64, same shape) of sample indices (integers in [0, len)); OrderError for others."""
-        return self._map.inverse(samples)
-
-    def __reduce__(self) -> tuple[type[Order], tuple[OrderSpec, Layout, int]]:
-        return Order, (self.spec, self.layout, self.epoch)
-
-    def __repr__(self) -> str:
-        return f"Order({self.spec!r}, num_samples={self.layout.num_samples}, epoch={self.epoch})"
+    if not 0 <= epoch < 2**63:
+        raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
+    num_samples = sum(shard_lengths)
+    if spec.kind == "shuffled":
+        return KeyedPermutation(num_samples, derive_key("order shuffled", spec.seed, epoch))
+    if spec.window is not None:
+        return _Windowed(shard_lengths, spec.window, spec.seed, epoch)
+    assert spec.kind == "sequential", "lanes need the clips of a dataset"
+    return _Sequential(num_samples)
 
 
 class _Sequential:
@@ -260,8 +182,8 @@ class _Windowed:
         "_window_starts",
     )
 
-    def __init__(self, layout: Layout, window: int, seed: int, epoch: int) -> None:
-        stored = np.array(layout.shard_lengths, dtype=np.int64)
+    def __init__(self, shard_lengths: Sequence[int], window: int, seed: int, epoch: int) -> None:
+        stored = np.array(shard_lengths, dtype=np.int64)
         shards = KeyedPermutation(len(stored), derive_key("order windowed shards", seed, epoch))(np.arange(len(stored)))
         lengths = stored[shards]
         # Slot i of the epoch holds shard shards[i]; its samples are slot_starts[i] .. slot_starts[i] + length - 1
@@ -271,7 +193,7 @@ class _Windowed:
         self._slot_of = np.empty_like(shards)
         self._slot_of[shards] = np.arange(len(shards))
         self._shard_offsets = self._shard_starts[shards] - self._slot_starts
-        self._num_samples = layout.num_samples
+        self._num_samples = int(stored.sum())
         num_windows = -(-len(stored) // window)
         self._first_slots = np.arange(num_windows + 1) * len(stored) // num_windows
         self._window_starts = np.append(self._slot_starts, self._num_samples)[self._first_slots]
@@ -360,23 +282,3 @@ class _Window:
     def inverse(self, unshuffled: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return positions of places in the epoch's slots laid end to end."""
         return self._permutation.inverse(unshuffled - self._start) + self._start
-
-
-def _shuffled(spec: OrderSpec, layout: Layout, epoch: int) -> PositionMap:
-    return KeyedPermutation(layout.num_samples, derive_key("order shuffled", spec.seed, epoch))
-
-
-def _windowed(spec: OrderSpec, layout: Layout, epoch: int) -> PositionMap:
-    assert spec.window is not None  # the spec's own check
-    return _Windowed(layout, spec.window, spec.seed, epoch)
-
-
-def _sequential(_spec: OrderSpec, layout: Layout, _epoch: int) -> PositionMap:
-    return _Sequential(layout.num_samples)
-
-
-_KINDS: Final[dict[str, Callable[[OrderSpec, Layout, int], PositionMap]]] = {
-    "shuffled": _shuffled,
-    "windowed": _windowed,
-    "sequential": _sequential,
-}

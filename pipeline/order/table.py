@@ -218,7 +218,7 @@ def _block_lengths(num_rows: int, blocks: int | Sequence[int]) -> tuple[int, ...
     if isinstance(blocks, int) and blocks >= 1:
         whole, rest = divmod(num_rows, blocks)
         return (blocks,) * whole + (rest,) * (rest > 0)
-    if isinstance(blocks, int) or sum(blocks) != num_rows:
+    if isinstance(blocks, int) or sum(blocks) != num_rows or min(blocks, default=0) < 0:
         given = f"{blocks}" if isinstance(blocks, int) else f"{len(blocks)} lengths with the sum {sum(blocks)}"
         raise OrderError(f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got {given}")
     return tuple(blocks)

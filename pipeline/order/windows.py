@@ -16,7 +16,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, OrderError
 from fuelrail.pipeline.order.epoch import Shown
-from fuelrail.pipeline.settings import AtLeast0, Settings, as_settings, check_types
+from fuelrail.pipeline.settings import AtLeast0, Positive, Settings, as_settings, check_types
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -50,14 +50,12 @@ class FrameWindow(Settings, frozen=True):
 
     frames: tuple[int, ...]
     """Offsets from the sample's own frame; each once, 0 among them."""
-    stride: int = 1
-    """Frames between neighbouring offsets, 1 or more."""
+    stride: Positive = 1
+    """Frames between neighbouring offsets."""
     pad: Padding = "repeat_edge"
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
-        if self.stride < 1:
-            raise OrderError(f"a window's stride must be 1 or more, got {self.stride}")
         if 0 not in self.frames or len(set(self.frames)) != len(self.frames):
             raise OrderError(f"a window's frames must be different offsets with 0 among them, got {list(self.frames)}")
         if max(1, *map(abs, self.frames)) * self.stride >= _MAX_REACH:

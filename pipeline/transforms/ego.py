@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import AtLeast0, Probability, Settings, check_types, must_be
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 
 STREAM = "bev-augment"
@@ -158,9 +159,9 @@ class BevAugment(Settings, frozen=True):
     train: bool = False
     rotate_deg: tuple[float, float] = (0.0, 0.0)
     scale: tuple[float, float] = (1.0, 1.0)
-    flip_x_prob: float = 0.0
-    flip_y_prob: float = 0.0
-    translate_std_m: float = 0.0
+    flip_x_prob: Probability = 0.0
+    flip_y_prob: Probability = 0.0
+    translate_std_m: Annotated[AtLeast0, must_be("0 or more metres")] = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -171,11 +172,6 @@ class BevAugment(Settings, frozen=True):
                 raise ConfigError(f"{name}={list(limits)} must be [low, high] with low <= high")
         if self.scale[0] <= 0.0:
             raise ConfigError(f"scale={list(self.scale)} must be factors above 0")
-        for name in ("flip_x_prob", "flip_y_prob"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a probability from 0 to 1")
-        if not 0.0 <= self.translate_std_m < math.inf:
-            raise ConfigError(f"translate_std_m={self.translate_std_m} must be 0 or more metres")
 
     def evaluation(self) -> BevAugment:
         """Return the settings that change nothing."""

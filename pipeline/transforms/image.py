@@ -14,12 +14,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types, resolve_fields
+from fuelrail.pipeline.settings import Probability, Settings, check_types, must_be, resolve_fields
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 
@@ -29,6 +30,9 @@ STREAM = "image-augment"
 _NUM_DRAWS = 5
 _MIN_FACTOR, _MAX_FACTOR = 1e-3, 1e3
 _MAX_SIDE = 16384
+_Side = Annotated[int, Meta(ge=1, le=_MAX_SIDE), must_be(f"1 to {_MAX_SIDE} pixels")]
+_Factor = Annotated[float, Meta(ge=_MIN_FACTOR, le=_MAX_FACTOR)]
+_RESIZE = must_be(f"width, cover, contain, stretch, or a factor from {_MIN_FACTOR} to {_MAX_FACTOR:g}")
 _MAX_PIXELS = 1 << 26
 """The largest output: the limit of a stored image, too."""
 
@@ -60,16 +64,16 @@ class ImageAugment(Settings, frozen=True):
     ``crop_y="bottom"``. Raises ConfigError for values out of range.
     """
 
-    height: int
-    width: int
+    height: _Side
+    width: _Side
     train: bool = False
-    resize: Literal["width", "cover", "contain", "stretch"] | float = "cover"
+    resize: Annotated[Literal["width", "cover", "contain", "stretch"] | _Factor, _RESIZE] = "cover"
     resize_jitter: tuple[float, float] | None = None
     resize_range: tuple[float, float] | None = None
     crop_y: Literal["bottom", "center", "top", "random"] = "bottom"
     crop_bottom: tuple[float, float] = (0.0, 0.0)
     crop_x: Literal["random", "center", "left"] = "random"
-    flip_prob: float = 0.0
+    flip_prob: Probability = 0.0
     rotate_deg: tuple[float, float] = (0.0, 0.0)
     geometry: Literal["exact", "legacy_mmdet3d"] = "exact"
     scope: Literal["camera", "sample"] = "camera"
@@ -77,17 +81,11 @@ class ImageAugment(Settings, frozen=True):
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         check_types(self, ConfigError)
-        if not (1 <= self.height <= _MAX_SIDE and 1 <= self.width <= _MAX_SIDE):
-            raise ConfigError(
-                f"final size height={self.height}, width={self.width}: each must be 1 to {_MAX_SIDE} pixels"
-            )
         if self.height * self.width > _MAX_PIXELS:
             raise ConfigError(
                 f"final size height={self.height}, width={self.width} has {self.height * self.width} pixels: "
                 f"at most {_MAX_PIXELS} are allowed"
             )
-        if not isinstance(self.resize, str) and not _MIN_FACTOR <= self.resize <= _MAX_FACTOR:
-            raise ConfigError(f"resize={self.resize} must be a factor from {_MIN_FACTOR} to {_MAX_FACTOR:g}")
         if self.resize_jitter is not None and self.resize_range is not None:
             raise ConfigError("resize_jitter and resize_range exclude each other: give one of them")
         if self.resize == "stretch" and (self.resize_jitter or self.resize_range):
@@ -102,8 +100,6 @@ class ImageAugment(Settings, frozen=True):
                 raise ConfigError(f"{name}={list(limits)} must be factors from {least:g} to {_MAX_FACTOR:g}")
         if self.crop_bottom[0] < 0.0 or self.crop_bottom[1] >= 1.0:
             raise ConfigError(f"crop_bottom={list(self.crop_bottom)} must lie in [0, 1)")
-        if not 0.0 <= self.flip_prob <= 1.0:
-            raise ConfigError(f"flip_prob={self.flip_prob} must be a probability from 0 to 1")
 
     def evaluation(self) -> ImageAugment:
         """Return the deterministic variant of these settings."""

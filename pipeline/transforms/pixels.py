@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Probability, Settings, check_types, must_be
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 
 STREAM = "pixel-augment"
@@ -21,6 +22,8 @@ STREAM = "pixel-augment"
 channel order; then whether contrast comes first; then grid mask: switch, spacing, offset down, offset right."""
 
 _NUM_DRAWS = 15
+_Level = Annotated[int, Meta(ge=0, le=255)]
+_Colour = Annotated[tuple[_Level, _Level, _Level], must_be("three grey levels from 0 to 255")]
 _ORDERS = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
 
 
@@ -72,35 +75,24 @@ class PixelAugment(Settings, frozen=True):
     """
 
     train: bool = False
-    brightness: float = 0.0
+    brightness: Annotated[float, Meta(ge=0, le=255), must_be("from 0 to 255 grey levels")] = 0.0
     contrast: tuple[float, float] = (1.0, 1.0)
     saturation: tuple[float, float] = (1.0, 1.0)
-    hue_deg: float = 0.0
+    hue_deg: Annotated[float, Meta(ge=0, le=180), must_be("from 0 to 180 degrees")] = 0.0
     swap_channels: bool = False
-    prob: float = 0.5
-    grid_mask_prob: float = 0.0
-    grid_mask_ratio: float = 0.5
-    grid_mask_fill: tuple[int, int, int] = (124, 116, 104)
+    prob: Probability = 0.5
+    grid_mask_prob: Probability = 0.0
+    grid_mask_ratio: Annotated[float, Meta(gt=0, lt=1), must_be("between 0 and 1")] = 0.5
+    grid_mask_fill: _Colour = (124, 116, 104)
     scope: Literal["camera", "sample"] = "camera"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         check_types(self, ConfigError)
-        if not 0.0 <= self.brightness <= 255.0:
-            raise ConfigError(f"brightness={self.brightness} must be from 0 to 255 grey levels")
-        if not 0.0 <= self.hue_deg <= 180.0:
-            raise ConfigError(f"hue_deg={self.hue_deg} must be from 0 to 180 degrees")
         for name in ("contrast", "saturation"):
             limits = getattr(self, name)
             if not 0.0 <= limits[0] <= limits[1] < math.inf:
                 raise ConfigError(f"{name}={list(limits)} must be [low, high] with 0 <= low <= high")
-        for name in ("prob", "grid_mask_prob"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a probability from 0 to 1")
-        if not 0.0 < self.grid_mask_ratio < 1.0:
-            raise ConfigError(f"grid_mask_ratio={self.grid_mask_ratio} must lie between 0 and 1")
-        if not all(0 <= level <= 255 for level in self.grid_mask_fill):
-            raise ConfigError(f"grid_mask_fill={list(self.grid_mask_fill)} must be three grey levels from 0 to 255")
 
     @property
     def changes_nothing(self) -> bool:

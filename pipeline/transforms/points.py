@@ -8,16 +8,15 @@ ego-motion is compensated.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import ConfigError, SchemaError
+from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import AtLeast0, CheckedSettings, Positive, must_be
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ RING = "ring"
 """The column of points that the time takes the place of, as in the trainers; where there is none, it comes last."""
 
 
-class PointSweeps(Settings, frozen=True):
+class PointSweeps(CheckedSettings, frozen=True):
     """How many lidar sweeps make the points of a sample, and which.
 
     Attributes:
@@ -46,17 +45,10 @@ class PointSweeps(Settings, frozen=True):
     Raises ConfigError for values out of range.
     """
 
-    num_sweeps: int
+    num_sweeps: Annotated[Positive, must_be("1 or more: the sample's own sweep counts")]
     choose: Literal["latest", "random"] = "latest"
-    min_distance_m: float = 0.0
+    min_distance_m: Annotated[AtLeast0, must_be("0 or more metres")] = 0.0
     repeat_if_alone: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
-        if self.num_sweeps < 1:
-            raise ConfigError(f"num_sweeps={self.num_sweeps} must be 1 or more: the sample's own sweep counts")
-        if not 0.0 <= self.min_distance_m < math.inf:
-            raise ConfigError(f"min_distance_m={self.min_distance_m} must be 0 or more metres")
 
     def columns(self, stored: Sequence[str]) -> tuple[str, ...]:
         """Return the columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``, or last."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.order.batching import Batching, World
-from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+from fuelrail.pipeline.order.spec import OrderSpec, position_map
 from support.pages import ROOT
 
 DRAWINGS = sorted((ROOT / "docs" / "assets").glob("*.svg"))
@@ -28,7 +28,7 @@ def test_the_resume_shows_the_samples_that_the_order_gives() -> None:
     texts = ElementTree.parse(ROOT / "docs" / "assets" / "resume.svg").findall("{*}text")
     shown = [int(text.text) for text in texts if text.get("class") == "sample"]
     ranks = [int(text.text[1:]) for text in texts if re.fullmatch(r"r\d", text.text)]
-    order = Order(OrderSpec(seed=7), Layout((24,)), 0)
+    order = position_map(OrderSpec(seed=7), [24], 0)
 
     def delivered(size: int, start: int, steps: int) -> list[tuple[int, int]]:
         parts = [Batching(24, 4, World(rank, size), start=start) for rank in range(size)]

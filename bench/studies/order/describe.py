@@ -18,8 +18,8 @@ from fuelrail.bench.studies.order.quality import OrderFigures, describe
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.compile import compile_order
-from fuelrail.pipeline.order.spec import Layout, OrderSpec
+from fuelrail.pipeline.order.compile import compile_order, split_lengths
+from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shown
 
@@ -83,7 +83,7 @@ def describe_order(
     entry = opened.split(options.split)
     first, end = entry.first_sample, entry.first_sample + entry.num_samples
     clips, shards = opened.index.clip_numbers(first, end), opened.index.column("shard", first, end)
-    lengths = Layout.of_split(opened, options.split).shard_lengths
+    lengths = split_lengths(opened, options.split)
     in_order = compiled.epoch(options.epoch)
     entries = in_order.entries(np.arange(len(in_order)))
     costs = None

@@ -22,7 +22,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.compile import compile_mix, compile_order
 from fuelrail.pipeline.order.permutation import derive_key
-from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec, OrderStage
+from fuelrail.pipeline.order.spec import OrderSpec, OrderStage, position_map
 from fuelrail.pipeline.order.table import Entry
 from support.sampler_kills import run_kills
 from support.sized_datasets import write_synthetic_index
@@ -112,7 +112,7 @@ def test_the_order_is_that_of_a_dataset_of_ours(name, keys_file, stored):
         assert all(0 <= a - b <= 2 for a, b in pairwise(shares))
         return
     if name == "datasets":
-        plain = Order(OrderSpec(seed=derive_key("order mix part", 1, 1) % 2**63), Layout((900,)), 0)
+        plain = position_map(OrderSpec(seed=derive_key("order mix part", 1, 1) % 2**63), [900], 0)
         mixed = compile_mix({"a": 1, "b": 1}, spec, {"a": stored, "b": stored}).orders[0].epoch(0)
         rows = np.concatenate([sampler[step] for step in range(10)])
         assert rows[rows < NUM].tolist() == mixed(np.arange(480)).tolist()
@@ -120,7 +120,7 @@ def test_the_order_is_that_of_a_dataset_of_ours(name, keys_file, stored):
         assert [sum(row < NUM for row in sampler[step]) for step in range(20)] == [48] * 20
         return
     if isinstance(KINDS[name]["data"], int):
-        orders = [Order(spec, Layout((KINDS[name]["data"],)), epoch) for epoch in range(2)]
+        orders = [position_map(spec, [KINDS[name]["data"]], epoch) for epoch in range(2)]
         length = KINDS[name]["data"]
     else:
         spec = OrderSpec(subset=keys_file) if spec.subset else spec

@@ -21,7 +21,7 @@ from fuelrail.pipeline.order.cost import Cost
 from fuelrail.pipeline.order.mix import Mix, MixStage
 from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
-from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec, OrderStage
+from fuelrail.pipeline.order.spec import OrderSpec, OrderStage, position_map
 from fuelrail.pipeline.order.weights import AttributeWeights
 
 NUM = 700
@@ -74,7 +74,7 @@ def test_an_epoch_in_buckets_is_that_of_the_letter(values, window, size, has_bou
     bounds = (0, 2, 3, 7, 9) if has_bounds else tuple(sorted(set(values)))
     spec = OrderSpec(seed=seed, bucket=Bucket(by="v", bounds=bounds if has_bounds else (), window=window))
     order = BatchSampler({"v": values}, spec, global_batch=size)._rows.order
-    samples = Order(OrderSpec(seed=seed), Layout((len(values),)), epoch)(np.arange(len(values))).tolist()
+    samples = position_map(OrderSpec(seed=seed), [len(values)], epoch)(np.arange(len(values))).tolist()
     expected = by_the_letter(samples, values, bounds, window, size, seed, epoch)
     found = order.epoch(epoch)
     entries = found.entries(np.arange(len(found)))
@@ -230,12 +230,11 @@ def by_v(*bounds):
     [
         (lambda: Bucket(by="v", bounds=(4, 4)), "bounds ascend"),
         (lambda: Bucket(by="v", bounds=(-1, 4)), "bounds ascend"),
-        (lambda: Bucket(by="v", window=0), "window must be in 1"),
+        (lambda: Bucket(by="v", window=0), "window=0 is not allowed: Expected `int` >= 1"),
         (lambda: OrderSpec(kind="lanes", bucket=BUCKET), "no bucket"),
         (lambda: OrderSpec(stages=(OrderStage(),), bucket=BUCKET), "no buckets"),
         (lambda: OrderSpec(pack=Pack(budget=9, cost="v"), bucket=BUCKET), "pack or bucket, not both"),
         (mixed_in_stages, "stages of a mix count"),
-        (lambda: Order(by_v(), Layout((3,)), 0), "bucket, balance and stages need a dataset"),
         (lambda: over([1, 9, 12], 4, 9), "sample 's2' .* costs 12, above the last bound of 9; so do 0 others of 3"),
         (lambda: over(list(range(1025))), "has 1025 values, and 1024 buckets are allowed"),
         (lambda: over([1, None]), "is unknown"),

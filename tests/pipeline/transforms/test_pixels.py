@@ -88,7 +88,7 @@ def test_what_changes_something_says_so() -> None:
         ({"saturation": (-0.5, 0.5)}, "saturation"),
         ({"prob": 2.0}, "prob=2.0 must be a probability"),
         ({"grid_mask_prob": -1.0}, "grid_mask_prob"),
-        ({"grid_mask_ratio": 1.0}, "grid_mask_ratio=1.0 must lie between"),
+        ({"grid_mask_ratio": 1.0}, "grid_mask_ratio=1.0 must be between 0 and 1"),
         ({"grid_mask_fill": (0, 0, 256)}, "three grey levels"),
     ],
 )

@@ -156,10 +156,10 @@ def test_a_damaged_sample_ends_the_run_with_its_address_and_a_partial_report(dat
 
 def _row_of_step(folder, step):
     """The index row that one rank with batches of one gets in a step of the first epoch, seed 0."""
-    from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+    from fuelrail.pipeline.order.spec import OrderSpec, position_map
 
     dataset = open_dataset(folder)
-    order = Order(OrderSpec(kind="shuffled", seed=0), Layout.of_split(dataset, "train"), 0)
+    order = position_map(OrderSpec(kind="shuffled", seed=0), [dataset.split("train").num_samples], 0)
     return dataset.index.row(dataset.split("train").first_sample + int(order(np.array([step]))[0]))
 
 

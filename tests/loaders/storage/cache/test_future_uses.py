@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses, build_future_uses, coming_rows
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
-from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+from fuelrail.pipeline.order.spec import OrderSpec, position_map
 from support.cache_policies import lru_hits
 
 
@@ -133,17 +133,17 @@ def test_coming_rows_are_those_that_the_ranks_will_take(num_samples, size, batch
     if not whole:
         return
     ranks = data.draw(st.sampled_from([range(size), range(size - 1, size)]))
-    spec, layout = OrderSpec(seed=5), Layout((num_samples,))
+    spec = OrderSpec(seed=5)
     start = Cursor(2, consumed)
     frames = data.draw(st.integers(1, 3))
 
     def rows_of(epoch, positions):
-        return (Order(spec, layout, epoch)(positions)[:, None] * 10 + np.arange(frames)).reshape(-1)
+        return (position_map(spec, [num_samples], epoch)(positions)[:, None] * 10 + np.arange(frames)).reshape(-1)
 
     coming, per_step = coming_rows(rows_of, Walk(start, whole[0]), ranks, frames)
     expected = []
     for cursor in (start, Cursor(3), Cursor(4)):
-        order = Order(spec, layout, cursor.epoch)
+        order = position_map(spec, [num_samples], cursor.epoch)
         rests = [cursor.rest(whole[rank]) for rank in ranks]
         for step in range(rests[0].num_steps):
             rows = [row for rest in rests for row in order(rest.positions(step)).tolist()]
@@ -158,7 +158,7 @@ def test_coming_rows_are_those_that_the_ranks_will_take(num_samples, size, batch
 @pytest.mark.parametrize("consumed", [0, 8, 20])
 def test_a_share_of_the_steps_knows_when_its_samples_come(first, of, consumed):
     whole, start = Batching(26, 4, World(0, 1), drop_last=True), Cursor(3, consumed)
-    order = Order(OrderSpec(kind="shuffled", seed=1), Layout((26,)), 0)
+    order = position_map(OrderSpec(kind="shuffled", seed=1), [26], 0)
     share = WorkerShard(first, of)
     walk = Walk(start, whole, share)
     future_uses, uses = build_future_uses(lambda epoch, positions: order(positions) + 100 * epoch, walk)
