@@ -66,8 +66,6 @@ _DICT_SUFFIX: Final = ".dict.zst"
 
 _PLANES_SUFFIX = re.compile(r"\.p([1-9][0-9]{0,3})\.zst\Z")
 
-_local = threading.local()
-
 DICTIONARY_FILE: Final = "zstd.dict"
 
 MIN_DICTIONARY_BYTES: Final = 1 << 10
@@ -80,6 +78,30 @@ _SEGMENT_BYTES: Final = 512
 _MATCH_BYTES: Final = 8
 
 _LOG2_FREQUENCIES: Final = 20
+
+
+class Zstd(threading.local):
+    """One thread's compressors and its decompressor.
+
+    zstandard's objects must not be used by two threads at once, and making one costs more than a small member.
+    """
+
+    def __init__(self, dictionary: zstandard.ZstdCompressionDict | None = None, *, checksum: bool = False) -> None:
+        """Frames are of this dictionary, and end with a ``checksum``; they state their content size."""
+        self._dictionary, self._checksum = dictionary, checksum
+        self._compressors: dict[int, zstandard.ZstdCompressor] = {}
+        self.decompressor = zstandard.ZstdDecompressor(dict_data=dictionary)
+
+    def compressor(self, level: int) -> zstandard.ZstdCompressor:
+        """Return the compressor of a level; raise ConfigError for one that zstd does not have."""
+        if level not in self._compressors:
+            self._compressors[level] = zstandard.ZstdCompressor(
+                check_level(level), self._dictionary, write_checksum=self._checksum, write_content_size=True
+            )
+        return self._compressors[level]
+
+
+_PLAIN: Final = Zstd()
 
 
 def member_cap(name: str) -> int:
@@ -146,9 +168,9 @@ def encode(codec: str, raw: Buffer, *, level: int = DEFAULT_ZSTD_LEVEL, dictiona
     if codec == ZSTD_DICT:
         if dictionary is None:
             raise ConfigError(f"codec {ZSTD_DICT!r} needs a dictionary")
-        return dictionary.compress(raw, check_level(level))
+        return dictionary.zstd.compressor(level).compress(raw)
     row = _row_bytes(codec)
-    return _compress_planes(_to_planes(raw, row), row, level) if row else _compressor(level).compress(raw)
+    return _compress_planes(_to_planes(raw, row), row, level) if row else _PLAIN.compressor(level).compress(raw)
 
 
 def decode(codec: str, stored: Buffer, raw_bytes: int | None = None, *, dictionary: Dictionary | None = None) -> Buffer:
@@ -175,12 +197,12 @@ def decode(codec: str, stored: Buffer, raw_bytes: int | None = None, *, dictiona
         raise CodecError(f"the zstd frame states {stated} bytes, the index promises {expected}")
     if expected > MAX_MEMBER_BYTES:
         raise MemberTooLargeError(f"decodes to {expected} bytes, over the cap of {MAX_MEMBER_BYTES}")
-    decompressor = _decompressor()
+    decompressor = _PLAIN.decompressor
     if codec == ZSTD_DICT:
         if dictionary is None:
             raise CodecError("stored with a dictionary, and the dataset has none")
         dictionary.check_id(stored)
-        decompressor = dictionary.decompressor()
+        decompressor = dictionary.zstd.decompressor
     try:
         raw: bytes = decompressor.decompress(stored, max_output_size=expected, allow_extra_data=False)
     except zstandard.ZstdError as error:
@@ -229,8 +251,8 @@ def _compress_planes(shuffled: memoryview, row: int, level: int) -> bytes:
     size = len(shuffled)
     plane = size // row
     if plane < _MIN_BLOCK_BYTES:
-        return _compressor(level).compress(shuffled)
-    frame = _compressor(level).compressobj(size=size)
+        return _PLAIN.compressor(level).compress(shuffled)
+    frame = _PLAIN.compressor(level).compressobj(size=size)
     ends = [size - left * plane for left in reversed(range(row))]
     parts: list[bytes] = []
     for begin, end in zip([0, *ends], ends, strict=False):
@@ -270,21 +292,6 @@ def _transpose(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
         ) from error
 
 
-def _compressor(level: int) -> zstandard.ZstdCompressor:
-    # zstandard's objects must not be used by two threads at once, and making one costs more than a small member.
-    pool: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
-    if level not in pool:
-        pool[level] = zstandard.ZstdCompressor(level=check_level(level), write_content_size=True, write_checksum=False)
-    return pool[level]
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
-    decompressor: zstandard.ZstdDecompressor = _local.decompressor
-    return decompressor
-
-
 class Dictionary:
     """A trained dictionary, ready to compress and to decompress; safe to use from many threads."""
 
@@ -294,36 +301,17 @@ class Dictionary:
             raise CodecError(f"{where} has {len(data)} bytes, over the cap of {MAX_DICTIONARY_BYTES}")
         try:
             self._dictionary = zstandard.ZstdCompressionDict(data, dict_type=zstandard.DICT_TYPE_FULLDICT)
-            zstandard.ZstdCompressor(dict_data=self._dictionary)
-            zstandard.ZstdDecompressor(dict_data=self._dictionary).decompress(
-                zstandard.ZstdCompressor(dict_data=self._dictionary).compress(b"")
-            )
+            self.zstd = Zstd(self._dictionary)
+            self.zstd.decompressor.decompress(self.zstd.compressor(DEFAULT_ZSTD_LEVEL).compress(b""))
         except zstandard.ZstdError as error:
             raise CodecError(f"{where} is not a zstd dictionary: {error}") from error
         self.data = data
         self.id: int = self._dictionary.dict_id()
         if not self.id:
             raise CodecError(f"{where} is not a zstd dictionary: it has no id")
-        self._local = threading.local()
 
     def __reduce__(self) -> tuple[type[Dictionary], tuple[bytes]]:
         return Dictionary, (self.data,)
-
-    def compress(self, raw: Buffer, level: int) -> bytes:
-        """Compress data to one zstd frame that states its content size and the dictionary's id."""
-        pool: dict[int, zstandard.ZstdCompressor] = self._local.__dict__.setdefault("compressors", {})
-        if level not in pool:
-            pool[level] = zstandard.ZstdCompressor(
-                level=level, dict_data=self._dictionary, write_content_size=True, write_checksum=False
-            )
-        return pool[level].compress(raw)
-
-    def decompressor(self) -> zstandard.ZstdDecompressor:
-        """Return this thread's decompressor with the dictionary."""
-        if not hasattr(self._local, "decompressor"):
-            self._local.decompressor = zstandard.ZstdDecompressor(dict_data=self._dictionary)
-        decompressor: zstandard.ZstdDecompressor = self._local.decompressor
-        return decompressor
 
     def check_id(self, stored: Buffer) -> None:
         """Raise CodecError for a frame that was made with another dictionary, or without one."""

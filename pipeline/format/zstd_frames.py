@@ -8,7 +8,6 @@ span is one frame of its own, so a sample is read without the others. The seek t
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Sequence
 from operator import add
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 import zstandard
 
 from fuelrail.pipeline.errors import FrameError, MemberTooLargeError, TruncatedShardError
-from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES, check_level
+from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES, Zstd
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ _HEADER: Final = struct.Struct("<II")
 _ENTRY: Final = struct.Struct("<II")
 _FOOTER: Final = struct.Struct("<IBI")
 _READ_BYTES: Final = 16 << 10
-_local = threading.local()
+_FRAMES: Final = Zstd(checksum=True)
 
 
 class Frame(NamedTuple):
@@ -63,10 +62,7 @@ def encode_frame(span: Buffer, level: int) -> bytes:
     size = memoryview(span).nbytes
     if size > MAX_FRAME_BYTES:
         raise MemberTooLargeError(f"{size} bytes of one sample are over the frame layout's cap of {MAX_FRAME_BYTES}")
-    pool: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
-    if level not in pool:
-        pool[level] = zstandard.ZstdCompressor(level=check_level(level), write_content_size=True, write_checksum=True)
-    return pool[level].compress(span)
+    return _FRAMES.compressor(level).compress(span)
 
 
 def span_bytes(row: IndexRow) -> int:
@@ -90,7 +86,7 @@ def decode_frame(stored: Buffer, raw_bytes: int, *, shard: str, offset: int, key
         if stated != raw_bytes:
             text = "does not state its size" if stated < 0 else f"states {stated} bytes"
             raise FrameError(f"the zstd frame {text}, wanted are {raw_bytes}", shard=shard, offset=offset, key=key)
-        raw: bytes = _decompressor().decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
+        raw: bytes = _FRAMES.decompressor.decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FrameError(f"damaged zstd frame: {error}", shard=shard, offset=offset, key=key) from error
     if len(raw) != raw_bytes:
@@ -155,10 +151,3 @@ def read_seek_table(data: Buffer, *, shard: str) -> list[Frame]:
     if at != table_at:
         raise FrameError(f"the seek table's frames end at {at}, not at {table_at}", shard=shard, offset=table_at)
     return frames
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
-    decompressor: zstandard.ZstdDecompressor = _local.decompressor
-    return decompressor

@@ -7,6 +7,7 @@ An *order* (shuffled, windowed, sequential, weighted, mixed, lanes) has epochs o
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -57,22 +58,26 @@ class Shown(NamedTuple):
         return cls(which[by_sample], positions[by_sample])
 
 
-class Epoch(Protocol):
-    """One epoch of an order."""
+class Epoch(ABC):
+    """One epoch of an order. Pure, so any number of threads may use it."""
 
-    @property
-    def num_lanes(self) -> int:
-        """Lanes that positions go round in turns; 1 for all kinds but ``lanes``."""
+    __slots__ = ()
+    num_lanes: int = 1
+    """Lanes that positions go round in turns; 1 for all kinds but ``lanes``."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of positions in the epoch."""
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Return samples alone (int64, same shape) at ``positions``."""
+        """Return samples alone (int64, same shape; in packs as many as these hold) at ``positions``."""
+        return self.entries(positions).samples
 
+    @abstractmethod
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions`` (integers in [0, len)); raises OrderError for others."""
 
+    @abstractmethod
     def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
         """Return where ``samples`` (n,) of a part are shown, padding included: the inverse of :meth:`entries`.
 
@@ -136,11 +141,10 @@ class SelectedSamples:
         return Shown(which, at[which])
 
 
-class MappedEpoch:
+class MappedEpoch(Epoch):
     """The epoch of one split: maps applied one after the other, from positions to samples."""
 
     __slots__ = ("_first", "_then")
-    num_lanes: Final = 1
 
     def __init__(self, first: PositionMap, *then: CopyMap) -> None:
         self._first, self._then = first, then

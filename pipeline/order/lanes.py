@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import Entries, Shown
+from fuelrail.pipeline.order.epoch import Entries, Epoch, Shown
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.order.regroup import groups_of
 
@@ -98,7 +98,7 @@ class LaneOrder:
         return LaneEpoch(self._clips, self.num_lanes, lanes[slots], self._first_ranks[chosen], self._lengths[chosen])
 
 
-class LaneEpoch:
+class LaneEpoch(Epoch):
     """One epoch of lanes."""
 
     __slots__ = (
@@ -138,10 +138,6 @@ class LaneEpoch:
 
     def __len__(self) -> int:
         return self._num_steps * self.num_lanes
-
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Return samples (int64, same shape) at ``positions`` (integers in [0, len)); raises OrderError for others."""
-        return self.entries(positions).samples
 
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions``, with two flags; raises OrderError for positions outside.

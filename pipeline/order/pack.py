@@ -144,7 +144,8 @@ class PackedEpoch(RegroupedEpoch):
             window, pack = self._shown(place)
             members, bounds = self._members(window)
             pieces.append((members, slice(int(bounds[pack]), int(bounds[pack + 1]))))
-        packs = np.repeat(np.arange(len(pieces)), [inside.stop - inside.start for _, inside in pieces])
+        sizes = np.array([inside.stop - inside.start for _, inside in pieces], np.int64)
+        packs = np.repeat(np.arange(len(pieces)), sizes)
         return joined(pieces)._replace(flags={"pack": packs})
 
     def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:

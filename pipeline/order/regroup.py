@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
-from fuelrail.pipeline.order.epoch import Entries
+from fuelrail.pipeline.order.epoch import Entries, Epoch
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
-    from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
+    from fuelrail.pipeline.order.epoch import EndlessOrder
 
 _EPOCHS_KEPT: Final = 4
 _WINDOWS_KEPT: Final = 64
+_NOTHING: Final = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool))
 
 
 class RegroupedOrder:
@@ -133,10 +134,8 @@ class WindowedOrder(RegroupedOrder, ABC):
             return count.sums
 
 
-class RegroupedEpoch(ABC):
+class RegroupedEpoch(Epoch):
     """An epoch in packs or in buckets."""
-
-    num_lanes: Final = 1
 
     def __init__(self, order: WindowedOrder, epoch: int, starts: NDArray[np.int64]) -> None:
         """Take the number of packs, or of batches, before each window, and last of all (num_windows + 1,)."""
@@ -144,14 +143,6 @@ class RegroupedEpoch(ABC):
         self._in_order = order.base.epoch(epoch)
         self._members = lru_cache(maxsize=_WINDOWS_KEPT)(self._grouped)
         self._order_shown = lru_cache(maxsize=_WINDOWS_KEPT)(self._shuffled)
-
-    @abstractmethod
-    def entries(self, positions: ArrayLike, /) -> Entries:
-        """Return entries at ``positions``; raises OrderError for positions outside."""
-
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Return the samples alone at ``positions``; see :meth:`entries`."""
-        return self.entries(positions).samples
 
     def _shown(self, place: int) -> tuple[int, int]:
         """Return the window of a pack, or batch, of the epoch, and its number there: those of a window are shuffled."""
@@ -178,7 +169,8 @@ class RegroupedEpoch(ABC):
 
 def joined(pieces: Sequence[tuple[Entries, NDArray[np.int64] | slice]]) -> Entries:
     """Return some samples of several entries, one after the other, without flags."""
-    columns = zip(*[(each.parts[at], each.samples[at], each.valid[at]) for each, at in pieces], strict=True)
+    chosen = [(each.parts[at], each.samples[at], each.valid[at]) for each, at in pieces]
+    columns = zip(_NOTHING, *chosen, strict=True)
     parts, samples, valid = map(np.concatenate, columns)
     return Entries(parts, samples, valid)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError, StateMismatchError
-from fuelrail.pipeline.order.epoch import Entries, Shown, digest
+from fuelrail.pipeline.order.epoch import Entries, Epoch, Shown, digest
 from fuelrail.pipeline.order.lanes import LaneEpoch
 from fuelrail.pipeline.order.permutation import as_positions
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from fuelrail.pipeline.order.batching import Cursor
-    from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
+    from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.windows import WindowLookup
 
     Rows = NDArray[np.int64]
@@ -86,11 +86,10 @@ class ThinnedOrder:
         return ThinnedEpoch(base, self.hidden, in_packs="has_pack" in self.identity)
 
 
-class ThinnedEpoch:
+class ThinnedEpoch(Epoch):
     """One epoch of an order without some samples."""
 
     __slots__ = ("_base", "_gone", "_hidden", "_in_packs", "_shifts")
-    num_lanes: Final = 1
 
     def __init__(self, base: Epoch, hidden: Sequence[Rows], *, in_packs: bool) -> None:
         self._base, self._hidden, self._in_packs = base, hidden, in_packs
@@ -107,9 +106,7 @@ class ThinnedEpoch:
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
         """Return samples alone (int64, same shape; in packs as many as these hold) at ``positions``."""
-        if self._in_packs:
-            return self.entries(positions).samples
-        return self._base(self._below(positions))
+        return super().__call__(positions) if self._in_packs else self._base(self._below(positions))
 
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions``; raises OrderError for positions outside."""

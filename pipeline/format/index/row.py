@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, overload
 
 from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
@@ -41,14 +41,22 @@ class MemberColumns(NamedTuple):
     raw_bytes: Sequence[int]
 
 
-class MemberSource(Protocol):
-    """The members of all samples of a part of the index, one after the other."""
+class MemberParts:
+    """The members of all samples of a part of the index, one after the other, in columns as they are stored."""
+
+    def __init__(self, columns: tuple[memoryview, ...], kinds: Callable[[bytes, bytes], MemberKinds]) -> None:
+        """Take numbers of names and codecs, which ``kinds`` knows, offsets, stored and raw bytes, and digests."""
+        self.columns, self._kinds = columns, kinds
 
     def __call__(self, first: int, end: int) -> MemberColumns:
         """Return the entries ``first`` to ``end - 1``, column by column."""
-
-    def digests(self, first: int, end: int) -> Sequence[int]:
-        """Return the xxh3-64 of the stored bytes of each of them."""
+        name, codec, offset, stored, raw, _ = self.columns
+        return MemberColumns(
+            self._kinds(name[first:end].tobytes(), codec[first:end].tobytes()),
+            offset[first:end].tolist(),
+            stored[first:end].tolist(),
+            raw[first:end].tolist(),
+        )
 
 
 class Members(Sequence[MemberEntry]):
@@ -59,8 +67,8 @@ class Members(Sequence[MemberEntry]):
 
     __slots__ = ("_end", "_first", "_read")
 
-    def __init__(self, read: MemberSource, first: int, end: int) -> None:
-        """Take ``read``, which gives columns and digests of the entries ``first`` to ``end - 1``."""
+    def __init__(self, read: MemberParts, first: int, end: int) -> None:
+        """Take entries ``first`` to ``end - 1`` of ``read``."""
         self._read, self._first, self._end = read, first, end
 
     def columns(self) -> MemberColumns:
@@ -69,7 +77,7 @@ class Members(Sequence[MemberEntry]):
 
     def _entries(self) -> tuple[MemberEntry, ...]:
         (names, codecs, _), offsets, stored_bytes, raw_bytes = self.columns()
-        digests = self._read.digests(self._first, self._end)
+        digests = self._read.columns[-1][self._first : self._end]
         return tuple(map(MemberEntry, names, offsets, stored_bytes, raw_bytes, codecs, digests))
 
     def __len__(self) -> int:

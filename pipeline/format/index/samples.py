@@ -12,7 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
@@ -27,7 +27,7 @@ from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
 from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.index.blocks import BlockFile
 from fuelrail.pipeline.format.index.checks import check_caps, check_plain, check_spans, check_texts
-from fuelrail.pipeline.format.index.row import IndexRow, MemberColumns, MemberEntry, MemberKinds, Members, member_kinds
+from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry, MemberKinds, MemberParts, Members, member_kinds
 from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
 from fuelrail.pipeline.text import shown
 
@@ -174,40 +174,10 @@ class _Texts(NamedTuple):
         return str(self.utf8[self.starts[at] : self.starts[at + 1]], "utf-8")
 
 
-class _Kinds:
-    """Lists of names and codecs by the numbers that stand for them; samples rarely have different ones."""
-
-    def __init__(self, names: Sequence[str], codecs: Sequence[str]) -> None:
-        self._names, self._codecs = names, codecs
-        self._known: dict[tuple[bytes, bytes], MemberKinds] = {}
-
-    def __call__(self, name: memoryview, codec: memoryview) -> MemberKinds:
-        numbers = name.tobytes(), codec.tobytes()
-        kinds = self._known.get(numbers)
-        if kinds is None:
-            kinds = member_kinds(tuple([self._names[n] for n in name]), tuple([self._codecs[n] for n in codec]))
-            if len(self._known) < _KINDS_KEPT:
-                self._known[numbers] = kinds
-        return kinds
-
-
-class _MemberParts:
-    """The members of a batch's rows, one after the other, in columns as they are stored."""
-
-    def __init__(self, columns: tuple[memoryview, ...], kinds: _Kinds) -> None:
-        self.columns, self._kinds = columns, kinds
-
-    def __call__(self, first: int, end: int) -> MemberColumns:
-        name, codec, offset, stored, raw, _ = self.columns
-        return MemberColumns(
-            self._kinds(name[first:end], codec[first:end]),
-            offset[first:end].tolist(),
-            stored[first:end].tolist(),
-            raw[first:end].tolist(),
-        )
-
-    def digests(self, first: int, end: int) -> Sequence[int]:
-        return self.columns[5][first:end]
+def _kinds(names: Sequence[str], codecs: Sequence[str], name: bytes, codec: bytes) -> MemberKinds:
+    """Return a list of names and codecs by the numbers that stand for them, 16 bits each."""
+    wanted = [names[number] for number in memoryview(name).cast("h")]
+    return member_kinds(tuple(wanted), tuple([codecs[number] for number in memoryview(codec).cast("h")]))
 
 
 class _Batch(NamedTuple):
@@ -224,7 +194,7 @@ class _Batch(NamedTuple):
     row_clip_id: _Texts
     row_scalars: tuple[memoryview, ...]
     row_starts: memoryview
-    row_members: _MemberParts
+    row_members: MemberParts
 
 
 class SampleIndex:
@@ -261,7 +231,8 @@ class SampleIndex:
                 suffix(codec)
             except ConfigError as error:
                 raise IndexFileError(f"index '{self._path}': {error}") from error
-        self._kinds = _Kinds(self.names, self.codecs)
+        # Samples rarely have different lists of members.
+        self._kinds = lru_cache(maxsize=_KINDS_KEPT)(partial(_kinds, self.names, self.codecs))
         self._batches: list[_Batch | None] = [None] * self._file.num_record_batches
         self._num_kept = 0
         # Only the last batch may be short, so its length alone gives the total.
@@ -396,7 +367,7 @@ class SampleIndex:
                 _texts(columns["clip_id"]),
                 tuple(map(memoryview, scalars)),
                 memoryview(members.offsets.to_numpy(zero_copy_only=True)),
-                _MemberParts(tuple(map(memoryview, parts)), self._kinds),
+                MemberParts(tuple(map(memoryview, parts)), self._kinds),
             )
             self._check(batch, members.offsets.to_numpy(zero_copy_only=True), parts)
             return batch

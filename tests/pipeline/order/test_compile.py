@@ -258,7 +258,7 @@ def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
         ({"mix": Mix(attribute="night", ratios={"maybe": 1})}, "no selected sample has 'night' 'maybe'; there are: F"),
         ({"mix": Mix(attribute="nite", ratios={"true": 1})}, "no attribute 'nite'; did you mean night"),
         ({"mix": Mix(attribute="night", ratios={"true": 0})}, "integers >= 1"),
-        ({"mix": Mix(attribute="night", ratios={})}, "needs a ratio for each of its datasets, got 0"),
+        ({"mix": Mix(attribute="night", ratios={})}, "ratios must be integers >= 1, at most 1024 in sum, got"),
         ({"subset": "gone.txt"}, "keys file 'gone.txt' cannot be read"),
     ],
 )

@@ -95,6 +95,11 @@ def packs_of(sampler, steps):
     return found
 
 
+def test_no_positions_have_no_samples():
+    entries = BatchSampler(DATA, OrderSpec(pack=PACK), global_batch=1)._rows.order.epoch(0).entries([])
+    assert [entries.samples.tolist(), entries.flags["pack"].tolist()] == [[], []]
+
+
 def test_an_epoch_is_the_windows_of_the_order_packed_and_shuffled():
     sampler = BatchSampler(DATA, OrderSpec(seed=11, pack=PACK), global_batch=1)
     for epoch in range(2):
