@@ -74,7 +74,7 @@ class Kind:
     broken: Callable[[Channel], Iterator[str]]
     encode: Callable[[Value, Channel], bytes]
     decode: Callable[[Buffer, Channel], Value]
-    check: Callable[[Buffer, Channel], None]
+    check: Callable[[Buffer, Channel], object]
     collate: Callable[[Sequence[Value | None], Channel, tuple[int, ...]], Any]
     row_bytes: Callable[[Channel], int | None]
 
@@ -256,10 +256,6 @@ def _decode_text(data: Buffer, channel: Channel) -> str:
         raise SchemaError(f"channel '{channel.name}' is not UTF-8: {error}") from error
 
 
-def _check_text(data: Buffer, channel: Channel) -> None:
-    _decode_text(data, channel)
-
-
 def _nothing_broken(_: Channel) -> Iterator[str]:
     return iter(())
 
@@ -338,7 +334,7 @@ KINDS: Final = Registry(
             lambda _: 0,
         ),
         "text": Kind(
-            ("txt",), _nothing_broken, _encode_text, _decode_text, _check_text, _collate_list, lambda _: None,
+            ("txt",), _nothing_broken, _encode_text, _decode_text, _decode_text, _collate_list, lambda _: None,
         ),
         "tokens": Kind(
             ("npy",), _broken_tokens, _encode_tokens, _decode_array, _check_tokens, _collate_tokens, _of_values
@@ -349,7 +345,7 @@ KINDS: Final = Registry(
         ),
         **{
             kind: Kind(
-                ("lgt",), logits.broken, logits.encode, logits.decode, logits.check, logits.collate, lambda _: None
+                ("lgt",), logits.broken, logits.encode, logits.decode, logits.decode, logits.collate, lambda _: None
             )
             for kind in (logits.TOPK, logits.SAMPLED)
         },

@@ -184,11 +184,6 @@ def decode(data: Buffer, channel: Channel) -> Logits:
     return Logits(indices, weights, tail).map(lambda part: _spread(part, known))._replace(known=known)
 
 
-def check(data: Buffer, channel: Channel) -> None:
-    """Raise SchemaError for bytes that may not be stored: `decode` finds everything."""
-    decode(data, channel)
-
-
 def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...]) -> Logits:
     """Return the `Logits` of a batch: stacked, or one after the other where the table leaves the positions open."""
     code = code_of(channel)

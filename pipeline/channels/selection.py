@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fuelrail.pipeline.channels.kinds import KINDS, image_size
 from fuelrail.pipeline.channels.laws import LAWS
@@ -15,32 +15,25 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
 
 
-class BrokenEntry(NamedTuple):
-    """One thing that is wrong with the table: the channel, and what."""
-
-    channel: str
-    text: str
-
-
-def broken_table(channels: Sequence[Channel], *, known_only: bool = False) -> Iterator[BrokenEntry]:
+def broken_table(channels: Sequence[Channel], *, known_only: bool = False) -> Iterator[str]:
     """Yield what is wrong with a table, entry by entry.
 
     ``known_only`` leaves out that a kind or law is unknown here, and what follows from it: a reader need not know the
     channels that it does not select.
     """
     if len(channels) > MAX_CHANNELS:
-        yield BrokenEntry("", f"{len(channels)} channels, at most {MAX_CHANNELS} are allowed")
+        yield f"{len(channels)} channels, at most {MAX_CHANNELS} are allowed"
         return
     table = {channel.name: channel for channel in channels}
     for name, count in Counter(channel.name for channel in channels).items():
         if count > 1:
-            yield BrokenEntry(name, "the name occurs twice")
+            yield f"channel {name!r:.110}: the name occurs twice"
     for channel in channels:
-        for text in broken_entry(channel):
-            yield BrokenEntry(channel.name, text)
+        found = list(broken_entry(channel))
         kind, law = KINDS.find(channel.kind), LAWS.find(channel.law.name)
         if not known_only or (kind is not None and law is not None):
-            yield from (BrokenEntry(channel.name, text) for text in _broken_code(channel, table))
+            found += _broken_code(channel, table)
+        yield from (f"channel {channel.name!r:.110}: {text}" for text in found)
 
 
 def _broken_code(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
@@ -59,8 +52,8 @@ def _broken_code(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str
 
 def check_table(channels: Sequence[Channel], where: str, error: type[Exception], *, known_only: bool = False) -> None:
     """Raise ``error``, naming ``where`` and the channel, for the first thing that is wrong with a table."""
-    for name, text in broken_table(channels, known_only=known_only):
-        raise error(f"'{where}': channel {name!r:.110}: {text}")
+    for text in broken_table(channels, known_only=known_only):
+        raise error(f"'{where}': {text}")
 
 
 def select(channels: Sequence[Channel], names: Sequence[str], where: str) -> tuple[Channel, ...]:

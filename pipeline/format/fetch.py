@@ -18,7 +18,6 @@ from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE
 from fuelrail.pipeline.format.index.keys import KEYS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE
-from fuelrail.pipeline.format.index.tables import comes_whole
 from fuelrail.pipeline.format.manifest import (
     DATASETS,
     MANIFEST_FILE,
@@ -36,6 +35,15 @@ from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retrie
 _LOG = logging.getLogger(__name__)
 _SIDE_FILES: Final = (SHARDS_FILE, INDEX_FILE, KEYS_FILE, BLOCKS_FILE, "attributes.parquet", DICTIONARY_FILE)
 """Fetched at opening, if they are small, all at once."""
+WHOLE_BYTES: Final = 64 << 20
+"""Tables at a URL of up to this size are fetched as a whole, larger ones by blocks."""
+WHOLE_KEYS_BYTES: Final = 4 << 20
+"""The same limit for the table of keys: 131,072 samples. Most loaders never ask for a key."""
+
+
+def comes_whole(entry: FileEntry) -> bool:
+    """Return whether a file at a URL is fetched as a whole."""
+    return entry.bytes <= (min(WHOLE_BYTES, WHOLE_KEYS_BYTES) if entry.name == KEYS_FILE else WHOLE_BYTES)
 
 
 def fetch_dataset(
@@ -56,7 +64,7 @@ def fetch_dataset(
     Raises DatasetNotReadyError where there is no ``dataset.json``, DatasetError where access is refused or storage does
     not answer, ManifestError, and ConfigError (also for a folder that belongs to another user or is a link).
     """
-    source = _Source(url, storage_options, retry or RetryPolicy())
+    source = RemoteFolder(url, storage_options, retry or RetryPolicy())
     data, manifest = source.manifest(kinds)
     digest = hashlib.sha256(data).hexdigest()
     folder = (cache_folder or default_cache_folder()) / "datasets" / digest
@@ -77,35 +85,11 @@ def fetch_dataset(
             f"the index of '{source.shown}' cannot be stored in '{folder}': {error}; choose another folder "
             "with cache_dir"
         ) from error
-    return folder, manifest, RemoteFolder(source, folder)
+    source.folder = folder
+    return folder, manifest, source
 
 
-class RemoteFolder:
-    """The files of a dataset at a URL, fetched into its folder in the cache when they are needed."""
-
-    def __init__(self, source: _Source, folder: Path) -> None:
-        self._source, self._folder, self.retry = source, folder, source.retry
-
-    def whole(self, entry: FileEntry) -> None:
-        """Have a file in the folder, as the manifest describes it.
-
-        Raises DatasetError where it cannot be fetched or stored, ManifestError where it is another file.
-        """
-        path = self._folder / entry.name
-        if _is_here(path, entry):
-            return
-        data = self._source.checked(entry)
-        try:
-            _publish(path, data)
-        except OSError as error:
-            raise DatasetError(f"'{path}' cannot be stored: {error}; choose another folder with cache_dir") from error
-
-    def read(self, name: str, first: int, end: int) -> bytes:
-        """Return bytes ``first`` to ``end - 1`` of a file; raise DatasetError where they cannot be fetched."""
-        return self._source.range(name, first, end)
-
-
-def _store(source: _Source, manifest: Manifest, data: bytes, folder: Path) -> None:
+def _store(source: RemoteFolder, manifest: Manifest, data: bytes, folder: Path) -> None:
     """Bring what is not here yet; ``data`` is the manifest's file."""
     make_folder(folder.parent.parent, restrict=False)
     make_folder(folder.parent)
@@ -125,11 +109,14 @@ def read_fingerprint(
     url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy, kinds: Kinds = DATASETS
 ) -> str:
     """Return the fingerprint of the dataset that is at a URL now; raise what fetch_dataset raises."""
-    return _Source(url, storage_options, retry).manifest(kinds)[1].fingerprint
+    return RemoteFolder(url, storage_options, retry).manifest(kinds)[1].fingerprint
 
 
-class _Source:
-    """Whole files of a remote dataset, with retries."""
+class RemoteFolder:
+    """The files of a dataset at a URL, with retries, fetched into its folder in the cache when they are needed."""
+
+    folder: Path
+    """The folder in the cache, which `fetch_dataset` makes when it knows the manifest."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy) -> None:
         """Open the file system; raise what :func:`filesystem` raises."""
@@ -149,7 +136,21 @@ class _Source:
             self._opened[os.getpid()] = self._open()[0]
         return self._opened[os.getpid()]
 
-    def read(self, name: str, max_bytes: int) -> bytes:
+    def whole(self, entry: FileEntry) -> None:
+        """Have a file in the folder, as the manifest describes it.
+
+        Raises DatasetError where it cannot be fetched or stored, ManifestError where it is another file.
+        """
+        path = self.folder / entry.name
+        if _is_here(path, entry):
+            return
+        data = self.checked(entry)
+        try:
+            _publish(path, data)
+        except OSError as error:
+            raise DatasetError(f"'{path}' cannot be stored: {error}; choose another folder with cache_dir") from error
+
+    def _read_whole(self, name: str, max_bytes: int) -> bytes:
         """Return a whole file; raise ManifestError for one of more than ``max_bytes``, of which no more is read."""
         path = f"{self._path}/{name}"
 
@@ -166,8 +167,8 @@ class _Source:
             )
         return data
 
-    def range(self, name: str, first: int, end: int) -> bytes:
-        """Return bytes ``first`` to ``end - 1`` of a file, by one request."""
+    def read(self, name: str, first: int, end: int) -> bytes:
+        """Return bytes ``first`` to ``end - 1`` of a file, by one request; raise DatasetError where that fails."""
 
         def work() -> bytes:
             data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=first, end=end)
@@ -197,7 +198,7 @@ class _Source:
         def check(data: bytes) -> tuple[bytes, Manifest]:
             return data, decode_manifest(data, f"{self.shown}/{MANIFEST_FILE}", kinds)
 
-        return read_checked(lambda: self.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), check, self.retry)
+        return read_checked(lambda: self._read_whole(MANIFEST_FILE, MAX_MANIFEST_BYTES), check, self.retry)
 
     def checked(self, entry: FileEntry) -> bytes:
         """Return a file whose SHA-256 the manifest states; raise ManifestError where it stays wrong."""
@@ -210,7 +211,7 @@ class _Source:
                 )
             return data
 
-        return read_checked(lambda: self.read(entry.name, max(entry.bytes, 0)), check, self.retry)
+        return read_checked(lambda: self._read_whole(entry.name, max(entry.bytes, 0)), check, self.retry)
 
     def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
         def report(fault: Fault, pause_s: float | None) -> None:

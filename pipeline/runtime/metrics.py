@@ -9,7 +9,7 @@ Occupancy as the loader sees it is ``1 - rate(fuelrail_wait_seconds_total) / rat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self
 
 from fuelrail.pipeline.errors import ConfigError, needs
 
@@ -41,47 +41,36 @@ _STORAGE: Final = {
 }
 """Fields of `fuelrail.loaders.storage.StorageStats`, and what they are here."""
 
-HELP: Final = dict(_STORAGE.values()) | {
-    "fuelrail_batches_total": "batches handed to the trainer",
-    "fuelrail_samples_total": "samples handed to the trainer",
-    "fuelrail_images_total": "images handed to the trainer",
-    "fuelrail_wait_seconds_total": "time the trainer waited for batches",
-    "fuelrail_uptime_seconds_total": "time since the start of the first iteration",
-    "fuelrail_stage_items_total": "work calls finished",
+_LOADER: Final = {
+    "batches": ("fuelrail_batches_total", "batches handed to the trainer"),
+    "samples": ("fuelrail_samples_total", "samples handed to the trainer"),
+    "images": ("fuelrail_images_total", "images handed to the trainer"),
+    "waited_s": ("fuelrail_wait_seconds_total", "time the trainer waited for batches"),
+    "elapsed_s": ("fuelrail_uptime_seconds_total", "time since the start of the first iteration"),
+    "bad_samples": ("fuelrail_bad_samples_total", "distinct bad samples that were substituted"),
+}
+"""Fields of `fuelrail.loaders.LoaderStats`."""
+
+_STAGE: Final = {
+    "items": ("fuelrail_stage_items_total", "work calls finished"),
+    "num_threads": ("fuelrail_stage_threads", "threads of a stage"),
+    "waiting": ("fuelrail_stage_queue", "results that wait behind a stage"),
+    "capacity": ("fuelrail_stage_queue_capacity", "results that may wait behind a stage"),
+}
+"""Fields of `StageClock`."""
+
+HELP: Final = dict((*_STORAGE.values(), *_LOADER.values(), *_STAGE.values())) | {
     "fuelrail_stage_seconds_total": "thread-seconds by state: busy in work, starved for input, blocked for room",
-    "fuelrail_stage_threads": "threads of a stage",
-    "fuelrail_stage_queue": "results that wait behind a stage",
-    "fuelrail_stage_queue_capacity": "results that may wait behind a stage",
-    "fuelrail_bad_samples_total": "distinct bad samples that were substituted",
 }
 
 
-class StorageCounters(Protocol):
-    """What a storage backend counts; the fields of ``_STORAGE`` besides."""
-
-    @property
-    def backend(self) -> str: ...  # noqa: D102
-
-
 class LoaderCounters(Protocol):
-    """The statistics of a loader (`fuelrail.loaders.LoaderStats`)."""
+    """The statistics of a loader (`fuelrail.loaders.LoaderStats`): the fields of ``_LOADER``, and these."""
 
     @property
     def stages(self) -> Sequence[StageClock]: ...  # noqa: D102
     @property
-    def batches(self) -> int: ...  # noqa: D102
-    @property
-    def samples(self) -> int: ...  # noqa: D102
-    @property
-    def images(self) -> int: ...  # noqa: D102
-    @property
-    def waited_s(self) -> float: ...  # noqa: D102
-    @property
-    def elapsed_s(self) -> float: ...  # noqa: D102
-    @property
-    def storage(self) -> StorageCounters: ...  # noqa: D102
-    @property
-    def bad_samples(self) -> int: ...  # noqa: D102
+    def storage(self) -> Any: ...  # noqa: ANN401, D102 - `StorageStats`
 
 
 class Metric(NamedTuple):
@@ -94,27 +83,19 @@ class Metric(NamedTuple):
 
 def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Metric]:
     """Return the metrics of one loader."""
-    metrics = [
-        Metric("fuelrail_batches_total", labels, stats.batches),
-        Metric("fuelrail_samples_total", labels, stats.samples),
-        Metric("fuelrail_images_total", labels, stats.images),
-        Metric("fuelrail_wait_seconds_total", labels, stats.waited_s),
-        Metric("fuelrail_uptime_seconds_total", labels, stats.elapsed_s),
-        Metric("fuelrail_bad_samples_total", labels, stats.bad_samples),
-    ]
+    metrics = _metrics(_LOADER, stats, labels)
     for clock in stats.stages:
         own = {**labels, "stage": clock.name}
+        metrics += _metrics(_STAGE, clock, own)
         metrics += [
-            Metric("fuelrail_stage_items_total", own, clock.items),
-            Metric("fuelrail_stage_seconds_total", {**own, "state": "busy"}, clock.busy_s),
-            Metric("fuelrail_stage_seconds_total", {**own, "state": "starved"}, clock.starved_s),
-            Metric("fuelrail_stage_seconds_total", {**own, "state": "blocked"}, clock.blocked_s),
-            Metric("fuelrail_stage_threads", own, clock.num_threads),
-            Metric("fuelrail_stage_queue", own, clock.waiting),
-            Metric("fuelrail_stage_queue_capacity", own, clock.capacity),
+            Metric("fuelrail_stage_seconds_total", {**own, "state": state}, getattr(clock, f"{state}_s"))
+            for state in ("busy", "starved", "blocked")
         ]
-    own = {**labels, "backend": stats.storage.backend}
-    return metrics + [Metric(name, own, getattr(stats.storage, field)) for field, (name, _) in _STORAGE.items()]
+    return metrics + _metrics(_STORAGE, stats.storage, {**labels, "backend": stats.storage.backend})
+
+
+def _metrics(fields: Mapping[str, tuple[str, str]], counters: object, labels: Mapping[str, str]) -> list[Metric]:
+    return [Metric(name, labels, getattr(counters, field)) for field, (name, _) in fields.items()]
 
 
 class _Metrics(Collector):

@@ -104,17 +104,8 @@ class _Times(NamedTuple):
         return self._replace(**{name: getattr(self, name) + max(0.0, now_s - self.since_s)}, since_s=now_s)
 
 
-class _Clock:
-    """One thread's times; written by that thread alone."""
-
-    __slots__ = ("times",)
-
-    def __init__(self) -> None:
-        self.times = _Times(0, 0.0, 0.0, 0.0, "", 0.0)
-
-
 class _Crew:
-    """A stage's threads and what they share: its links, its clocks, and how many threads it should have.
+    """A stage's threads and what they share: its links, its times, and how many threads it should have.
 
     Thread k serves while k < ``target``; a larger target starts the missing ones.
     """
@@ -124,7 +115,8 @@ class _Crew:
     ) -> None:
         self.stage, self.inbox, self.outbox, self.per_batch, self.observer = stage, inbox, outbox, per_batch, observer
         self.target = 0
-        self.clocks: list[_Clock] = []
+        self.times: list[_Times] = []
+        """Those of each thread, written by that thread alone."""
         self.threads: dict[int, threading.Thread] = {}
         self._name = f"{name}-{stage.name}"
         self._lock = threading.Lock()
@@ -135,8 +127,8 @@ class _Crew:
             self.target = num_threads
             missing = [number for number in range(num_threads) if number not in self.threads]
             for number in missing:
-                while len(self.clocks) <= number:
-                    self.clocks.append(_Clock())
+                while len(self.times) <= number:
+                    self.times.append(_Times(0, 0.0, 0.0, 0.0, "", 0.0))
                 self.threads[number] = threading.Thread(
                     target=_run, args=(self, number), name=f"{self._name}-{number}", daemon=True
                 )
@@ -153,7 +145,7 @@ class _Crew:
             return True
 
     def clock(self, now_s: float) -> StageClock:
-        times = [clock.times.until(now_s) for clock in self.clocks]
+        times = [one.until(now_s) for one in list(self.times)]
         return StageClock(
             self.stage.name,
             self.target,
@@ -302,25 +294,25 @@ def _per_batch(stages: Sequence[Stage]) -> int:
 def _run(crew: _Crew, number: int) -> None:
     """Run one thread of one stage."""
     now = time.perf_counter
-    stage, inbox, outbox, clock = crew.stage, crew.inbox, crew.outbox, crew.clocks[number]
-    items, busy_s, starved_s, blocked_s = clock.times[:4]
+    stage, inbox, outbox, times = crew.stage, crew.inbox, crew.outbox, crew.times
+    items, busy_s, starved_s, blocked_s = times[number][:4]
     free_s = now()
     while not crew.dismissed(number):
-        clock.times = _Times(items, busy_s, starved_s, blocked_s, "starved", free_s)
+        times[number] = _Times(items, busy_s, starved_s, blocked_s, "starved", free_s)
         at, item = inbox.get() if stage.group is None else _take_group(inbox, stage.group, items)
         taken_s = now()
         starved_s += taken_s - free_s
         if item is END:
-            clock.times = _Times(items, busy_s, starved_s, blocked_s, "", taken_s)
+            times[number] = _Times(items, busy_s, starved_s, blocked_s, "", taken_s)
             outbox.finish(at)
             return
-        clock.times = _Times(items, busy_s, starved_s, blocked_s, "busy", taken_s)
+        times[number] = _Times(items, busy_s, starved_s, blocked_s, "busy", taken_s)
         if not isinstance(item, Failure):
             item = _attempt(stage, item)
         done_s = now()
         busy_s += done_s - taken_s
         items += 1
-        clock.times = _Times(items, busy_s, starved_s, blocked_s, "blocked", done_s)
+        times[number] = _Times(items, busy_s, starved_s, blocked_s, "blocked", done_s)
         if crew.observer is not None:
             batch = at // crew.per_batch if crew.per_batch else -1
             item = _observe(crew.observer, stage.name, at, batch, taken_s, done_s, item)
@@ -330,7 +322,7 @@ def _run(crew: _Crew, number: int) -> None:
         if not admitted or (stage.group is not None and isinstance(item, Failure)):
             break
         del item  # a result must not live on in a waiting thread's frame
-    clock.times = _Times(items, busy_s, starved_s, blocked_s, "", free_s)
+    times[number] = _Times(items, busy_s, starved_s, blocked_s, "", free_s)
 
 
 def _take_group(inbox: Source | Link, size: int | Callable[[Any], int], number: int) -> tuple[int, Any]:

@@ -419,12 +419,8 @@ def decode_sample(key: str, members: Mapping[str, Buffer], fields: Collection[st
     for name, data in members.items():
         channel, _, extension = name.partition(".")
         try:
-            if name == META:
-                known[name] = decode_meta(data)
-            elif name == GEOMETRY:
-                known[name] = decode_arrays(data, Geometry)
-            elif name == BOXES:
-                known[name] = decode_arrays(data, Boxes)
+            if name in known:
+                known[name] = decode_member(name, data)
             elif name in fields or channel.startswith("x_"):
                 extra[name] = data
             elif name.endswith(SWEEPS_FIELD):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import AtLeast0, Probability, Settings, check_types, must_be
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms, within
 
 STREAM = "bev-augment"
 """Name of the random stream; its columns are rotation, scale, flip x, flip y, then six for the translation."""
@@ -182,17 +182,13 @@ class BevAugment(Settings, frozen=True):
         if not self.train:
             return IDENTITY
         u = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS)[0].tolist()
-        low, high = self.rotate_deg
         # Box and Muller's transform: two uniforms make one normal number. 1 - u is never 0.
         normal = [math.sqrt(-2 * math.log(1 - u[4 + i])) * math.cos(2 * math.pi * u[7 + i]) for i in range(3)]
+        x, y, z = (self.translate_std_m * one for one in normal)
         return BevMap(
-            rotation_rad=math.radians(low + (high - low) * u[0]),
-            scale=self.scale[0] + (self.scale[1] - self.scale[0]) * u[1],
+            rotation_rad=math.radians(within(self.rotate_deg, u[0])),
+            scale=within(self.scale, u[1]),
             flip_x=u[2] < self.flip_x_prob,
             flip_y=u[3] < self.flip_y_prob,
-            translation_m=(
-                self.translate_std_m * normal[0],
-                self.translate_std_m * normal[1],
-                self.translate_std_m * normal[2],
-            ),
+            translation_m=(x, y, z),
         )

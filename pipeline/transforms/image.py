@@ -22,7 +22,7 @@ from msgspec import Meta
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Probability, Settings, check_types, must_be, resolve_fields
 from fuelrail.pipeline.transforms.image_map import ImageMap
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms, within
 
 STREAM = "image-augment"
 """Name of the random stream; its columns are resize, crop x, crop y, flip, rotate, in this order."""
@@ -159,39 +159,34 @@ class ImageAugment(Settings, frozen=True):
     def _evaluate(self, width: int, height: int) -> ImageMap:
         if width < 1 or height < 1:
             return ImageMap.identity((self.width, self.height))
-        new_width, new_height = size = _at_least_1(self._base_size(width, height))
-        if self.crop_y == "bottom":
-            top = int((1.0 - (self.crop_bottom[0] + self.crop_bottom[1]) / 2) * new_height) - self.height
-        else:
-            top = 0 if self.crop_y == "top" else max(0, new_height - self.height) // 2
-        left = 0 if self.crop_x == "left" else max(0, new_width - self.width) // 2
-        return self._map((width, height), self._base_factors(width, height), size, (left, top), flip=False, degrees=0.0)
+        size = _at_least_1(self._base_size(width, height))
+        left_top = self._crop(size, (self.crop_bottom[0] + self.crop_bottom[1]) / 2, 0.5, 0.5)
+        return self._map((width, height), self._base_factors(width, height), size, left_top, flip=False, degrees=0.0)
 
     def _train(self, width: int, height: int, draw: list[float]) -> ImageMap:
         if width < 1 or height < 1:
             return ImageMap.identity((self.width, self.height))
         u_resize, u_x, u_y, u_flip, u_rotate = draw
         if self.resize_range is not None:
-            factor = _within(self.resize_range, u_resize)
+            factor = within(self.resize_range, u_resize)
             factors, size = (factor, factor), (int(width * factor), int(height * factor))
         elif self.resize_jitter is not None:
-            factor = max(_MIN_FACTOR, self._base_factors(width, height)[0] + _within(self.resize_jitter, u_resize))
+            factor = max(_MIN_FACTOR, self._base_factors(width, height)[0] + within(self.resize_jitter, u_resize))
             factors, size = (factor, factor), (int(width * factor), int(height * factor))
         else:
             factors, size = self._base_factors(width, height), self._base_size(width, height)
-        new_width, new_height = size = _at_least_1(size)
-        if self.crop_y == "bottom":
-            top = int((1.0 - _within(self.crop_bottom, u_y)) * new_height) - self.height
-        elif self.crop_y == "random":
-            top = int(u_y * max(0, new_height - self.height))
-        else:
-            top = 0 if self.crop_y == "top" else max(0, new_height - self.height) // 2
-        if self.crop_x == "random":
-            left = int(u_x * max(0, new_width - self.width))
-        else:
-            left = 0 if self.crop_x == "left" else max(0, new_width - self.width) // 2
-        degrees = _within(self.rotate_deg, u_rotate)
-        return self._map((width, height), factors, size, (left, top), flip=u_flip < self.flip_prob, degrees=degrees)
+        size = _at_least_1(size)
+        left_top = self._crop(size, within(self.crop_bottom, u_y), u_x, u_y)
+        degrees = within(self.rotate_deg, u_rotate)
+        return self._map((width, height), factors, size, left_top, flip=u_flip < self.flip_prob, degrees=degrees)
+
+    def _crop(self, size: tuple[int, int], share: float, u_x: float, u_y: float) -> tuple[int, int]:
+        """Return left and top of the final size in a resized one; ``share`` of its height is left out below."""
+        room_x, room_y = max(0, size[0] - self.width), max(0, size[1] - self.height)
+        left = {"left": 0, "center": room_x // 2, "random": int(u_x * room_x)}
+        bottom = int((1.0 - share) * size[1]) - self.height
+        top = {"top": 0, "center": room_y // 2, "random": int(u_y * room_y), "bottom": bottom}
+        return left[self.crop_x], top[self.crop_y]
 
     def _map(
         self,
@@ -251,10 +246,6 @@ class CameraGroup(Settings, frozen=True):
     def evaluation(self) -> CameraGroup:
         """Return the deterministic variant of these settings."""
         return msgspec.structs.replace(self, image=self.image.evaluation())
-
-
-def _within(limits: tuple[float, float], uniform: float) -> float:
-    return limits[0] + (limits[1] - limits[0]) * uniform
 
 
 def _at_least_1(size: tuple[int, int]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Probability, Settings, check_types, must_be
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms, within
 
 STREAM = "pixel-augment"
 """Name of the random stream; its columns are, each switch before its amount: brightness, contrast, saturation, hue,
@@ -122,8 +122,8 @@ class PixelAugment(Settings, frozen=True):
         prob = self.prob
         return PixelChange(
             brightness=self.brightness * (2 * u[1] - 1) if u[0] < prob else 0.0,
-            contrast=_within(self.contrast, u[3]) if u[2] < prob else 1.0,
-            saturation=_within(self.saturation, u[5]) if u[4] < prob else 1.0,
+            contrast=within(self.contrast, u[3]) if u[2] < prob else 1.0,
+            saturation=within(self.saturation, u[5]) if u[4] < prob else 1.0,
             hue_deg=self.hue_deg * (2 * u[7] - 1) if u[6] < prob else 0.0,
             order=_ORDERS[int(u[9] * len(_ORDERS))] if self.swap_channels and u[8] < prob else (0, 1, 2),
             contrast_first=u[10] < 0.5,
@@ -134,7 +134,3 @@ class PixelAugment(Settings, frozen=True):
         spacing = 2 + int(u_spacing * max(1, height - 2))
         bar = min(max(int(spacing * self.grid_mask_ratio + 0.5), 1), spacing - 1)
         return GridHoles(spacing, bar, int(u_top * spacing), int(u_left * spacing))
-
-
-def _within(limits: tuple[float, float], uniform: float) -> float:
-    return limits[0] + (limits[1] - limits[0]) * uniform

@@ -60,3 +60,8 @@ def uniforms(
         ) from error
     table = np.frombuffer(words, dtype="<u8").reshape(len(cameras), blocks * _WORDS_PER_BLOCK)[:, :count]
     return (table >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def within(limits: tuple[float, float], uniform: float) -> float:
+    """Return the number between two limits that a uniform in [0, 1) makes."""
+    return limits[0] + (limits[1] - limits[0]) * uniform

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from fuelrail.pipeline.errors import IndexFileError, ManifestError
+from fuelrail.pipeline.format.fetch import RemoteFolder, comes_whole
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.index.blocks import (
     BLOCKS_FILE,
@@ -24,27 +25,8 @@ from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry, Shard
 from fuelrail.pipeline.format.manifest import FileEntry, Manifest
 from fuelrail.pipeline.storage.files import open_file, read_file
 
-WHOLE_BYTES: Final = 64 << 20
-"""Tables at a URL of up to this size are fetched as a whole, larger ones by blocks."""
-WHOLE_KEYS_BYTES: Final = 4 << 20
-"""The same limit for the table of keys: 131,072 samples. Most loaders never ask for a key."""
 MAX_BLOCKS_BYTES: Final = 64 << 20
 """The largest ``blocks.sha256``: the digests of 2 TiB of tables."""
-
-
-def comes_whole(entry: FileEntry) -> bool:
-    """Return whether a file at a URL is fetched as a whole."""
-    return entry.bytes <= (min(WHOLE_BYTES, WHOLE_KEYS_BYTES) if entry.name == KEYS_FILE else WHOLE_BYTES)
-
-
-class Origin(Protocol):
-    """The place at a URL that a dataset's files are fetched from."""
-
-    def whole(self, entry: FileEntry) -> None:
-        """Have a file in the folder; raises DatasetError or ManifestError where that fails."""
-
-    def read(self, name: str, first: int, end: int) -> bytes:
-        """Return bytes ``first`` to ``end - 1`` of a file; raise DatasetError."""
 
 
 class Tables(NamedTuple):
@@ -55,12 +37,12 @@ class Tables(NamedTuple):
     keys: KeyTable
 
 
-def open_shards(folder: Path, manifest: Manifest, origin: Origin | None = None) -> ShardTable:
+def open_shards(folder: Path, manifest: Manifest, origin: RemoteFolder | None = None) -> ShardTable:
     """Open ``shards.arrow`` alone, as :func:`open_tables` does."""
     return ShardTable(_Opener(folder, manifest, origin).table(SHARDS_FILE), manifest)
 
 
-def open_tables(folder: Path, manifest: Manifest, origin: Origin | None = None) -> Tables:
+def open_tables(folder: Path, manifest: Manifest, origin: RemoteFolder | None = None) -> Tables:
     """Open the tables of the dataset in a folder, or at ``origin``, whose files are kept in the folder.
 
     Raises ManifestError, IndexFileError, and DatasetError where a file cannot be fetched.
@@ -77,7 +59,7 @@ def open_tables(folder: Path, manifest: Manifest, origin: Origin | None = None) 
 class _Opener:
     """Opens the tables of one dataset."""
 
-    def __init__(self, folder: Path, manifest: Manifest, origin: Origin | None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, origin: RemoteFolder | None) -> None:
         self._folder, self._manifest, self._origin = folder, manifest, origin
 
     def table(self, name: str, *, is_checked: bool = False) -> BlockFile:
@@ -117,7 +99,7 @@ class _Opener:
         return split_digests(data, ((one.name, one.bytes) for one in entries if one is not None))[name]
 
 
-def open_attributes(folder: Path, manifest: Manifest, origin: Origin | None = None) -> AttributesFile:
+def open_attributes(folder: Path, manifest: Manifest, origin: RemoteFolder | None = None) -> AttributesFile:
     """Open ``attributes.parquet``, which need not exist, as :func:`open_tables` does."""
     entry, path = manifest.file(ATTRIBUTES_FILE), folder / ATTRIBUTES_FILE
     if origin is None or entry is None:

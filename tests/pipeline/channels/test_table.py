@@ -40,9 +40,7 @@ def channel(facts: dict[str, Any], law: Law = FIXED, **changes: Any) -> Channel:
 
 
 def texts(*channels: Channel, known_only: bool = False) -> str:
-    return "; ".join(
-        f"{name}: {text}" for name, text in broken_table((CAMERA, LIDAR, *channels), known_only=known_only)
-    )
+    return "; ".join(broken_table((CAMERA, LIDAR, *channels), known_only=known_only))
 
 
 IN_EGO = {"frame": "ego"}
@@ -53,8 +51,8 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
     ("wrong", "says"),
     [
         (channel(POINTS, kind="voxels", field="it.npy"),
-         "it: its kind 'voxels' is unknown; known: image, points, array"),
-        (channel(POINTS, Law("ego_flow")), "it: its law 'ego_flow' is unknown; known: fixed, image, image_points"),
+         "'it': its kind 'voxels' is unknown; known: image, points, array"),
+        (channel(POINTS, Law("ego_flow")), "'it': its law 'ego_flow' is unknown; known: fixed, image, image_points"),
         (channel(MASK, Law("image")), "law 'image' needs its camera: give law.camera"),
         (channel(MASK, Law("image", camera="rear")), "names the camera 'rear'; the table has: cam"),
         (channel(MASK, Law("image", camera="lidar")), "names the camera 'lidar'; the table has: cam"),
@@ -63,7 +61,7 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
         (channel(MASK, Law("image", camera="cam", fraction=0)), "fraction 0 must be 1 or more"),
         (channel(ARRAY, Law("image", camera="cam")), "with the axes height, width first; not ['x', 'y']"),
         (channel(MASK, dtype="float32"), "dtype 'float32' must be uint8, or uint16 as PNG"),
-        (channel(MASK, name="cam"), "cam: the name occurs twice"),
+        (channel(MASK, name="cam"), "'cam': the name occurs twice"),
         (channel(MASK, name="Cam"), "channel name 'Cam' does not match"),
         (channel(MASK, field="other.png"), "field 'other.png' must be the channel's name"),
         (channel(MASK, field="it.pkl"), "field 'it.pkl' of kind 'image' must end with one of png, jpg"),

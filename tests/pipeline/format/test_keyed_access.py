@@ -19,7 +19,7 @@ from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError,
 from fuelrail.pipeline.format import dataset as dataset_module
 from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.index import blocks, keys, samples, tables
+from fuelrail.pipeline.format.index import blocks, keys, samples
 from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.datasets import CAMERAS, LIDAR
 from support.fault_server import FaultServer, Misbehaviour
@@ -137,7 +137,7 @@ def test_one_range_request_for_one_camera(tiny_dataset, tmp_path) -> None:
 @pytest.mark.network
 def test_one_request_for_a_sample_whose_tables_are_here(tiny_dataset, tmp_path, monkeypatch) -> None:
     root = tiny_dataset({"train": (4,)}, size=(64, 48)).root
-    monkeypatch.setattr(tables, "WHOLE_BYTES", 0)  # as of a large dataset: tables come by blocks
+    monkeypatch.setattr(fetch, "WHOLE_BYTES", 0)  # as of a large dataset: tables come by blocks
     with FaultServer(root) as server:
 
         def requested(which, **options) -> list[str]:
@@ -156,7 +156,7 @@ def test_one_request_for_a_sample_whose_tables_are_here(tiny_dataset, tmp_path, 
 @pytest.mark.network
 def test_two_round_trips_for_a_key_of_which_nothing_is_here(tiny_dataset, tmp_path, monkeypatch) -> None:
     """The table of keys says where the sample is: its row and its bytes are asked for at the same time."""
-    monkeypatch.setattr(tables, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(fetch, "WHOLE_BYTES", 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 512)
     monkeypatch.setattr(samples, "ROWS_PER_BATCH", 4)
     root = tiny_dataset({"train": (8, 8)}, size=(64, 48)).root
@@ -194,7 +194,7 @@ def test_two_round_trips_for_a_key_of_which_nothing_is_here(tiny_dataset, tmp_pa
 @pytest.mark.process
 def test_a_fork_fetches_what_is_not_here(tiny_dataset, tmp_path, monkeypatch) -> None:
     """As the workers of torch's DataLoader do: file systems of fsspec work in the process alone that made them."""
-    monkeypatch.setattr(tables, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(fetch, "WHOLE_BYTES", 0)
     root = tiny_dataset({"train": (4,)}, size=(64, 48)).root
     with FaultServer(root) as server:
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")

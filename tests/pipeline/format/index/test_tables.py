@@ -17,9 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError, ManifestError
+from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.index import blocks, keys, samples, tables
+from fuelrail.pipeline.format.index import blocks, keys, samples
 from fuelrail.pipeline.format.index.blocks import BlockFile, split_digests
 from fuelrail.pipeline.format.index.keys import KeyTable
 from fuelrail.pipeline.format.index.shards import ShardTable, shard_name
@@ -298,7 +299,7 @@ class TestBlocksAtAUrl:
     def served(self, tmp_path, monkeypatch):
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
         monkeypatch.setattr(samples, "ROWS_PER_BATCH", 64)
-        monkeypatch.setattr(tables, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(fetch, "WHOLE_BYTES", 0)
         write_synthetic_index(tmp_path / "d", [40] * 50, shuffle_seed=1)
         with FaultServer(tmp_path / "d") as server:
             yield server, open_dataset(tmp_path / "d"), tmp_path / "cache"
@@ -331,7 +332,7 @@ class TestBlocksAtAUrl:
 
     def test_a_filter_reads_its_columns_of_the_split_alone(self, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
-        monkeypatch.setattr(tables, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(fetch, "WHOLE_BYTES", 0)
         noise = {f"score{n}": one for n, one in enumerate(np.random.default_rng(0).random((12, 9000)))}
         table = {**noise, "night": np.arange(9000) % 10 == 0}
         monkeypatch.setattr(pq, "write_table", partial(pq.write_table, row_group_size=2000))
