@@ -22,16 +22,17 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import CAMERA, LIDAR, RESERVED
-from fuelrail.pipeline.channels.table import MAX_TEXT, Channel, Law
+from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError, OrderError, SchemaError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import Dataset, open_kind
 from fuelrail.pipeline.format.manifest import (
     BRING_BACK,
     DATASETS,
+    Fingerprint,
     Kinds,
     Manifest,
-    check_fingerprints,
+    Text,
     check_parts,
 )
 from fuelrail.pipeline.settings import Settings, must_be
@@ -84,8 +85,8 @@ class LayerView(Settings, frozen=True, omit_defaults=True):
 class BaseEntry(Settings, frozen=True):
     """The base of a layer; ``sensors`` are its entries of cameras and lidars, which laws of the layer may name."""
 
-    fingerprint: str
-    name: str
+    fingerprint: Fingerprint
+    name: Text
     num_samples: int
     sensors: tuple[Channel, ...]
 
@@ -120,11 +121,8 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
 
     def check_channels(self, where: str) -> None:
         """Raise ManifestError for a table that is broken or has what only a base has; and for a base that is none."""
-        check_fingerprints(where, self.base.fingerprint)
         check_layer_table(self.channels, self.base, where, ManifestError)
         check_parts(self.base.sensors, where)
-        if len(self.base.name) > MAX_TEXT:
-            raise ManifestError(f"'{where}': base.name has {len(self.base.name)} characters; {MAX_TEXT} are allowed")
         if [*self.splits] != [LAYER_SPLIT] or any(one.sensor not in (CAMERA, LIDAR) for one in self.base.sensors):
             raise ManifestError(
                 f"'{where}': a layer has the one split '{LAYER_SPLIT}', and names cameras and lidars of its base; "

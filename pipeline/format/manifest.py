@@ -9,9 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import (
@@ -42,12 +43,14 @@ _MAX_FREE_BYTES: Final = 4 << 20
 _MAX_FILE_NAME_BYTES: Final = 255
 _MAX_CAMERAS: Final = 256
 _MAX_LIDARS: Final = 64
-_MAX_TEXT: Final = 4096
 _MAX_SPLITS: Final = 1 << 10
 MAX_ANCESTORS: Final = 128
 """The longest ``lineage``: the nearest ancestors are kept."""
 _MAX_NAMES: Final = 1 << 15
 """The most classes, and the most attributes: their numbers are 16 bits wide."""
+Text = Annotated[str, Meta(max_length=4096)]
+Fingerprint = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_Names = Annotated[tuple[Text, ...], Meta(max_length=_MAX_NAMES)]
 BRING_BACK: Final = "bring it back from a copy, or make it again in another folder"
 _WHAT_IT_IS: Final = {
     b'"fuelrail-layer"': "; it is a layer: open its base, and give the layer as layers={NAME: PATH}",
@@ -86,19 +89,19 @@ class SplitEntry(Settings, frozen=True):
 class Ancestor(Settings, frozen=True):
     """A dataset that this one was made of, itself or by way of others: ``parents`` are the fingerprints of its own."""
 
-    fingerprint: str
-    name: str
+    fingerprint: Fingerprint
+    name: Text
     num_samples: int
-    made_by: str
+    made_by: Text
     """The kind of the source that it was sharded from, or ``append``."""
-    parents: tuple[str, ...]
+    parents: tuple[Fingerprint, ...]
 
 
 class Lineage(Settings, frozen=True):
     """The datasets that a dataset was made of: fingerprints of its parents, and all ancestors, the nearest first."""
 
-    parents: tuple[str, ...] = ()
-    ancestors: tuple[Ancestor, ...] = ()
+    parents: Annotated[tuple[Fingerprint, ...], Meta(max_length=_MAX_NAMES)] = ()
+    ancestors: Annotated[tuple[Ancestor, ...], Meta(max_length=MAX_ANCESTORS)] = ()
 
     @classmethod
     def of(cls, parents: Sequence[Manifest]) -> Lineage:
@@ -134,23 +137,23 @@ class Manifest(Settings, frozen=True):
 
     format: str
     version: int
-    name: str
+    name: Text
     fingerprint: str
     num_samples: int
     num_clips: int
     num_bytes: int
     """Bytes of all shards."""
     seed: int
-    order_unit: str
-    channels: tuple[Channel, ...]
-    classes: tuple[str, ...]
-    attributes: tuple[str, ...]
-    time_base: str
-    ego_origin: str
-    license: str | None
+    order_unit: Text
+    channels: Annotated[tuple[Channel, ...], Meta(max_length=MAX_CHANNELS)]
+    classes: _Names
+    attributes: _Names
+    time_base: Text
+    ego_origin: Text
+    license: Text | None
     compression: dict[str, Any]
-    splits: dict[str, SplitEntry]
-    files: tuple[FileEntry, ...]
+    splits: Annotated[dict[str, SplitEntry], Meta(max_length=_MAX_SPLITS)]
+    files: Annotated[tuple[FileEntry, ...], Meta(max_length=_MAX_SPLITS)]
     lineage: Lineage
     provenance: dict[str, Any]
     digest: str = ""
@@ -280,11 +283,11 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
         manifest = msgspec.json.decode(data, type=kind)
         twice = repeated_key(data, manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"'{where}': {error}") from error
+        raise ManifestError(f"'{where}': {error}; {BRING_BACK}") from error
     if twice is not None:
         raise ManifestError(f"'{where}': the key '{shown(twice)}' occurs twice in an object; {BRING_BACK}")
     _check_digests(manifest, where)
-    _check_limits(manifest, where)
+    _check_free(manifest, where)
     _check_names(manifest, where)
     manifest.check_channels(where)
     _check_runs(manifest, where)
@@ -337,47 +340,17 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
     return f"has no dataset.json, so no dataset; {make}"
 
 
-def _check_limits(manifest: Manifest, where: str) -> None:
-    """Limit the rig and the lists of names, because tables grow with them; check free objects as readers do."""
-    for what, names, most in (
-        ("channels", manifest.channels, MAX_CHANNELS),
-        ("cameras", manifest.cameras, _MAX_CAMERAS),
-        ("lidars", manifest.lidars, _MAX_LIDARS),
-        ("classes", manifest.classes, _MAX_NAMES),
-        ("attributes", manifest.attributes, _MAX_NAMES),
-        ("splits", manifest.splits, _MAX_SPLITS),
-        ("files", manifest.files, _MAX_SPLITS),
-        ("ancestors", manifest.lineage.ancestors, MAX_ANCESTORS),
-        ("parents", manifest.lineage.parents, _MAX_NAMES),
-    ):
-        if len(names) > most:
-            raise ManifestError(f"'{where}': {len(names)} {what}, at most {most} are allowed")
-    texts = (manifest.name, manifest.order_unit, manifest.time_base, manifest.ego_origin, manifest.license or "")
-    ancestors = (
-        text for one in manifest.lineage.ancestors for text in (one.name, one.made_by, one.fingerprint, *one.parents)
-    )
-    longest = max(map(len, (*texts, *manifest.classes, *manifest.attributes, *ancestors)))
-    if longest > _MAX_TEXT:
-        raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
-    check_fingerprints(
-        where,
-        *manifest.lineage.parents,
-        *(text for one in manifest.lineage.ancestors for text in one.parents),
-        *(one.fingerprint for one in manifest.lineage.ancestors),
-    )
+def _check_free(manifest: Manifest, where: str) -> None:
+    """Limit the rig, and check the objects with free keys as readers do."""
+    for what, sensors, most in (("cameras", manifest.cameras, _MAX_CAMERAS), ("lidars", manifest.lidars, _MAX_LIDARS)):
+        if len(sensors) > most:
+            raise ManifestError(f"'{where}': {len(sensors)} {what}, at most {most} are allowed")
     for name in ("recipe", "facts"):
         if not isinstance(manifest.provenance.get(name, {}), dict):
             raise ManifestError(f"'{where}': provenance.{name} is not an object; {BRING_BACK}")
     codecs = manifest.compression.get("codecs", {})
     if not isinstance(codecs, dict) or not all(isinstance(codec, str) for codec in codecs.values()):
         raise ManifestError(f"'{where}': compression.codecs does not map field names to codecs; {BRING_BACK}")
-
-
-def check_fingerprints(where: str, *fingerprints: str) -> None:
-    """Raise ManifestError for a text that is not a fingerprint."""
-    for text in fingerprints:
-        if not re.fullmatch("[0-9a-f]{64}", text):
-            raise ManifestError(f"'{where}': '{shown(text)}' is not a fingerprint of 64 hex digits; {BRING_BACK}")
 
 
 def _check_names(manifest: Manifest, where: str) -> None:

@@ -140,41 +140,44 @@ class ImageAugment(Settings, frozen=True):
         """Return the largest factor by which an image of a stored size is resized, ``resize_jitter`` aside."""
         if self.train and self.resize_range is not None:
             return self.resize_range[1]
-        return max(self._base_factors(width, height))
+        return max(self._base(width, height)[0])
 
-    def _base_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return (width, height) without randomness. Exact integers, where int(W * (fW / W)) may be one short."""
+    def _base(self, width: int, height: int) -> tuple[tuple[float, float], tuple[int, int]]:
+        """Return the factors of width and height without randomness, and the (width, height) that they lead to.
+
+        Those are exact integers, where int(W * (fW / W)) may be one short.
+        """
+        by_width, by_height = self.width / width, self.height / height
+        if not isinstance(self.resize, str):
+            return (self.resize, self.resize), (int(width * self.resize), int(height * self.resize))
         if self.resize == "stretch":
-            return self.width, self.height
-        if isinstance(self.resize, str):
-            by_width = self.resize == "width" or (
-                (self.width * height >= self.height * width) == (self.resize == "cover")
-            )
-            if by_width:
-                return self.width, height * self.width // width
-            return width * self.height // height, self.height
-        return int(width * self.resize), int(height * self.resize)
+            return (by_width, by_height), (self.width, self.height)
+        is_wider = self.width * height >= self.height * width
+        if self.resize == "width" or is_wider == (self.resize == "cover"):
+            return (by_width, by_width), (self.width, height * self.width // width)
+        return (by_height, by_height), (width * self.height // height, self.height)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - settings are few, and equal ones share their maps
     def _evaluate(self, width: int, height: int) -> ImageMap:
         if width < 1 or height < 1:
             return ImageMap.identity((self.width, self.height))
-        size = _at_least_1(self._base_size(width, height))
+        factors, size = self._base(width, height)
+        size = _at_least_1(size)
         left_top = self._crop(size, (self.crop_bottom[0] + self.crop_bottom[1]) / 2, 0.5, 0.5)
-        return self._map((width, height), self._base_factors(width, height), size, left_top, flip=False, degrees=0.0)
+        return self._map((width, height), factors, size, left_top, flip=False, degrees=0.0)
 
     def _train(self, width: int, height: int, draw: list[float]) -> ImageMap:
         if width < 1 or height < 1:
             return ImageMap.identity((self.width, self.height))
         u_resize, u_x, u_y, u_flip, u_rotate = draw
+        factors, size = self._base(width, height)
+        drawn = None
         if self.resize_range is not None:
-            factor = within(self.resize_range, u_resize)
-            factors, size = (factor, factor), (int(width * factor), int(height * factor))
+            drawn = within(self.resize_range, u_resize)
         elif self.resize_jitter is not None:
-            factor = max(_MIN_FACTOR, self._base_factors(width, height)[0] + within(self.resize_jitter, u_resize))
-            factors, size = (factor, factor), (int(width * factor), int(height * factor))
-        else:
-            factors, size = self._base_factors(width, height), self._base_size(width, height)
+            drawn = max(_MIN_FACTOR, factors[0] + within(self.resize_jitter, u_resize))
+        if drawn is not None:
+            factors, size = (drawn, drawn), (int(width * drawn), int(height * drawn))
         size = _at_least_1(size)
         left_top = self._crop(size, within(self.crop_bottom, u_y), u_x, u_y)
         degrees = within(self.rotate_deg, u_rotate)
@@ -210,17 +213,6 @@ class ImageAugment(Settings, frozen=True):
             return image_map
         by_factors = ImageMap((factors[0], 0.0, 0.0, 0.0, factors[1], 0.0), source_wh, size, source.visible)
         return dataclasses.replace(image_map, published=rest(by_factors).coefficients)
-
-    def _base_factors(self, width: int, height: int) -> tuple[float, float]:
-        by_width, by_height = self.width / width, self.height / height
-        if not isinstance(self.resize, str):
-            return self.resize, self.resize
-        if self.resize == "stretch":
-            return by_width, by_height
-        if self.resize == "width":
-            return by_width, by_width
-        factor = max(by_width, by_height) if self.resize == "cover" else min(by_width, by_height)
-        return factor, factor
 
 
 class CameraGroup(Settings, frozen=True):

@@ -142,7 +142,7 @@ def without(name: str) -> bytes:
     return json.dumps({key: value for key, value in json.loads(GOOD).items() if key != name}).encode()
 
 
-ANCESTOR = Ancestor(fingerprint="", name="", num_samples=1, made_by="", parents=())
+ANCESTOR = Ancestor(fingerprint="0" * 64, name="", num_samples=1, made_by="", parents=())
 TWICE = (camera_channel(FRONT), lidar_channel(msgspec.structs.replace(TOP, channel="cam_front")))
 OTHER = "not a Fuelrail manifest"
 HEAD = b'{"format": "fuelrail-dataset", "version": '
@@ -174,12 +174,12 @@ REFUSED = [
         "", "CAM_FRONT", "cam.front", "cam-front", "cam/front", "cam_front\n",
     )),
     *((renamed(name), "' does not match") for name in ("", "Train", "1st", "../train", "train\n")),
-    (signed(channels=2_000 * (camera_channel(FRONT),)), "2000 channels, at most 1024"),
+    (signed(channels=2_000 * (camera_channel(FRONT),)), "`array` of length <= 1024 - at `$.channels`; bring it back"),
     (signed(channels=300 * (camera_channel(FRONT),)), "300 cameras, at most 256"),
     (signed(provenance={"recipe": 5}), "provenance.recipe is not an object"),
     (signed(compression={"codecs": 5}), "compression.codecs does not map"),
     (signed(provenance={"a": "x" * (5 << 20)}), "bytes, at most 4194304 are read"),
-    (signed(lineage=Lineage(ancestors=(ANCESTOR,) * 129)), "129 ancestors, at most 128"),
+    (signed(lineage=Lineage(ancestors=(ANCESTOR,) * 129)), "`array` of length <= 128 - at `$.lineage.ancestors`"),
     (signed() + b" " * (16 << 20), "more than a manifest may have"),
 ]  # fmt: skip
 
@@ -281,7 +281,7 @@ def test_what_is_not_a_fingerprint_is_refused_in_a_lineage(text) -> None:
         Lineage(ancestors=(msgspec.structs.replace(good, fingerprint=text),)),
         Lineage(ancestors=(msgspec.structs.replace(good, parents=(named(2), text)),)),
     ):
-        with pytest.raises(ManifestError, match="is not a fingerprint of 64 hex digits"):
+        with pytest.raises(ManifestError, match=r"`str` matching regex .*\[0-9a-f\]\{64\}.* - at `\$.lineage\."):
             decode_manifest(signed(lineage=lineage), "here")
 
 
