@@ -23,41 +23,29 @@ CALIBRATION: Final = ("width", "height", "dist_model", "dist", "intrinsics", "fx
 """What else a camera has, besides its pose."""
 
 
-class CalibrationRows(NamedTuple):
-    """The calibration of R rows: K or None, sensor to ego or None, size [px] (0: not stated), lens."""
+class Calibration(NamedTuple):
+    """The calibration of one row: K or None, sensor to ego or None, size [px] (0: not stated), lens."""
 
-    intrinsics: list[F64 | None]
-    sensor2ego: list[F64 | None]
-    width: list[int]
-    height: list[int]
-    dist_model: list[str]
-    dist: list[tuple[float, ...]]
+    intrinsics: F64 | None
+    sensor2ego: F64 | None
+    width: int
+    height: int
+    dist_model: str
+    dist: tuple[float, ...]
 
-    def at(self, row: int) -> CalibrationRows:
-        """Return one row."""
-        columns: Any = [[column[row]] for column in self.columns]
-        return CalibrationRows(*columns)
-
-    @property
-    def columns(self) -> list[list[Any]]:
-        """All columns, as one type."""
-        found: Any = tuple(self)
-        return list(found)
-
-    def filled(self, other: CalibrationRows | None) -> CalibrationRows:
-        """Fill what is not stated from the one row of ``other``."""
-        if other is None:
-            return self
-        columns: Any = [
-            [theirs[0] if value is None or value in (0, "none", ()) else value for value in own]
-            if number > 1
-            else [theirs[0] if value is None else value for value in own]
-            for number, (own, theirs) in enumerate(zip(self.columns, other.columns, strict=True))
-        ]
-        return CalibrationRows(*columns)
+    def filled(self, other: Calibration) -> Calibration:
+        """Fill what is not stated from another one."""
+        return Calibration(
+            other.intrinsics if self.intrinsics is None else self.intrinsics,
+            other.sensor2ego if self.sensor2ego is None else self.sensor2ego,
+            self.width or other.width,
+            self.height or other.height,
+            other.dist_model if self.dist_model == "none" else self.dist_model,
+            self.dist or other.dist,
+        )
 
 
-def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool) -> CalibrationRows:
+def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool) -> list[Calibration]:
     """Read the columns under ``prefix``; ``pose`` is the name of the transform from the sensor to ego.
 
     ``is_corner``: pixel (0, 0) is the corner of the top-left one, and principal points move by half a pixel.
@@ -77,14 +65,9 @@ def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_
     dist: list[tuple[float, ...]] = [()] * count
     if f"{prefix}dist" in rows:
         dist = [tuple(map(float, value or ())) for value in rows.column(f"{prefix}dist").to_pylist()]
-    return CalibrationRows(
-        shared(intrinsics, count),
-        shared(sensor2ego, count),
-        whole("width"),
-        whole("height"),
-        [model or "none" for model in models] or ["none"] * count,
-        dist,
-    )
+    lenses = [model or "none" for model in models] or ["none"] * count
+    poses = shared(sensor2ego, count)
+    return [*map(Calibration, shared(intrinsics, count), poses, whole("width"), whole("height"), lenses, dist)]
 
 
 def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
@@ -105,11 +88,11 @@ class CalibrationTable:
         """Take the table; ``axes`` of sensors by name, under "" of all others."""
         self.table = table
         self._axes, self._is_corner = axes, is_corner
-        self._clip: tuple[str, dict[str, CalibrationRows]] = ("", {})
+        self._clip: tuple[str, dict[str, Calibration]] = ("", {})
         rows = table.rows("")
         self._common = {} if rows is None else self._read(rows)
 
-    def find(self, clip: str, sensor: str) -> CalibrationRows | None:
+    def find(self, clip: str, sensor: str) -> Calibration | None:
         """Return the calibration of a sensor in a clip; None where there is none."""
         if self._clip[0] != clip:
             rows = self.table.rows(clip)
@@ -128,17 +111,17 @@ class CalibrationTable:
                     found[name] = found.get(name, False) or one
         return found
 
-    def _read(self, rows: Rows) -> dict[str, CalibrationRows]:
-        found: dict[str, CalibrationRows] = {}
+    def _read(self, rows: Rows) -> dict[str, Calibration]:
+        found: dict[str, Calibration] = {}
         plain = read_calibration(rows, "", "sensor2ego", is_corner=self._is_corner, is_flu=False)
         for row, name in enumerate(rows.texts("sensor")):
             if not name:
                 rows.fail(row, "sensor", "it is empty")
             if name in found:
                 raise SourceError(f"table '{rows.table}', row {rows.first + row}: sensor '{name}' is there twice")
-            one = plain.at(row)
-            cam2ego = one.sensor2ego[0]
-            if cam2ego is not None and one.intrinsics[0] is not None and self._axes.get(name, self._axes[""]) == "flu":
-                one = one._replace(sensor2ego=[cam2ego @ _OPTICAL2FLU])
+            one = plain[row]
+            pose, is_flu = one.sensor2ego, self._axes.get(name, self._axes[""]) == "flu"
+            if pose is not None and one.intrinsics is not None and is_flu:
+                one = one._replace(sensor2ego=pose @ _OPTICAL2FLU)
             found[name] = one
         return found

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
-    from fuelrail.sharding.sources.tables.calibration import CalibrationRows
+    from fuelrail.sharding.sources.tables.calibration import Calibration
 
 TABLES: Final = ("frames", "sensor_data", "calibration", "ego_pose", "boxes")
 _AXES = Literal["optical", "flu"]
@@ -335,7 +335,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     # Wide: columns of the frame's row.
 
-    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> CalibrationRows:
+    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[Calibration]:
         """Return the calibration of the sensor with this prefix of columns, completed from ``calibration``."""
         _, name, _ = prefix.split(".")
         is_camera, given = prefix.startswith("cam."), self.given.camera_axes
@@ -344,7 +344,8 @@ class Manifest(FrameSource[ManifestSettings]):
             rows, prefix, "cam2ego" if is_camera else "lidar2ego",
             is_corner=self.given.pixel_origin == "corner", is_flu=is_camera and axes == "flu",
         )  # fmt: skip
-        return own.filled(None if self._calibrations is None else self._calibrations.find(clip.name, name))
+        other = None if self._calibrations is None else self._calibrations.find(clip.name, name)
+        return own if other is None else [one.filled(other) for one in own]
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read a lidar file, or a range of a file."""

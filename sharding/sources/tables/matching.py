@@ -92,6 +92,6 @@ class SensorRows:
             is_camera = self._calibrations.sensors[name]
             for (images, sweeps), at in zip(into, chosen.tolist(), strict=True):
                 if is_camera:
-                    images[name.lower()] = absent if at < 0 else self._files.image(int(rows[at]), found, 0)
-                elif at >= 0 and (sweep := self._files.sweep(int(rows[at]), found, 0)) is not None:
+                    images[name.lower()] = absent if at < 0 else self._files.image(int(rows[at]), found)
+                elif at >= 0 and (sweep := self._files.sweep(int(rows[at]), found)) is not None:
                     sweeps[name.lower()] = sweep

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.tables.calibration import CalibrationRows
+    from fuelrail.sharding.sources.tables.calibration import Calibration
     from fuelrail.sharding.sources.tables.values import Rows
 
 
@@ -116,12 +116,12 @@ class RowFiles:
             return self._where.reference(self.rows, row, path)
         return path
 
-    def image(self, row: int, found: CalibrationRows, calibrated: int) -> Image | Absent:
-        """Return the image of a row; absent where it has no path. ``calibrated`` is the row of its calibration."""
+    def image(self, row: int, found: Calibration) -> Image | Absent:
+        """Return the image of a row; absent where it has no path."""
         path = self._paths[row]
         if not path:
             return Absent("no path")
-        intrinsics, cam2ego = found.intrinsics[calibrated], found.sensor2ego[calibrated]
+        intrinsics, cam2ego = found.intrinsics, found.sensor2ego
         if self._is_calibrated and (intrinsics is None or cam2ego is None):
             what = "intrinsics" if intrinsics is None else "pose in ego (cam2ego, or sensor2ego in calibration)"
             raise SourceError(
@@ -131,9 +131,9 @@ class RowFiles:
         is_frame, name = FRAME in path, path.partition("#")[2] if path.startswith("tar:") else path
         image = Image(
             ref=path if is_frame else self._ref(row, path), timestamp_ns=self._times_ns[row], intrinsics=intrinsics,
-            cam2ego=cam2ego, ego2global=self._poses[row], width=found.width[calibrated],
-            height=found.height[calibrated], num_bytes=None if num_bytes < 0 else num_bytes,
-            dist=found.dist[calibrated], dist_model=found.dist_model[calibrated],
+            cam2ego=cam2ego, ego2global=self._poses[row], width=found.width,
+            height=found.height, num_bytes=None if num_bytes < 0 else num_bytes,
+            dist=found.dist, dist_model=found.dist_model,
             extension=EXTENSION_OF.get(name.rpartition(".")[2].lower(), ""),
         )  # fmt: skip
         return self._of_video(row, image) if is_frame else image
@@ -147,9 +147,9 @@ class RowFiles:
         except SourceError as error:
             self.rows.fail(row, f"{self._prefix}path", str(error))
 
-    def sweep(self, row: int, found: CalibrationRows, calibrated: int) -> Sweep | None:
+    def sweep(self, row: int, found: Calibration) -> Sweep | None:
         """Return the sweep of a row; None where it has no path."""
-        path, lidar2ego = self._paths[row], found.sensor2ego[calibrated]
+        path, lidar2ego = self._paths[row], found.sensor2ego
         if not path:
             return None
         where = f"table '{self.rows.table}', row {self.rows.first + row}"
@@ -164,7 +164,7 @@ class RowFiles:
 def add_columns(
     files: RowFiles,
     prefix: str,
-    found: CalibrationRows,
+    found: Sequence[Calibration],
     images: Sequence[dict[str, Image | Absent]],
     sweeps: Sequence[dict[str, Sweep]],
 ) -> None:
@@ -172,6 +172,6 @@ def add_columns(
     kind, name, _ = prefix.split(".")
     for row in range(len(files.rows)):
         if kind == "cam":
-            images[row][name.lower()] = files.image(row, found, row)
-        elif (sweep := files.sweep(row, found, row)) is not None:
+            images[row][name.lower()] = files.image(row, found[row])
+        elif (sweep := files.sweep(row, found[row])) is not None:
             sweeps[row][name.lower()] = sweep
