@@ -21,7 +21,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
-from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
+from fuelrail.pipeline.order.permutation import CHUNK, MAX_LENGTH, KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""
-
-_CHUNK: Final = 16384  # positions at a time, as in `fuelrail.pipeline.order.spec`
 
 
 class Mix(Settings, frozen=True):
@@ -227,8 +225,8 @@ class MixedEpoch(Epoch):
         wanted = as_positions(positions, len(self))
         flat = wanted.reshape(-1)
         parts, samples = np.empty_like(flat), np.empty_like(flat)
-        for first in range(0, flat.size, _CHUNK):
-            here = slice(first, first + _CHUNK)
+        for first in range(0, flat.size, CHUNK):
+            here = slice(first, first + CHUNK)
             self._fill(flat[here], parts[here], samples[here])
         if self._mix.is_one_split:
             parts[:] = 0
@@ -287,8 +285,8 @@ class MixedEpoch(Epoch):
                 found, at = self._epoch_of(number, epoch).find(samples)
                 turns = epoch * length + at
                 here = np.flatnonzero((turns >= first) & (turns < end))
-                for start in range(0, len(here), _CHUNK // 16):
-                    some = here[start : start + _CHUNK // 16]
+                for start in range(0, len(here), CHUNK // 16):
+                    some = here[start : start + CHUNK // 16]
                     which.append(found[some])
                     positions.append(self._places(number, turns[some]))
         return Shown.sorted(np.concatenate(which), np.concatenate(positions))

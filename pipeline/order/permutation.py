@@ -42,7 +42,8 @@ NUM_ROUNDS: Final = 8
 
 _KEY_BYTES: Final = 16
 
-_CHUNK: Final = 16384  # positions at a time: four buffers of 128 KiB stay in a core's second-level cache
+CHUNK: Final = 16384
+"""Positions at a time: four buffers of 128 KiB stay in a core's second-level cache."""
 
 _FMIX_1: Final = np.uint64(0xFF51AFD7ED558CCD)
 
@@ -137,8 +138,8 @@ class KeyedPermutation:
             return inverse[inputs]
         outputs = np.empty(inputs.size, dtype=np.int64)
         source, target = inputs.reshape(-1).view(np.uint64), outputs.view(np.uint64)
-        for first in range(0, source.size, _CHUNK):
-            self._walk(source[first : first + _CHUNK], target[first : first + _CHUNK], backwards=backwards)
+        for first in range(0, source.size, CHUNK):
+            self._walk(source[first : first + CHUNK], target[first : first + CHUNK], backwards=backwards)
         return outputs.reshape(inputs.shape)
 
     def _walk(self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool) -> None:
@@ -146,41 +147,31 @@ class KeyedPermutation:
 
         Each value's cycle comes back to its own start, which is under n: the loop ends, and distinct inputs end apart.
         """
-        network = self._backwards if backwards else self._forwards
-        network(source, target)
+        self._network(source, target, backwards=backwards)
         while (outside := np.flatnonzero(target >= self.n)).size:
             walking = target[outside]
-            network(walking, walking)
+            self._network(walking, walking, backwards=backwards)
             target[outside] = walking
 
-    def _split(self, source: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Split a value x in [0, a * b) into its halves (x // b in Z_a, x % b in Z_b)."""
+    def _network(self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool) -> None:
+        """Split values x in [0, a * b) into their halves (x // b in Z_a, x % b in Z_b), and go through the rounds."""
         left = source // self._b
-        return left, source - left * self._b
-
-    def _forwards(self, source: NDArray[np.uint64], target: NDArray[np.uint64]) -> None:
-        left, right = self._split(source)
+        right = source - left * self._b
         mixed, spare = np.empty_like(left), np.empty_like(left)
         size, other = self._a, self._b
-        for key in self._round_keys:
-            _round_function(right, key, size, mixed, spare)
-            np.add(left, mixed, out=left)  # under 2 * size
-            np.subtract(left, size, out=spare)  # wraps around to a huge number where left < size already
-            np.minimum(left, spare, out=left)
-            left, right, size, other = right, left, other, size
-        np.multiply(left, self._b, out=target)
-        np.add(target, right, out=target)
-
-    def _backwards(self, source: NDArray[np.uint64], target: NDArray[np.uint64]) -> None:
-        left, right = self._split(source)
-        mixed, spare = np.empty_like(left), np.empty_like(left)
-        size, other = self._a, self._b
-        for key in reversed(self._round_keys):
-            left, right, size, other = right, left, other, size
-            _round_function(right, key, size, mixed, spare)
-            np.subtract(left, mixed, out=left)  # wraps around to a huge number where it is negative
-            np.add(left, size, out=spare)
-            np.minimum(left, spare, out=left)
+        for key in reversed(self._round_keys) if backwards else self._round_keys:
+            if backwards:
+                left, right, size, other = right, left, other, size
+                _round_function(right, key, size, mixed, spare)
+                np.subtract(left, mixed, out=left)  # wraps around to a huge number where it is negative
+                np.add(left, size, out=spare)
+                np.minimum(left, spare, out=left)
+            else:
+                _round_function(right, key, size, mixed, spare)
+                np.add(left, mixed, out=left)  # under 2 * size
+                np.subtract(left, size, out=spare)  # wraps around to a huge number where left < size already
+                np.minimum(left, spare, out=left)
+                left, right, size, other = right, left, other, size
         np.multiply(left, self._b, out=target)
         np.add(target, right, out=target)
 

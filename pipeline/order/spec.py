@@ -21,7 +21,7 @@ from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.bucket import Bucket
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.pack import Pack
-from fuelrail.pipeline.order.permutation import KeyedPermutation, PositionMap, as_positions, derive_key
+from fuelrail.pipeline.order.permutation import CHUNK, KeyedPermutation, PositionMap, as_positions, derive_key
 from fuelrail.pipeline.order.weights import Weighting
 from fuelrail.pipeline.settings import Positive, Settings, check_types, flag
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 ORDER_VERSION: Final = 1
 """Increases when any order changes for the same arguments; a saved position is valid for one version only."""
-
-_CHUNK: Final = 16384  # positions at a time: what they need stays in a core's second-level cache
 
 _MAX_RUNS: Final = 4096  # of a window's table: 32 KiB
 
@@ -214,12 +212,12 @@ class _Windowed:
         wanted = as_positions(positions, self._num_samples)
         flat = wanted.reshape(-1)
         samples = np.empty_like(flat)
-        for first in range(0, flat.size, _CHUNK):
-            part = flat[first : first + _CHUNK]
+        for first in range(0, flat.size, CHUNK):
+            part = flat[first : first + CHUNK]
             ends = np.array((part.min(), part.max()))
             lowest, highest = (np.searchsorted(self._window_starts, ends, side="right") - 1).tolist()
             if lowest == highest:  # as nearly always for positions in a row
-                samples[first : first + _CHUNK] = self._window(lowest)(part)
+                samples[first : first + CHUNK] = self._window(lowest)(part)
             else:
                 window = np.searchsorted(self._window_starts, part, side="right") - 1
                 by_window = np.argsort(window, kind="stable")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import rank_positions
 from fuelrail.pipeline.order.compile import compile_table, mix_orders, needs_clips
 from fuelrail.pipeline.order.epoch import digest
+from fuelrail.pipeline.order.permutation import CHUNK
 from fuelrail.pipeline.order.windows import window_lookup
 from fuelrail.pipeline.order.without import check_unseen, windows_without
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
     Columns: TypeAlias = Mapping[str, ArrayLike]
     Data: TypeAlias = int | Columns | Mapping[str, int | Columns]
-
-_ROWS_AT_A_TIME: Final = 16384  # a permutation's own chunk
 
 
 class Entry(NamedTuple):
@@ -134,7 +133,7 @@ class OrderedRows:
 
     def rest(self, walk: Walk) -> Iterator[list[Any]]:
         """Yield this rank's batches of the first epoch of a walk."""
-        at_a_time = max(1, _ROWS_AT_A_TIME // walk.batching.rank_batch)
+        at_a_time = max(1, CHUNK // walk.batching.rank_batch)
         for first in range(0, walk.num_steps, at_a_time):
             steps = range(first, min(first + at_a_time, walk.num_steps))
             yield from self.batches(walk.start.epoch, walk.rest, steps)

@@ -18,7 +18,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import Shown
-from fuelrail.pipeline.order.permutation import as_positions
+from fuelrail.pipeline.order.permutation import CHUNK, as_positions
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 MAX_POSITIONS: Final = 2**31
 """Longest weighted epoch: products of two such numbers stay under 2**62."""
 
-_CHUNK: Final = 16384  # positions at a time, as in `fuelrail.pipeline.order.spec`
 _STEPS: Final = 2
 _TICK_BITS: Final = 32
 _SUM_BITS: Final = 62
@@ -299,10 +298,10 @@ class SystematicEpoch:
         # floor((at * total + phase) / length), in parts that stay under 2**63.
         flat = at.reshape(-1)
         samples = np.empty_like(flat)
-        for first in range(0, flat.size, _CHUNK):
-            part = flat[first : first + _CHUNK]
+        for first in range(0, flat.size, CHUNK):
+            part = flat[first : first + CHUNK]
             ticks = part * self._spacing + (part * self._remainder + self._phase) // self._length
-            samples[first : first + _CHUNK] = self._search(ticks)
+            samples[first : first + CHUNK] = self._search(ticks)
         return samples.reshape(at.shape)
 
     def first_copies(self, samples: Sequence[int]) -> list[int]:
