@@ -23,7 +23,7 @@ CALIBRATION: Final = ("width", "height", "dist_model", "dist", "intrinsics", "fx
 """What else a camera has, besides its pose."""
 
 
-class Calibration(NamedTuple):
+class RowCalibration(NamedTuple):
     """The calibration of one row: K or None, sensor to ego or None, size [px] (0: not stated), lens."""
 
     intrinsics: F64 | None
@@ -33,9 +33,9 @@ class Calibration(NamedTuple):
     dist_model: str
     dist: tuple[float, ...]
 
-    def filled(self, other: Calibration) -> Calibration:
+    def filled(self, other: RowCalibration) -> RowCalibration:
         """Fill what is not stated from another one."""
-        return Calibration(
+        return RowCalibration(
             other.intrinsics if self.intrinsics is None else self.intrinsics,
             other.sensor2ego if self.sensor2ego is None else self.sensor2ego,
             self.width or other.width,
@@ -45,7 +45,7 @@ class Calibration(NamedTuple):
         )
 
 
-def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool) -> list[Calibration]:
+def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool) -> list[RowCalibration]:
     """Read the columns under ``prefix``; ``pose`` is the name of the transform from the sensor to ego.
 
     ``is_corner``: pixel (0, 0) is the corner of the top-left one, and principal points move by half a pixel.
@@ -67,7 +67,7 @@ def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_
         dist = [tuple(map(float, value or ())) for value in rows.column(f"{prefix}dist").to_pylist()]
     lenses = [model or "none" for model in models] or ["none"] * count
     poses = shared(sensor2ego, count)
-    return [*map(Calibration, shared(intrinsics, count), poses, whole("width"), whole("height"), lenses, dist)]
+    return [*map(RowCalibration, shared(intrinsics, count), poses, whole("width"), whole("height"), lenses, dist)]
 
 
 def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
@@ -88,11 +88,11 @@ class CalibrationTable:
         """Take the table; ``axes`` of sensors by name, under "" of all others."""
         self.table = table
         self._axes, self._is_corner = axes, is_corner
-        self._clip: tuple[str, dict[str, Calibration]] = ("", {})
+        self._clip: tuple[str, dict[str, RowCalibration]] = ("", {})
         rows = table.rows("")
         self._common = {} if rows is None else self._read(rows)
 
-    def find(self, clip: str, sensor: str) -> Calibration | None:
+    def find(self, clip: str, sensor: str) -> RowCalibration | None:
         """Return the calibration of a sensor in a clip; None where there is none."""
         if self._clip[0] != clip:
             rows = self.table.rows(clip)
@@ -111,8 +111,8 @@ class CalibrationTable:
                     found[name] = found.get(name, False) or one
         return found
 
-    def _read(self, rows: Rows) -> dict[str, Calibration]:
-        found: dict[str, Calibration] = {}
+    def _read(self, rows: Rows) -> dict[str, RowCalibration]:
+        found: dict[str, RowCalibration] = {}
         plain = read_calibration(rows, "", "sensor2ego", is_corner=self._is_corner, is_flu=False)
         for row, name in enumerate(rows.texts("sensor")):
             if not name:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
-    from fuelrail.sharding.sources.tables.calibration import Calibration
+    from fuelrail.sharding.sources.tables.calibration import RowCalibration
 
 TABLES: Final = ("frames", "sensor_data", "calibration", "ego_pose", "boxes")
 _AXES = Literal["optical", "flu"]
@@ -335,7 +335,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     # Wide: columns of the frame's row.
 
-    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[Calibration]:
+    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[RowCalibration]:
         """Return the calibration of the sensor with this prefix of columns, completed from ``calibration``."""
         _, name, _ = prefix.split(".")
         is_camera, given = prefix.startswith("cam."), self.given.camera_axes

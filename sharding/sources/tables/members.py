@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.tables.calibration import Calibration
+    from fuelrail.sharding.sources.tables.calibration import RowCalibration
     from fuelrail.sharding.sources.tables.values import Rows
 
 
@@ -116,7 +116,7 @@ class RowFiles:
             return self._where.reference(self.rows, row, path)
         return path
 
-    def image(self, row: int, found: Calibration) -> Image | Absent:
+    def image(self, row: int, found: RowCalibration) -> Image | Absent:
         """Return the image of a row; absent where it has no path."""
         path = self._paths[row]
         if not path:
@@ -147,7 +147,7 @@ class RowFiles:
         except SourceError as error:
             self.rows.fail(row, f"{self._prefix}path", str(error))
 
-    def sweep(self, row: int, found: Calibration) -> Sweep | None:
+    def sweep(self, row: int, found: RowCalibration) -> Sweep | None:
         """Return the sweep of a row; None where it has no path."""
         path, lidar2ego = self._paths[row], found.sensor2ego
         if not path:
@@ -164,7 +164,7 @@ class RowFiles:
 def add_columns(
     files: RowFiles,
     prefix: str,
-    found: Sequence[Calibration],
+    found: Sequence[RowCalibration],
     images: Sequence[dict[str, Image | Absent]],
     sweeps: Sequence[dict[str, Sweep]],
 ) -> None:
