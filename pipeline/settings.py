@@ -159,12 +159,16 @@ def flag(description: str, **extra: object) -> msgspec.Meta:
 def check_types(settings: msgspec.Struct, error: type[Exception], where: str | None = None) -> None:
     """Raise ``error``, naming field, value and what is allowed, where one is not of its type; for ``__post_init__``.
 
+    A list of dicts that was given for a tuple of settings becomes that.
     msgspec checks what it converts, not what a constructor is called with. What is allowed is what the field's
     `must_be` says, if it has one. ``where`` comes first in the message; None: the name of the settings type.
     """
     where = f"{type(settings).__name__}: " if where is None else where
     for field in _fields(type(settings)):
-        _check_type(f"{where}{field.name}", getattr(settings, field.name), field.type, error)
+        value = getattr(settings, field.name)
+        made = _check_type(f"{where}{field.name}", value, field.type, error)
+        if isinstance(made, tuple) and made != value:
+            msgspec.structs.force_setattr(settings, field.name, made)
 
 
 def resolve_fields(settings: msgspec.Struct, where: str | None = None) -> None:
@@ -221,9 +225,10 @@ def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]
     return convert(values, kind, kind.__name__)
 
 
-def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> None:  # noqa: ANN401
+def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> object:  # noqa: ANN401
+    """Return the value as msgspec makes it of its type."""
     try:
-        made = msgspec.convert(value, type=annotation)
+        made: object = msgspec.convert(value, type=annotation)
         # NumPy scalars and tensors look like an empty mapping to msgspec.
         if isinstance(made, msgspec.Struct) and not isinstance(value, msgspec.Struct | Mapping):
             raise TypeError(f"got {type(value).__name__}")
@@ -232,6 +237,7 @@ def _check_type(name: str, value: object, annotation: Any, error: type[Exception
         hint = _hint(str(failure), _split(str(failure))[1], annotation)
         refusal = f"is not allowed: {failure}{hint}" if words is None else f"must be {words}"
         raise error(f"{name}={_short(value)} {refusal}") from failure
+    return made
 
 
 def _resolved(value: object, annotation: object, name: str) -> object:

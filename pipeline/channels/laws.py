@@ -230,7 +230,7 @@ def _move_roles(value: Value, channel: Channel, moves: Mapping[str, Callable[[Ar
                 array = moved[group[0]]
                 moved[group[0]] = move(array.astype(np.float64)).astype(array.dtype)
             else:
-                columns = channel.column_numbers(group)
+                columns = [*map(channel.columns.index, group)]
                 moved[..., columns] = move(moved[..., columns].astype(np.float64))
     return moved
 

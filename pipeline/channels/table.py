@@ -125,10 +125,6 @@ class Channel(Settings, frozen=True, kw_only=True, omit_defaults=True):
         """The numpy dtype, little-endian."""
         return little_endian(self.dtype)
 
-    def column_numbers(self, group: tuple[str, ...]) -> list[int]:
-        """Return the positions of these columns along the last axis."""
-        return [self.columns.index(name) for name in group]
-
 
 @lru_cache(maxsize=64)
 def little_endian(dtype: str) -> np.dtype[np.generic]:

@@ -95,8 +95,10 @@ class Zstd(threading.local):
     def compressor(self, level: int) -> zstandard.ZstdCompressor:
         """Return the compressor of a level; raise ConfigError for one that zstd does not have."""
         if level not in self._compressors:
+            if not 1 <= level <= MAX_ZSTD_LEVEL:
+                raise ConfigError(f"zstd level {level} is not allowed: use 1 to {MAX_ZSTD_LEVEL}")
             self._compressors[level] = zstandard.ZstdCompressor(
-                check_level(level), self._dictionary, write_checksum=self._checksum, write_content_size=True
+                level, self._dictionary, write_checksum=self._checksum, write_content_size=True
             )
         return self._compressors[level]
 
@@ -210,13 +212,6 @@ def decode(codec: str, stored: Buffer, raw_bytes: int | None = None, *, dictiona
     if len(raw) != expected:
         raise CodecError(f"decoded to {len(raw)} bytes instead of {expected}")
     return _from_planes(raw, row) if row else raw
-
-
-def check_level(level: int) -> int:
-    """Return the level; raises ConfigError for one that zstd does not have."""
-    if not 1 <= level <= MAX_ZSTD_LEVEL:
-        raise ConfigError(f"zstd level {level} is not allowed: use 1 to {MAX_ZSTD_LEVEL}")
-    return level
 
 
 @functools.lru_cache(maxsize=64)

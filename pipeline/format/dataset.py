@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
@@ -215,7 +216,9 @@ class Dataset:
         """Open it again elsewhere: what is mapped stays where it is."""
         if self.origin is None:  # another process may have another working folder
             return open_dataset, (str(self.root.resolve()),)
-        return _reopen, (self.url, self.storage_options, self.root.parent.parent, self.origin.retry)
+        cache_dir, retry = self.root.parent.parent, self.origin.retry
+        opened = partial(open_dataset, storage_options=self.storage_options, cache_dir=cache_dir, retry=retry)
+        return opened, (self.url,)
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: sizes, splits, and the first sample's cameras."""
@@ -315,10 +318,6 @@ def _read(origin: RemoteFolder | None, path: Path, row: IndexRow) -> bytes:
             return file.read(row.length)
     except (OSError, DatasetError) as error:
         raise StorageError(f"cannot be read: {error}", shard=path.name, offset=row.offset, key=row.key) from error
-
-
-def _reopen(url: str, storage_options: Mapping[str, Any] | None, cache_dir: Path, retry: RetryPolicy) -> Dataset:
-    return open_dataset(url, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
 
 
 def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:

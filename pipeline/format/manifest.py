@@ -286,20 +286,15 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
         raise ManifestError(f"'{where}': {error}; {BRING_BACK}") from error
     if twice is not None:
         raise ManifestError(f"'{where}': the key '{shown(twice)}' occurs twice in an object; {BRING_BACK}")
-    _check_digests(manifest, where)
+    if manifest.fingerprint != fingerprint(manifest) or manifest.digest != _digest(manifest):
+        raise ManifestError(
+            f"'{where}' was edited or damaged: its fingerprint or digest is not that of its content; {BRING_BACK}"
+        )
     _check_free(manifest, where)
     _check_names(manifest, where)
     manifest.check_channels(where)
     _check_runs(manifest, where)
     return manifest
-
-
-def _check_digests(manifest: Manifest, where: str) -> None:
-    """Raise ManifestError where the fingerprint or the digest is not that of the content."""
-    if manifest.fingerprint != fingerprint(manifest) or manifest.digest != _digest(manifest):
-        raise ManifestError(
-            f"'{where}' was edited or damaged: its fingerprint or digest is not that of its content; {BRING_BACK}"
-        )
 
 
 def load_manifest(root: str | os.PathLike[str], kinds: Kinds = DATASETS) -> Manifest:

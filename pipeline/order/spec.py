@@ -13,8 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import numpy as np
-from msgspec import Meta, convert
-from msgspec.structs import force_setattr
+from msgspec import Meta
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import Balance
@@ -51,7 +50,6 @@ class OrderStage(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
-        force_setattr(self, "weights", convert(self.weights, tuple[Weighting, ...]))  # of dicts, structs
 
 
 class OrderSpec(Settings, frozen=True):
@@ -104,9 +102,6 @@ class OrderSpec(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
-        force_setattr(self, "weights", convert(self.weights, tuple[Weighting, ...]))
-        force_setattr(self, "stages", convert(self.stages, tuple[OrderStage, ...]))
-        force_setattr(self, "without", convert(self.without, tuple[str | tuple[str, ...], ...]))
         if self.kind == "windowed" and self.window is None:
             raise OrderError("order kind 'windowed' needs window >= 1 (in shards), got None")
         if self.kind != "windowed" and self.window is not None:

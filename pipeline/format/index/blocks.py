@@ -215,13 +215,12 @@ class BlockFile:
         except (OSError, ValueError, pa.ArrowException, IndexFileError) as error:
             raise IndexFileError(f"index '{self.path}' cannot be opened: {error}") from error
 
-    def has(self, first: int, end: int) -> bool:
-        """Return whether bytes ``first`` to ``end - 1`` are here, so that :meth:`need` fetches nothing."""
-        return self._read is None or not self._missing(range(first // BLOCK_BYTES, num_blocks(end)))
-
     def has_batch(self, number: int) -> bool:
         """Return whether the whole of a record batch is here, so that :meth:`need_batch` fetches nothing."""
-        return self._read is None or self.has(*batch_range(self._view, number))
+        if self._read is None:
+            return True
+        first, end = batch_range(self._view, number)
+        return not self._missing(range(first // BLOCK_BYTES, num_blocks(end)))
 
     def need_batch(self, number: int) -> None:
         """Have the whole of a record batch here, if blocks of it can be missing."""

@@ -67,16 +67,6 @@ _make_row = partial(tuple.__new__, IndexRow)
 """An IndexRow from a tuple, at half the price of the call."""
 
 
-def index_schema(names: Sequence[str], codecs: Sequence[str]) -> pa.Schema:
-    """Return the schema of an index of these field names and codecs."""
-    metadata = {
-        _VERSION_KEY: str(INDEX_VERSION),
-        _NAMES_KEY: json.dumps(list(names)),
-        _CODECS_KEY: json.dumps(list(codecs)),
-    }
-    return pa.schema(_COLUMNS, metadata=metadata)
-
-
 class IndexWriter:
     """Writes an index file row by row; use as a context manager. A batch is collected on disk, beside the file.
 
@@ -87,7 +77,8 @@ class IndexWriter:
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str], codecs: Sequence[str]) -> None:
         self._name_code = {name: code for code, name in enumerate(names)}
         self._codec_code = {codec: code for code, codec in enumerate(codecs)}
-        self._schema = index_schema(names, codecs)
+        lists = {_NAMES_KEY: json.dumps(list(names)), _CODECS_KEY: json.dumps(list(codecs))}
+        self._schema = pa.schema(_COLUMNS, metadata={_VERSION_KEY: str(INDEX_VERSION), **lists})
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[IndexRow] = []
