@@ -52,6 +52,10 @@ class Packed(NamedTuple):
     offsets: NDArray[np.int64]
 
 
+def _stored_raw(_: Channel) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """The code of one kind.
@@ -76,7 +80,7 @@ class Kind:
     decode: Callable[[Buffer, Channel], Value]
     check: Callable[[Buffer, Channel], object]
     collate: Callable[[Sequence[Value | None], Channel, tuple[int, ...]], Any]
-    row_bytes: Callable[[Channel], int | None]
+    row_bytes: Callable[[Channel], int | None] = _stored_raw
 
 
 def _checked(array: NDArray[np.generic], channel: Channel) -> NDArray[np.generic]:
@@ -324,29 +328,23 @@ def _of_values(channel: Channel) -> int:
 KINDS: Final = Registry(
     "kind", "fuelrail.kinds",
     {
-        "image": Kind(
-            ("png", "jpg"), _broken_image, _encode_image, _decode_image, _check_image, _collate_array, lambda _: None
-        ),
+        "image": Kind(("png", "jpg"), _broken_image, _encode_image, _decode_image, _check_image, _collate_array),
         "points": Kind(("npy",), _broken_points, _encode_array, _decode_array, _check_array, _collate_list, _of_rows),
         "array": Kind(("npy",), _broken_array, _encode_array, _decode_array, _check_array, _collate_array, _of_values),
         "ragged": Kind(
             ("safetensors",), _broken_ragged, _encode_ragged, _decode_ragged, _check_ragged, _collate_ragged,
             lambda _: 0,
         ),
-        "text": Kind(
-            ("txt",), _nothing_broken, _encode_text, _decode_text, _decode_text, _collate_list, lambda _: None,
-        ),
+        "text": Kind(("txt",), _nothing_broken, _encode_text, _decode_text, _decode_text, _collate_list),
         "tokens": Kind(
             ("npy",), _broken_tokens, _encode_tokens, _decode_array, _check_tokens, _collate_tokens, _of_values
         ),
         "bytes": Kind(
             BYTES_EXTENSIONS, _nothing_broken, _encode_bytes, lambda data, _: bytes(data),
-            lambda _, __: None, _collate_list, lambda _: None,
+            lambda _, __: None, _collate_list
         ),
         **{
-            kind: Kind(
-                ("lgt",), logits.broken, logits.encode, logits.decode, logits.decode, logits.collate, lambda _: None
-            )
+            kind: Kind(("lgt",), logits.broken, logits.encode, logits.decode, logits.decode, logits.collate)
             for kind in (logits.TOPK, logits.SAMPLED)
         },
     },

@@ -10,7 +10,7 @@ import msgspec
 
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.sample.schema import BOXES, POINTS_EXTENSION, Boxes, array_specs
+from fuelrail.pipeline.sample.schema import ARRAYS, BOXES, POINTS_EXTENSION, Boxes
 from fuelrail.pipeline.settings import Settings, did_you_mean
 
 CAMERA: Final = "camera"
@@ -27,7 +27,7 @@ BOXES_CHANNEL: Final = Channel(
     ),
     arrays=tuple(
         ArraySpec(name, dtype.name, tuple(side for side in shape if isinstance(side, int)))
-        for name, dtype, shape in array_specs(Boxes)
+        for name, dtype, shape in ARRAYS[Boxes]
     ),
     frame="ego",
     allows_nan=True,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import numpy as np
 from msgspec import Meta, field
@@ -73,18 +73,13 @@ def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> 
         sums = _total(cost, largest)
         if sums >= 2**62:
             raise OrderError(f"the sum of {cost} reaches {sums}, and 2**62 - 1 is the limit: take smaller coefficients")
-        model = np.full(len(table), cost.constant, np.int64)
-        for name, factor in cost.linear.items():
-            model += factor * values[name]
-        for name, factor in cost.quadratic.items():
-            model += factor * values[name] ** 2
-        costs = -(-model // cost.divisor)
+        costs = -(-_total(cost, values) // cost.divisor)
     if costs.size and costs.max() > MAX_COST:
         raise OrderError(f"row {int(costs.argmax())} costs {costs.max()}, and at most 2**40 is allowed; use a divisor")
     return costs
 
 
-def _total(cost: Cost, at: Mapping[str, int]) -> int:
+def _total(cost: Cost, at: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of whole numbers, or of columns of them
     linear = sum(factor * at[name] for name, factor in cost.linear.items())
     return cost.constant + linear + sum(factor * at[name] ** 2 for name, factor in cost.quadratic.items())
 

@@ -144,15 +144,14 @@ def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.floa
     import pyarrow.compute as pc
 
     table = read_columns(weighting.file, ("key", "weight"))
-    values = checked(_numbers(table["weight"], "weight"), f"weights file '{weighting.file}'")
-    default = checked(np.array([weighting.default]), "default weight")
-    named = np.concatenate([values, default])
+    values = np.append(_numbers(table["weight"], "weight"), weighting.default)
+    named = checked(values, f"weights file '{weighting.file}' and its default")
     if len(table["key"].unique()) != len(table):
         raise OrderError(f"weights file '{weighting.file}' names a key twice")
     found = pc.index_in(keys, value_set=table["key"].cast(pa.string()).combine_chunks())
     if found.null_count == len(keys):
         raise OrderError(f"weights file '{weighting.file}' names none of the {len(keys)} selected samples")
-    weights: NDArray[np.float64] = named[found.fill_null(len(values)).to_numpy()]
+    weights: NDArray[np.float64] = named[found.fill_null(len(table)).to_numpy()]
     return weights
 
 

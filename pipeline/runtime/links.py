@@ -27,7 +27,7 @@ class Link:
     """
 
     def __init__(self, capacity: int, *, in_bursts: bool = False) -> None:
-        self._capacity, self._in_bursts = capacity, in_bursts
+        self.capacity, self._in_bursts = capacity, in_bursts
         self._first_blocked = sys.maxsize
         self._lock = threading.Lock()
         self._filled = threading.Condition(self._lock)
@@ -37,22 +37,17 @@ class Link:
         self._total: int | None = None
         self._stopped = False
 
-    @property
-    def capacity(self) -> int:
-        """The number of items that may wait here."""
-        return self._capacity
-
     def set_capacity(self, capacity: int) -> None:
         """Change the bound; items that are here beyond a smaller one stay until they are taken."""
         assert capacity >= 1, "a link needs room for one item"
         with self._lock:
-            self._capacity = capacity
+            self.capacity = capacity
             self._freed.notify_all()
 
     def put(self, number: int, item: Any) -> bool:  # noqa: ANN401
         """Hand in item ``number``, waiting for room; False if the pipeline was stopped."""
         with self._lock:
-            if number >= self._next_out + self._capacity:
+            if number >= self._next_out + self.capacity:
                 while not self._stopped and number >= self._reopens_at():
                     self._first_blocked = min(self._first_blocked, number)
                     self._freed.wait()
@@ -82,8 +77,8 @@ class Link:
 
     def _reopens_at(self) -> int:
         """Return the first item that is not admitted after a wait."""
-        room = max(1, self._capacity // 2) if self._in_bursts else 1
-        return self._next_out + self._capacity - room + 1
+        room = max(1, self.capacity // 2) if self._in_bursts else 1
+        return self._next_out + self.capacity - room + 1
 
     def finish(self, total: int) -> None:
         """Set the number of all items; may be called more than once."""

@@ -209,7 +209,8 @@ class Pipeline:
         self._observer = observer
         self._pid = os.getpid()
         self._taken = 0
-        self._waited_s = 0.0
+        self.waited_s = 0.0
+        """Seconds that the consumer has waited for results so far."""
         self._parts: list[Source | Link] = [head, *self._links]
         run = _Run(self._pid, self._parts, self._crews)
         _RUNNING.add(run)
@@ -235,7 +236,7 @@ class Pipeline:
         started = time.perf_counter()
         _, item = self._links[-1].get()
         done = time.perf_counter()
-        self._waited_s += done - started
+        self.waited_s += done - started
         if item is END:
             self.close()
             raise StopIteration
@@ -251,11 +252,6 @@ class Pipeline:
     def is_running(self) -> bool:
         """Whether results can still come: not closed, and the process is the one that started it."""
         return self._finalizer.alive and os.getpid() == self._pid
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the consumer has waited for results so far."""
-        return self._waited_s
 
     def close(self) -> None:
         """Stop all threads and wait until they are gone; may be called twice."""

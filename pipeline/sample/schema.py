@@ -138,7 +138,7 @@ class Geometry:
             array = np.array(values)
             return array.reshape(*leading, *array.shape[1:]) if leading else array
 
-        return cls(**{name: stacked(name) for name, _, _ in _SPECS[cls]})
+        return cls(**{name: stacked(name) for name, _, _ in ARRAYS[cls]})
 
     def of_cameras(self, rows: Sequence[int]) -> Geometry:
         """Return it with these rows of the cameras alone."""
@@ -148,7 +148,7 @@ class Geometry:
         return Geometry(
             *[
                 getattr(self, name)[kept] if shape[0] == "N" else getattr(self, name)
-                for name, _, shape in _SPECS[Geometry]
+                for name, _, shape in ARRAYS[Geometry]
             ]
         )
 
@@ -283,7 +283,7 @@ def decode_meta(data: Buffer) -> Meta:
 def encode_arrays(record: Geometry | Boxes | Sweeps) -> bytes:
     """Serialise geometry, boxes or sweeps as safetensors; every dtype and shape is checked (SchemaError)."""
     kind = type(record)
-    arrays = {name: getattr(record, name) for name, _, _ in _SPECS[kind]}
+    arrays = {name: getattr(record, name) for name, _, _ in ARRAYS[kind]}
     _check_once(kind, arrays)
     return write_tensors(arrays)
 
@@ -291,14 +291,14 @@ def encode_arrays(record: Geometry | Boxes | Sweeps) -> bytes:
 def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
     """Do :func:`encode_arrays` for many records of the same shapes, whose arrays all have one more axis in front."""
     kind = type(record)
-    arrays = {name: getattr(record, name) for name, _, _ in _SPECS[kind]}
+    arrays = {name: getattr(record, name) for name, _, _ in ARRAYS[kind]}
     _check_once(kind, {name: array[0] for name, array in arrays.items()})
     return write_stacked(arrays)
 
 
 def encode_parts(record: Boxes, counts: Sequence[int]) -> list[bytes]:
     """Do :func:`encode_arrays` for many records whose rows follow each other; ``counts`` are rows of each."""
-    arrays = {name: getattr(record, name) for name, _, _ in _SPECS[Boxes]}
+    arrays = {name: getattr(record, name) for name, _, _ in ARRAYS[Boxes]}
     _check_once(Boxes, arrays)
     return write_parts(arrays, counts)
 
@@ -319,12 +319,8 @@ def _specs(record: type) -> tuple[tuple[str, np.dtype[Any], tuple[int | str, ...
     return tuple((name, np.dtype("<" + code), shape) for name, (code, *shape) in metadata.items())
 
 
-_SPECS: Final = {record: _specs(record) for record in (Geometry, Boxes, Sweeps)}
-
-
-def array_specs(record: type[Geometry | Boxes | Sweeps]) -> list[tuple[str, np.dtype[Any], tuple[int | str, ...]]]:
-    """Name, dtype and shape of each array of a record; a text in a shape stands for a length that varies."""
-    return list(_SPECS[record])
+ARRAYS: Final = {record: _specs(record) for record in (Geometry, Boxes, Sweeps)}
+"""Name, dtype and shape of each array of a record; a text in a shape stands for a length that varies."""
 
 
 def _check_once(kind: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -337,7 +333,7 @@ def _check_once(kind: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDAr
 
 
 def _check(record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any] | TensorSpec]) -> None:
-    specs = _SPECS[record]
+    specs = ARRAYS[record]
     if len(arrays) != len(specs):
         unknown = sorted(arrays.keys() - {name for name, _, _ in specs})
         if unknown:
