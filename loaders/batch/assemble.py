@@ -39,7 +39,7 @@ from fuelrail.loaders.batch.temporal import Frames, frame_facts
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, Sample
-from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, apply_to_projection, ida_mats
+from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, ida_mats
 
 if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame
@@ -77,7 +77,7 @@ def assemble(
     bda_mat, undo_bda = np.array([bev.matrix for bev in bevs]), np.array([bev.inverse for bev in bevs])
     frames_bda, frames_undo = frames.of_samples(bda_mat), frames.of_samples(undo_bda)
     ida_mat = ida_mats([one for maps in frames.maps for one in maps]).reshape(*frames.axes, -1, 4, 4)
-    ego2img = apply_to_projection(ida_mat, geometry.ego2img()) @ frames_undo[..., None, :, :]
+    ego2img = ida_mat @ geometry.ego2img() @ frames_undo[..., None, :, :]
     cam2keyego = geometry.cam2keyego(frames.of_samples(own2global))
     batch: dict[str, Any] = {
         "img": slot.img(),

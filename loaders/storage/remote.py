@@ -33,7 +33,7 @@ from fuelrail.pipeline.errors import (
     TruncatedShardError,
 )
 from fuelrail.pipeline.format.dataset import Dataset, check_span
-from fuelrail.pipeline.format.fetch import read_fingerprint
+from fuelrail.pipeline.format.fetch import RemoteFolder
 from fuelrail.pipeline.format.layers import EITHER
 from fuelrail.pipeline.storage.filesystem import shown_url
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy
@@ -186,7 +186,7 @@ class RemoteShards:
     def _explain(self, row: IndexRow, kind: type[ShardError], what: str) -> NoReturn:
         """Raise ``kind``, saying whether the dataset at the URL is another one by now."""
         try:
-            fingerprint = read_fingerprint(self._url, self._options, _EXPLAIN, EITHER)
+            fingerprint = RemoteFolder(self._url, self._options, _EXPLAIN).manifest(EITHER)[1].fingerprint
         except (FuelrailError, OSError) as error:
             fingerprint = f"unknown ({type(error).__name__})" if isinstance(error, DatasetError) else "unknown"
         if fingerprint != self.dataset.manifest.fingerprint:

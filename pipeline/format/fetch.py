@@ -105,13 +105,6 @@ def _store(source: RemoteFolder, manifest: Manifest, data: bytes, folder: Path) 
         _publish(folder / MANIFEST_FILE, data)
 
 
-def read_fingerprint(
-    url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy, kinds: Kinds = DATASETS
-) -> str:
-    """Return the fingerprint of the dataset that is at a URL now; raise what fetch_dataset raises."""
-    return RemoteFolder(url, storage_options, retry).manifest(kinds)[1].fingerprint
-
-
 class RemoteFolder:
     """The files of a dataset at a URL, with retries, fetched into its folder in the cache when they are needed."""
 

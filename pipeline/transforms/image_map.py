@@ -258,11 +258,6 @@ def apply_to_intrinsics(ida_mat: NDArray[np.float64], intrinsics: NDArray[np.flo
     return ida_mat[..., :3, :3] @ intrinsics
 
 
-def apply_to_projection(ida_mat: NDArray[np.float64], points2img: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return M4 @ points2img, float64 (..., 4, 4), for ego2img, lidar2img and the like."""
-    return ida_mat @ points2img
-
-
 def _check_size(width: int, height: int) -> None:
     if width < 1 or height < 1:
         raise ConfigError(f"image size {width}x{height} must be at least 1x1")

@@ -23,7 +23,7 @@ from PIL import Image
 
 from fuelrail.loaders.decode import make_decoder, probe
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.transforms.image_map import ImageMap, apply_to_projection
+from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.image_maps import ALL_MAPS, EVERY_PRESET, NUSCENES_WH, PRESETS, photograph, preset_map
 from support.pictures import (
     blob_place,
@@ -151,7 +151,7 @@ class DecoderSuite:
         for sample in range(4):
             image_map = preset_map(name, sample)
             out = self.decode(decoder, encoded, image_map)
-            projected = apply_to_projection(image_map.ida_mat(), ego2img) @ points
+            projected = image_map.ida_mat() @ ego2img @ points
             radius = math.ceil(21 * image_map.max_scale)
             for x, y in (projected[:2] / projected[2]).T:
                 if radius < x < image_map.out_wh[0] - radius and radius < y < image_map.out_wh[1] - radius:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import IndexFileError, ManifestError
 from fuelrail.pipeline.format.index.fixed_columns import FixedColumns
+from fuelrail.pipeline.storage.columns import numpy_dtype
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.blocks import BlockFile
@@ -35,12 +36,7 @@ SHARDS_SCHEMA: Final = pa.schema(
     metadata={"fuelrail.shards.version": "1"},
 )
 _DTYPES: Final = {
-    "first_sample": np.dtype(np.int64),
-    "bytes": np.dtype(np.int64),
-    "sha256": np.dtype("V32"),
-    "framed": np.dtype(np.uint8),
-    "idx_bytes": np.dtype(np.int64),
-    "idx_sha256": np.dtype("V32"),
+    one.name: np.dtype("V32") if one.type == pa.binary(32) else numpy_dtype(one.type) for one in SHARDS_SCHEMA
 }
 _ENDINGS: Final = (".tar", ".tar.zst")
 

@@ -66,26 +66,30 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
     return found
 
 
-def boxes_by_time(
-    rows: Rows | None, frame_times: NDArray[np.int64], *, in_global: bool, is_unix: bool
-) -> list[BoxRows | None]:
-    """Return the boxes of frames at ascending times (F,) [ns], from rows with exactly these times.
+def boxes_of_frames(
+    rows: Rows | None, own: Rows | None, times: NDArray[np.int64], order: NDArray[np.intp], *, in_global: bool,
+    is_unix: bool,
+) -> Sequence[BoxRows | None]:  # fmt: skip
+    """Return the boxes of a clip's frames in ``order``: of the column of ``frames``, else of the table ``own``.
 
-    A frame without rows is not labelled; a row without a category says that it is labelled. Raises SourceError for a
-    row whose time is that of no frame.
+    Of a table they are the rows with exactly the times (F,) [ns] of the frames: a frame without rows is not labelled,
+    and a row without a category says that it is labelled. Raises SourceError for a row whose time is that of no frame.
     """
-    found: list[BoxRows | None] = [None] * len(frame_times)
-    if rows is None:
+    if rows is not None and "boxes" in rows:
+        listed = listed_boxes(rows, in_global=in_global)
+        return [listed[at] for at in order.tolist()]
+    found: list[BoxRows | None] = [None] * len(order)
+    if own is None:
         return found
-    times = rows.times(is_unix=is_unix)
-    if times is None:
-        raise SourceError(f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}")
-    at = np.minimum(np.searchsorted(frame_times, times), len(frame_times) - 1)
-    astray = frame_times[at] != times
+    own_times, frame_times = own.times(is_unix=is_unix), times[order]
+    if own_times is None:
+        raise SourceError(f"table '{own.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}")
+    at = np.minimum(np.searchsorted(frame_times, own_times), len(frame_times) - 1)
+    astray = frame_times[at] != own_times
     if astray.any():
         row = int(np.argmax(astray))
-        rows.fail(row, "timestamp", f"{times[row]} ns is the time of no frame of the clip")
-    values = _values(rows)
+        own.fail(row, "timestamp", f"{own_times[row]} ns is the time of no frame of the clip")
+    values = _values(own)
     is_box = np.array([bool(name) for name in values["category"]])
     for frame, part in rows_by_key(at).items():
         found[frame] = _rows(values, part[is_box[part]], in_global=in_global)
@@ -132,14 +136,3 @@ def _rows(values: dict[str, Any], part: slice | NDArray[np.intp], *, in_global: 
         else:
             chosen[name] = None if column is None else column[part]
     return BoxRows(**chosen, in_global=in_global)
-
-
-def boxes_of_frames(
-    rows: Rows | None, own: Rows | None, times: NDArray[np.int64], order: NDArray[np.intp], *, in_global: bool,
-    is_unix: bool,
-) -> Sequence[BoxRows | None]:  # fmt: skip
-    """Return the boxes of a clip's frames in ``order``: of the column of ``frames``, else of the table ``own``."""
-    if rows is None or "boxes" not in rows:
-        return boxes_by_time(own, times[order], in_global=in_global, is_unix=is_unix)
-    found = listed_boxes(rows, in_global=in_global)
-    return [found[at] for at in order.tolist()]

@@ -13,7 +13,6 @@ from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import (
     ImageMap,
     apply_to_intrinsics,
-    apply_to_projection,
     ida_mats,
     scaled_size,
 )
@@ -92,7 +91,7 @@ def test_points_project_where_the_map_takes_their_pixel(wh, operations, points):
     stored = ego2img @ homogeneous
     stored_uv = np.vstack((stored[:2] / stored[2], np.ones(len(points))))
     expected = image_map.centre_matrix() @ stored_uv
-    augmented = apply_to_projection(image_map.ida_mat(), ego2img) @ homogeneous
+    augmented = image_map.ida_mat() @ ego2img @ homogeneous
     assert_allclose(augmented[:2] / augmented[2], expected[:2], rtol=1e-9, atol=1e-6)
     assert_allclose(augmented[2], homogeneous[2])  # depth is not touched
     k = apply_to_intrinsics(image_map.ida_mat(), K)
