@@ -98,14 +98,10 @@ def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Quie
         num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
         stems = [shard_stem(piece.new.name) for piece in pieces]
         progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
-        for number, piece in enumerate(pieces):
-            source, new, again = datasets[piece.dataset], piece.new, finished is not None
-            was_there = bring(source, piece.old.name, output, new.name, new.bytes, new.sha256, again=again)
+        for number, (dataset, old, new) in enumerate(pieces):
+            was_there = bring_shard(datasets[dataset], old, output, new, again=finished is not None)
             progress.advanced(new.bytes)
             progress.shard_done(ShardDone(number, new.name, new.bytes, kept=was_there))
-            if new.idx_bytes:
-                idx = new.idx_name, new.idx_bytes, new.idx_sha256
-                bring(source, piece.old.idx_name, output, *idx, again=again)
         if whole is not None:
             work.remove()
             return whole
@@ -170,12 +166,18 @@ def _run_state(recipe: Recipe, datasets: Sequence[Dataset], pieces: Sequence[Pie
     )
 
 
-def bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str, *, again: bool) -> bool:
-    """Copy or link a file of a dataset into OUT, unless OUT has it, with that size; returns whether it had.
+def bring_shard(source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, *, again: bool) -> bool:
+    """Copy or link a shard and its DALI index into OUT, unless OUT has them, with that size; returns whether it had.
 
     What is linked is not read; what is copied by this process is, and checked. ``again`` says that OUT was finished:
     then the digest decides, as the source's file may be damaged meanwhile.
     """
+    if new.idx_bytes:
+        _bring(source, old.idx_name, out, new.idx_name, new.idx_bytes, new.idx_sha256, again=again)
+    return _bring(source, old.name, out, new.name, new.bytes, new.sha256, again=again)
+
+
+def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str, *, again: bool) -> bool:
     was_there = out.size(new) == num_bytes  # nothing has its name before it is whole
     if was_there and (not again or out.holds(new, num_bytes, sha256)):
         return True

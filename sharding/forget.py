@@ -37,7 +37,7 @@ from fuelrail.pipeline.settings import flag
 from fuelrail.pipeline.storage.files import open_file, sync_folder
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url, shown_url
 from fuelrail.pipeline.text import Printed, escaped
-from fuelrail.sharding.append import bring, take_attributes
+from fuelrail.sharding.append import bring_shard, take_attributes
 from fuelrail.sharding.output.folder import FolderOutput
 from fuelrail.sharding.output.resume import check_same_recipe
 from fuelrail.sharding.output.workspace import RunState, Workspace
@@ -360,9 +360,7 @@ def _write_shards(
                 new = new._replace(idx_bytes=len(idx), idx_sha256=hashlib.sha256(idx).hexdigest())
             rows = packed.rows
         elif name != old.name:
-            bring(source, old.name, out, name, old.bytes, old.sha256, again=False)
-            if old.idx_bytes:
-                bring(source, old.idx_name, out, new.idx_name, old.idx_bytes, old.idx_sha256, again=False)
+            bring_shard(source, old, out, new, again=False)
         yield from (row._replace(shard=len(entries)) for row in rows)
         entries.append(new)
         first += len(here)

@@ -80,10 +80,8 @@ class FolderOutput:
 
     Names are relative to it, with ``/``; each process, on any machine, makes its own. ``location`` is the text that
     :func:`open_output` takes, ``shown`` the location as messages may show it, ``work`` the folder on this machine for
-    scan table, plan and files that are being made. ``has_version_tags``: :meth:`version_tag` may return something.
+    scan table, plan and files that are being made.
     """
-
-    has_version_tags = False
 
     def __init__(self, folder: str) -> None:
         self.root = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow links

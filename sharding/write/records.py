@@ -67,7 +67,7 @@ def is_whole(out: Output, record: ShardRecord) -> bool:
     """Return whether OUT holds shard and DALI index as recorded: by version tag if there is one, else by a read."""
     if record.idx_bytes and not out.holds(f"{record.stem}.idx", record.idx_bytes, record.idx_sha256):
         return False
-    tag = out.read(f"{_RECORDS}/{record.stem}.tag") if out.has_version_tags else None
+    tag = out.read(f"{_RECORDS}/{record.stem}.tag")
     if tag is not None and tag.decode(errors="replace") == out.version_tag(record.name):
         return True
     return out.holds(record.name, record.bytes, record.sha256)
