@@ -180,7 +180,7 @@ def forget(
         if isinstance(plan, ForgetReport):
             work.remove()
             return plan
-        work.start(RunState(recipe=recipe, num_samples=0, num_clips=0, samples_sha256="", shards=[]))
+        work.start(RunState(recipe=recipe))
         with out.publish(_PLAN) as target:
             target.write(msgspec.json.encode(plan))
         folders = [_delete(part, plan.parts[0]) for part in plan.parts]

@@ -33,15 +33,17 @@ STATE: Final = f"{WORK_FOLDER}/run.json"
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A started run: the recipe (without the scan's digest), its samples and the shards they are cut into.
 
+    Of a run that reuses shards, the recipe says it all.
+
     ``samples_sha256`` is of the keys that are in the dataset and of the clips' splits. Metadata, and names and sizes of
     files, are not part of it: where those change, the shards concerned are written again, in the same cut.
     """
 
     recipe: Recipe
-    num_samples: int
-    num_clips: int
-    samples_sha256: str
-    shards: list[PlannedShard]
+    num_samples: int = 0
+    num_clips: int = 0
+    samples_sha256: str = ""
+    shards: list[PlannedShard] = msgspec.field(default_factory=list)
 
 
 class Workspace:
