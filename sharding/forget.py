@@ -46,6 +46,7 @@ from fuelrail.sharding.write.layers.finish import publish_rows
 from fuelrail.sharding.write.packer import FramedPacker, Packed, RawMember, ShardPacker
 from fuelrail.sharding.write.publish import publish_tables, write_attributes, write_index
 from fuelrail.sharding.write.read_buffer import ReadBuffer
+from fuelrail.sharding.write.records import publish_listing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -352,12 +353,7 @@ def _write_shards(
         rows = [source.index.row(at) for at in here.tolist()]
         if old.name in part.found.shards:
             packed = _pack(source, old.name, name, len(entries), rows, part, out)
-            idx = packed.listing
-            new = new._replace(bytes=packed.num_bytes, sha256=packed.sha256)
-            if idx:
-                with out.publish(new.idx_name) as target:
-                    target.write(idx)
-                new = new._replace(idx_bytes=len(idx), idx_sha256=hashlib.sha256(idx).hexdigest())
+            new = publish_listing(out, new._replace(bytes=packed.num_bytes, sha256=packed.sha256), packed.listing)
             rows = packed.rows
         elif name != old.name:
             bring_shard(source, old, out, new, again=False)

@@ -87,9 +87,7 @@ class SynthClip:
     @property
     def description(self) -> str:
         """Return free text as a nuScenes scene has it; rain and night are found by these words."""
-        bend = self.road.curvature_per_m
-        way = "straight road" if abs(bend) < 1e-3 else f"road bends {'left' if bend > 0 else 'right'}"
-        return f"Synthetic, {self.weather.description}, {way}, roadworks, parked cars, peds on sidewalk, peds crossing"
+        return f"Synthetic, {self.weather.description}, roadworks, parked cars, peds on sidewalk, peds crossing"
 
     def seconds(self, timestamp_us: int) -> float:
         """Return the time since the start of the clip [s]."""

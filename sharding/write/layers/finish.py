@@ -35,21 +35,20 @@ from fuelrail.pipeline.format.layers import (
 )
 from fuelrail.pipeline.format.manifest import (
     FORMAT_VERSION,
-    MANIFEST_FILE,
     FileEntry,
     Lineage,
-    decode_manifest,
 )
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
 from fuelrail.pipeline.settings import Settings
+from fuelrail.sharding.output.folder import Output, manifest_in
 from fuelrail.sharding.write.layers.segments import SegmentRow, Segments
 from fuelrail.sharding.write.packer import dali_index
 from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, write_index
+from fuelrail.sharding.write.records import publish_listing
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.sharding.output.folder import Output
 
 SHARD_BYTES: Final = 256 << 20
 """A shard ends before the row that would make it larger."""
@@ -87,7 +86,7 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
     Raises DatasetError where samples of the base have no row, unless ``partial`` allows it, and what
     `Segments.rows` raises.
     """
-    manifest = _manifest_in(out)
+    manifest = manifest_in(out, LAYERS)
     if manifest is None:
         segments = Segments(out, len(base))
         _check_whole(segments, base, out, partial=partial)
@@ -96,27 +95,16 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
         try:
             manifest = _write(out, temporary, base, run, segments)
         except FileNotFoundError:  # at a URL another machine may have finished the layer, and removed the segments
-            manifest = _manifest_in(out)
+            manifest = manifest_in(out, LAYERS)
             if manifest is None:
                 raise
     out.remove_work()
-    return manifest
-
-
-def _manifest_in(out: Output) -> LayerManifest | None:
-    data = out.read(MANIFEST_FILE)
-    if data is None:
-        return None
-    manifest = decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", LAYERS)
-    assert isinstance(manifest, LayerManifest)
+    assert isinstance(manifest, LayerManifest), "what the format of layers is decoded to"
     return manifest
 
 
 def _check_whole(segments: Segments, base: Dataset, out: Output, *, partial: bool) -> None:
-    present = np.zeros(len(base), bool)
-    for positions in segments.positions:
-        present[positions] = True
-    lacking = np.flatnonzero(~present)
+    lacking = np.flatnonzero(~segments.are_there())
     if len(lacking) == len(base) or (lacking.size and not partial):
         keys = ", ".join(base.index.row(int(at)).key for at in lacking[:_SHOWN_KEYS])
         raise DatasetError(
@@ -198,15 +186,9 @@ def _write_shards(
                 following = next(found, None)
             file.write(END_OF_ARCHIVE)
             digest.update(END_OF_ARCHIVE)
-        listing = dali_index(rows)
-        entry = ShardEntry(
-            name=name, split=LAYER_SPLIT, first_sample=first, num_samples=len(rows),
-            bytes=offset + len(END_OF_ARCHIVE), sha256=digest.hexdigest(),
-            idx_bytes=len(listing), idx_sha256=hashlib.sha256(listing).hexdigest(),
-        )  # fmt: skip
-        with out.publish(entry.idx_name) as file:
-            file.write(listing)
-        entries.append(entry)
+        num_bytes = offset + len(END_OF_ARCHIVE)
+        entry = ShardEntry(name, LAYER_SPLIT, first, len(rows), num_bytes, digest.hexdigest())
+        entries.append(publish_listing(out, entry, dali_index(rows)))
         first += len(rows)
 
 
