@@ -68,7 +68,7 @@ def _configure_sources(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_sources(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.api import sources
+    from fuelrail.sharding.sources.registry import sources
 
     as_json = from_flags(args, PrintOptions).json
     sys.stdout.write("\n".join(kind.as_json() if as_json else kind.as_text() for kind in sources(args.kind)))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.demo.options import SynthOptions
 
 KEYFRAME_US: Final = 500_000
-_EPOCH_S: Final = 1_893_456_000  # 2030-01-01 00:00 UTC: nobody can take these drives for recorded ones
+_EPOCH_S: Final = 1_893_506_400  # 2030-01-01 14:00 UTC: nobody can take these drives for recorded ones
 _CLIPS_PER_LOG: Final = 2
 _EGO_LENGTH_M, _EGO_WIDTH_M, _EGO_CENTRE_M = 4.6, 1.95, 1.4
 _BOX_LIFT_M: Final = 0.03
@@ -53,7 +53,6 @@ _WEATHERS: Final = (
     Weather("dusk, overcast", 0.75, 240.0, (186, 168, 160), (112, 112, 132)),
     Weather("night, street lights", 0.4, 110.0, (18, 20, 28), (8, 10, 18)),
 )
-_LOG_HOURS: Final = (14.0, 18.75)
 _VEHICLES: Final = ("synth-a", "synth-b")
 _LOCATIONS: Final = ("synth-riverside", "synth-hilltop", "synth-harbour", "synth-oldtown")
 
@@ -140,8 +139,7 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
     """Return clip ``index`` of the world, which does not depend on how many clips there are."""
     draw = stream(world.seed, "clip", index)
     log = index // _CLIPS_PER_LOG
-    place = stream(world.seed, "log", log)
-    log_start_s = _EPOCH_S + 86_400 * (7 * log + int(place.integers(0, 7))) + int(3600 * _LOG_HOURS[log % 2])
+    log_start_s = _EPOCH_S + 7 * 86_400 * log
     start_us = (log_start_s + 1800 * (index % _CLIPS_PER_LOG)) * 1_000_000 + int(draw.integers(0, 1_000_000))
     duration_s = KEYFRAME_US * 1e-6 * (world.frames - 1)
     speed_mps = draw.uniform(6.0, 9.5)

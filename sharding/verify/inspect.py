@@ -44,6 +44,10 @@ _RECIPE = ("teacher", "temperature", "positions")
 """What of a layer's recipe is shown."""
 
 
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""The titles of columns, and the cells of each row."""
+
+
 class Description(NamedTuple):
     """The result of `inspect`: ``facts`` are plain values for programs, ``text`` is for people."""
 
@@ -105,22 +109,15 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
         for m in members
     ]
     attributes = _attribute_statistics(dataset)
-    text = "\n\n".join(
-        [
-            _table((), head),
-            _table(("split", "samples", "clips", "shards"), splits),
-            *([_table(("channel", "source name", "pixels or columns"), channels)] if channels else []),
-            *([_table(("channel", "kind", "values; frame; law; description"), others)] if others else []),
-            *([_table(("attribute", "type", "values and samples"), attributes)] if attributes else []),
-            _table(("member", "codec", "samples", "stored MB", "raw MB"), fields),
-            *(
-                [_table(("split", "first numbers", "; ".join(_SHOWN_STATISTICS)), _statistics(numbers))]
-                if numbers
-                else []
-            ),
-            "",
-        ]
-    ).removesuffix("\n")
+    text = _page(
+        ((), head),
+        (("split", "samples", "clips", "shards"), splits),
+        (("channel", "source name", "pixels or columns"), channels),
+        (("channel", "kind", "values; frame; law; description"), others),
+        (("attribute", "type", "values and samples"), attributes),
+        (("member", "codec", "samples", "stored MB", "raw MB"), fields),
+        (("split", "first numbers", "; ".join(_SHOWN_STATISTICS)), _statistics(numbers)),
+    )
     named = [dict(zip(("name", "type", "values"), one, strict=True)) for one in attributes]
     facts = {"manifest": msgspec.to_builtins(manifest), "members": members, "attributes": named}
     return Description({**facts, "statistics": numbers} if statistics else facts, text)
@@ -173,15 +170,14 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
             *address,
             ("clip", f"{row.clip_id}, frame {row.frame}, {row.timestamp_ns} ns"),
         ]
-        tables = [_table(("channel", "value"), list(facts["values"].items()))]
+        tables: list[Table] = [(("channel", "value"), [*facts["values"].items()])]
     else:
         sample = _read(dataset, row, at)
         facts["meta"] = msgspec.to_builtins(sample.meta)
         of_split = f"position {at} of {len(dataset.index):,}, split {sample.meta.split}"
         head = [("sample", f"{row.key} ({of_split})"), *address, *_sample_facts(dataset, sample)]
         tables = _sensor_tables(dataset, sample)
-    parts = [_table((), head), _table(("member", "codec", "at", "stored", "raw"), members), *tables, ""]
-    return Description(facts, "\n\n".join(parts).removesuffix("\n"))
+    return Description(facts, _page(((), head), (("member", "codec", "at", "stored", "raw"), members), *tables))
 
 
 def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
@@ -229,7 +225,7 @@ def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
     ]
 
 
-def _sensor_tables(dataset: Dataset, sample: Sample) -> list[str]:
+def _sensor_tables(dataset: Dataset, sample: Sample) -> list[Table]:
     meta, geometry = sample.meta, sample.geometry
     cameras = []
     for number, camera in enumerate(dataset.manifest.cameras):
@@ -249,10 +245,7 @@ def _sensor_tables(dataset: Dataset, sample: Sample) -> list[str]:
     points = [
         (channel, f"{len(array):,} points", f"{array.shape[1]} columns") for channel, array in sample.points.items()
     ]
-    return [
-        _table(("camera", "valid", "pixels", "exposed", "fx fy", "cx cy", "in ego"), cameras),
-        *([_table((), points)] if points else []),
-    ]
+    return [(("camera", "valid", "pixels", "exposed", "fx fy", "cx cy", "in ego"), cameras), ((), points)]
 
 
 def _values_of(channel: Channel) -> str:
@@ -349,6 +342,11 @@ def _boxes(sample: Sample, classes: Sequence[str]) -> str:
 
 def _vector(values: np.ndarray[Any, Any], unit: str) -> str:
     return " ".join(f"{value:.2f}" for value in values) + f" {unit}"
+
+
+def _page(*tables: Table) -> str:
+    """Return the tables one below the other, without those that have no rows."""
+    return "\n\n".join(_table(*one) for one in tables if one[1]) + "\n"
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -48,6 +48,8 @@ class ShardPacker:
     ``buffer`` is where its files were read.
     """
 
+    _has_listing = True
+
     def __init__(
         self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None, buffer: ReadBuffer
     ) -> None:
@@ -95,7 +97,8 @@ class ShardPacker:
         end = self._end()
         self._write([end])
         self._file.flush()
-        return Packed(self._offset + len(end), self._digest.hexdigest(), self._rows, self._dali_index())
+        listing = dali_index(self._rows) if self._has_listing else b""
+        return Packed(self._offset + len(end), self._digest.hexdigest(), self._rows, listing)
 
     def _stored_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:  # noqa: ARG002 - for errors
         """Return a sample's span as the file takes it, in pieces, and its length."""
@@ -103,9 +106,6 @@ class ShardPacker:
 
     def _end(self) -> bytes:
         return END_OF_ARCHIVE
-
-    def _dali_index(self) -> bytes:
-        return dali_index(self._rows)
 
     def _write(self, pieces: Sequence[Buffer]) -> None:
         for piece in pieces:
@@ -115,6 +115,8 @@ class ShardPacker:
 
 class FramedPacker(ShardPacker):
     """The same for the frame layout: each span as one zstd frame, and a seek table; DALI has no index for those."""
+
+    _has_listing = False
 
     def __init__(self, file: BinaryIO, number: int, level: int, buffer: ReadBuffer) -> None:
         super().__init__(file, number, level, None, buffer)
@@ -132,9 +134,6 @@ class FramedPacker(ShardPacker):
     def _end(self) -> bytes:
         end = encode_frame(END_OF_ARCHIVE, self._level)
         return end + encode_seek_table([*self._sizes, (len(end), len(END_OF_ARCHIVE))])
-
-    def _dali_index(self) -> bytes:
-        return b""
 
 
 def dali_index(rows: Sequence[IndexRow]) -> bytes:

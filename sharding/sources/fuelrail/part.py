@@ -11,18 +11,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import MemberError, SchemaError, ShardError, SourceError
+from fuelrail.pipeline.errors import MemberError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import check_span, read_members
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.zstd_frames import is_framed, read_head
-from fuelrail.pipeline.sample.schema import (
-    BOXES,
-    GEOMETRY,
-    META,
-    POINTS_EXTENSION,
-    decode_sample,
-)
+from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, decode_sample
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.retry import fault_of
@@ -30,7 +24,6 @@ from fuelrail.sharding.sources.fuelrail.merging import open_source
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.pipeline.sample.schema import Sample as DecodedSample
     from fuelrail.pipeline.storage.columns import Disk
 
 INLINE: Final = (META, GEOMETRY, BOXES)
@@ -106,21 +99,11 @@ class DatasetPart:
             try:
                 check_span(row, span, shard)
                 members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
-                self._check(decode_sample(row.key, members, self.fields))
+                decode_sample(row.key, members, self.fields)
             except (ShardError, MemberError) as error:
                 raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
             self._read = (at, {name: members[name] for name in members if name not in INLINE})
         return self._read[1].pop(field)  # each is asked for once, and a large one is not to stay
-
-    def _check(self, sample: DecodedSample) -> None:
-        for lidar in self.dataset.manifest.lidars:
-            points, wanted = sample.points.get(lidar.channel), len(lidar.columns)
-            if points is not None and points.shape[1] != wanted:
-                raise SchemaError(
-                    f"points of {points.shape[1]} columns, the manifest has {wanted}",
-                    key=sample.key,
-                    member=f"{lidar.channel}.{POINTS_EXTENSION}",
-                )
 
     def _row(self, at: int) -> IndexRow:
         """Return a row of the index by itself: all rows together would fill this process's memory."""
