@@ -28,9 +28,9 @@ from fuelrail.sharding.run import Outcome, checked_source
 from fuelrail.sharding.run import repair as repair_dataset
 from fuelrail.sharding.run import shard as run_shard
 from fuelrail.sharding.sources.fuelrail.source import SEPARATOR
-from fuelrail.sharding.sources.registry import SourceKind, SourceSpec, parse_source, source_kinds
+from fuelrail.sharding.sources.registry import SourceSpec, parse_source
 from fuelrail.sharding.sources.shared.scan_report import ScanReport
-from fuelrail.sharding.verify.dataset import Checked, VerifyReport, ignore
+from fuelrail.sharding.verify.dataset import Checked, VerifyReport
 from fuelrail.sharding.verify.dataset import verify as verify_dataset
 from fuelrail.sharding.verify.inspect import Description, describe_dataset, describe_sample
 from fuelrail.sharding.write.break_even import BreakEven
@@ -165,9 +165,9 @@ def shard(
 
     ``out`` is a folder or a URL that fsspec can write. ``settings`` are the fields of :class:`Recipe` as keywords
     (``seed=7, splits={"train": 0.8, "val": 0.2}``), or give one struct. ``options`` are those of the kind of source,
-    such as ``{"version": "v1.0-mini"}``; :func:`sources` lists kinds and options. ``workers=0`` is one per core;
-    ``engine`` is "threads", "processes", "ray" or None for the best local one. A script that starts processes needs an
-    ``if __name__ == "__main__":`` guard: they import it.
+    such as ``{"version": "v1.0-mini"}``; :func:`fuelrail.sources` lists kinds and options. ``workers=0`` is one per
+    core; ``engine`` is "threads", "processes", "ray" or None for the best local one. A script that starts processes
+    needs an ``if __name__ == "__main__":`` guard: they import it.
 
     Raises SourceError for faults of the source, DatasetExistsError where ``out`` holds another dataset, DatasetError
     where it cannot be written, ConfigError for options.
@@ -178,14 +178,6 @@ def shard(
             f"'{spec.location}' is already a Fuelrail dataset: use `fuelrail reshard {spec.location} {os.fspath(out)}`"
         )
     return _run(spec, out, _recipe(recipe, settings), engine, workers, ray_address, progress)
-
-
-def sources(kind: str | None = None) -> list[SourceKind]:
-    """Return the kinds of sources that are installed, or one: options, and what is to be installed for it.
-
-    Raises ConfigError for an unknown kind.
-    """
-    return source_kinds(kind)
 
 
 def check_source(
@@ -261,7 +253,7 @@ def verify(
     deep: bool = False,
     workers: int | None = None,
     repair: str | Sequence[str] | None = None,
-    progress: Checked = ignore,
+    progress: Checked = lambda _shard, _num_shards: None,
     before_repair: Callable[[VerifyReport], object] | None = None,
 ) -> VerifyReport:
     """Check every byte of a dataset, in a folder or at a URL; what is wrong is in the report's ``faults``.

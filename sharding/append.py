@@ -23,12 +23,10 @@ import numpy as np
 import pyarrow as pa
 
 from fuelrail.pipeline.channels.sensors import channel_table
-from fuelrail.pipeline.errors import ConfigError, DatasetError, SourceError
+from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
-from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
-from fuelrail.pipeline.format.index.tables import file_entry
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Lineage, Manifest
 from fuelrail.pipeline.format.zstd_frames import is_framed, shard_stem
 from fuelrail.pipeline.storage.columns import Disk
@@ -48,13 +46,14 @@ from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.recipe import Recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.sources.fuelrail.merging import check_alike, check_disjoint, joined
+from fuelrail.sharding.sources.fuelrail.merging import check_alike, check_disjoint, joined, open_source
 from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, write_attributes, write_index
 from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
 
 _COPY_BYTES: Final = 8 << 20
@@ -82,7 +81,7 @@ def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Quie
     progress = progress or Quiet()
     output = open_output(out)
     check_out(output)
-    datasets = [_open(location) for location in locations]
+    datasets = [open_source(location) for location in locations]
     _check(datasets)
     pieces = _deal(datasets)
     recipe = Recipe(source="append", source_options={"fingerprints": [d.manifest.fingerprint for d in datasets]})
@@ -93,32 +92,21 @@ def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Quie
         check_same_recipe(output.shown, started.recipe if started else None, recipe)
         whole = if_whole(output, finished)
         if whole is None:
-            work.start(_run_state(recipe, datasets, pieces))
+            work.start(RunState(recipe=recipe))
             output.remove(MANIFEST_FILE)
         num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
         stems = [shard_stem(piece.new.name) for piece in pieces]
         progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
-        for number, piece in enumerate(pieces):
-            source, new, again = datasets[piece.dataset], piece.new, finished is not None
-            was_there = bring(source, piece.old.name, output, new.name, new.bytes, new.sha256, again=again)
+        for number, (dataset, old, new) in enumerate(pieces):
+            was_there = bring_shard(datasets[dataset], old, output, new, again=finished is not None)
             progress.advanced(new.bytes)
             progress.shard_done(ShardDone(number, new.name, new.bytes, kept=was_there))
-            if new.idx_bytes:
-                idx = new.idx_name, new.idx_bytes, new.idx_sha256
-                bring(source, piece.old.idx_name, output, *idx, again=again)
         if whole is not None:
             work.remove()
             return whole
         manifest = _publish(work, datasets, pieces, recipe)
         work.remove()
     return manifest
-
-
-def _open(location: str) -> Dataset:
-    try:
-        return open_dataset(location)
-    except DatasetError as error:
-        raise SourceError(str(error)) from error
 
 
 def _check(datasets: Sequence[Dataset]) -> None:
@@ -139,7 +127,8 @@ def _check(datasets: Sequence[Dataset]) -> None:
 
 
 def _dictionary(dataset: Dataset) -> str | None:
-    return next((entry.sha256 for entry in dataset.manifest.files if entry.name == DICTIONARY_FILE), None)
+    entry = dataset.manifest.file(DICTIONARY_FILE)
+    return None if entry is None else entry.sha256
 
 
 def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
@@ -160,22 +149,18 @@ def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
     return pieces
 
 
-def _run_state(recipe: Recipe, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> RunState:
-    return RunState(
-        recipe=recipe,
-        num_samples=sum(dataset.manifest.num_samples for dataset in datasets),
-        num_clips=sum(dataset.manifest.num_clips for dataset in datasets),
-        samples_sha256=hashlib.sha256("".join(piece.new.sha256 for piece in pieces).encode()).hexdigest(),
-        shards=[],
-    )
-
-
-def bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str, *, again: bool) -> bool:
-    """Copy or link a file of a dataset into OUT, unless OUT has it, with that size; returns whether it had.
+def bring_shard(source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, *, again: bool) -> bool:
+    """Copy or link a shard and its DALI index into OUT, unless OUT has them, with that size; returns whether it had.
 
     What is linked is not read; what is copied by this process is, and checked. ``again`` says that OUT was finished:
     then the digest decides, as the source's file may be damaged meanwhile.
     """
+    if new.idx_bytes:
+        _bring(source, old.idx_name, out, new.idx_name, new.idx_bytes, new.idx_sha256, again=again)
+    return _bring(source, old.name, out, new.name, new.bytes, new.sha256, again=again)
+
+
+def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str, *, again: bool) -> bool:
     was_there = out.size(new) == num_bytes  # nothing has its name before it is whole
     if was_there and (not again or out.holds(new, num_bytes, sha256)):
         return True
@@ -220,14 +205,12 @@ def _publish(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piec
     codecs = {codec for dataset in datasets for codec in dataset.index.codecs}
     write_index(work.temporary, names, codecs, _rows(datasets, pieces))
     write_attributes(work.temporary, take_attributes(work.temporary, datasets, _runs(pieces)))
-    published = []
-    if datasets[0].dictionary is not None:
-        dictionary = work.temporary / DICTIONARY_FILE
-        dictionary.write_bytes(datasets[0].dictionary.data)
-        published.append(file_entry(dictionary))
-        work.out.publish_file(DICTIONARY_FILE, dictionary)
     manifests = [dataset.manifest for dataset in datasets]
     first = manifests[0]
+    dictionary = first.file(DICTIONARY_FILE)
+    if dictionary is not None:
+        name, size, sha256 = dictionary.name, dictionary.bytes, dictionary.sha256
+        _bring(datasets[0], name, work.out, name, size, sha256, again=True)
     cameras = [
         msgspec.structs.replace(
             camera, sizes=tuple(sorted({size for m in manifests for size in m.cameras[number].sizes}))
@@ -257,7 +240,9 @@ def _publish(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piec
         split: sum(m.splits[split].num_clips for m in manifests if split in m.splits)
         for split in dict.fromkeys(piece.new.split for piece in pieces)
     }
-    return publish_tables(work.out, work.temporary, [piece.new for piece in pieces], num_clips, make, published)
+    return publish_tables(
+        work.out, work.temporary, [piece.new for piece in pieces], num_clips, make, [dictionary] if dictionary else []
+    )
 
 
 def _rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[IndexRow]:

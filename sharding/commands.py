@@ -68,7 +68,7 @@ def _configure_sources(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_sources(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.api import sources
+    from fuelrail.sharding.sources.registry import sources
 
     as_json = from_flags(args, PrintOptions).json
     sys.stdout.write("\n".join(kind.as_json() if as_json else kind.as_text() for kind in sources(args.kind)))
@@ -138,7 +138,7 @@ def _show(args: argparse.Namespace, work: Callable[[Quiet], ShardReport]) -> int
             sys.stderr.write("fuelrail: finished shards are kept; run the same command to resume\n")
             raise
     if isinstance(progress, JsonLines):
-        progress.emit(
+        progress.show(
             "finished",
             samples=report.num_samples,
             shards=report.num_shards,
@@ -163,16 +163,16 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
 
 def _run_verify(args: argparse.Namespace) -> int:
     from fuelrail.sharding.api import VerifyOptions, verify
-    from fuelrail.sharding.progress import checking
+    from fuelrail.sharding.progress import bar
 
     options = from_flags(args, VerifyOptions)
-    with sigterm_interrupts(), checking() as checked:
+    with sigterm_interrupts(), bar("checking") as update:
         report = verify(
             args.dataset,
             deep=options.deep,
             workers=options.workers,
             repair=options.repair,
-            progress=checked,
+            progress=lambda shard, number: update(total=number, advance=1, description=f"checked {shard.name}"),
             before_repair=lambda damage: sys.stderr.write(damage.as_text()),
         )
     _print(args, report)
@@ -285,11 +285,11 @@ def _configure_synth(parser: argparse.ArgumentParser) -> None:
 def _run_synth(args: argparse.Namespace) -> int:
     from fuelrail.sharding.demo.options import SynthOptions
     from fuelrail.sharding.demo.synth import synth
-    from fuelrail.sharding.progress import rendering
+    from fuelrail.sharding.progress import bar
 
     options = from_flags(args, SynthOptions)
-    with rendering() as advance:
-        report = synth(args.out, options, progress=advance)
+    with bar("rendering captures") as update:
+        report = synth(args.out, options, progress=lambda done, total: update(completed=done, total=total))
     sys.stdout.write(report.as_text())
     return 0
 

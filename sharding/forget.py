@@ -37,7 +37,7 @@ from fuelrail.pipeline.settings import flag
 from fuelrail.pipeline.storage.files import open_file, sync_folder
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url, shown_url
 from fuelrail.pipeline.text import Printed, escaped
-from fuelrail.sharding.append import bring, take_attributes
+from fuelrail.sharding.append import bring_shard, take_attributes
 from fuelrail.sharding.output.folder import FolderOutput
 from fuelrail.sharding.output.resume import check_same_recipe
 from fuelrail.sharding.output.workspace import RunState, Workspace
@@ -46,6 +46,7 @@ from fuelrail.sharding.write.layers.finish import publish_rows
 from fuelrail.sharding.write.packer import FramedPacker, Packed, RawMember, ShardPacker
 from fuelrail.sharding.write.publish import publish_tables, write_attributes, write_index
 from fuelrail.sharding.write.read_buffer import ReadBuffer
+from fuelrail.sharding.write.records import publish_listing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -180,7 +181,7 @@ def forget(
         if isinstance(plan, ForgetReport):
             work.remove()
             return plan
-        work.start(RunState(recipe=recipe, num_samples=0, num_clips=0, samples_sha256="", shards=[]))
+        work.start(RunState(recipe=recipe))
         with out.publish(_PLAN) as target:
             target.write(msgspec.json.encode(plan))
         folders = [_delete(part, plan.parts[0]) for part in plan.parts]
@@ -352,17 +353,10 @@ def _write_shards(
         rows = [source.index.row(at) for at in here.tolist()]
         if old.name in part.found.shards:
             packed = _pack(source, old.name, name, len(entries), rows, part, out)
-            idx = packed.listing
-            new = new._replace(bytes=packed.num_bytes, sha256=packed.sha256)
-            if idx:
-                with out.publish(new.idx_name) as target:
-                    target.write(idx)
-                new = new._replace(idx_bytes=len(idx), idx_sha256=hashlib.sha256(idx).hexdigest())
+            new = publish_listing(out, new._replace(bytes=packed.num_bytes, sha256=packed.sha256), packed.listing)
             rows = packed.rows
         elif name != old.name:
-            bring(source, old.name, out, name, old.bytes, old.sha256, again=False)
-            if old.idx_bytes:
-                bring(source, old.idx_name, out, new.idx_name, old.idx_bytes, old.idx_sha256, again=False)
+            bring_shard(source, old, out, new, again=False)
         yield from (row._replace(shard=len(entries)) for row in rows)
         entries.append(new)
         first += len(here)

@@ -14,7 +14,6 @@ from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.format.zstd_frames import shard_stem
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.sharding.sources.source import ScanInfo
     from fuelrail.sharding.write.shard_writer import ShardDone
 
@@ -22,29 +21,7 @@ _TICK_S = 1.0
 
 
 class Quiet:
-    """The callbacks of a run, which here show nothing; a display is a subclass."""
-
-    def scanned(self, info: ScanInfo) -> None:
-        """Take the result of the source's scan."""
-
-    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
-        """Take the shards that will be made, in this order, and their approximate size in bytes."""
-
-    def advanced(self, num_bytes: int) -> None:
-        """Take the number of bytes written since the last call."""
-
-    def shard_done(self, shard: ShardDone) -> None:
-        """Take a finished shard."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Take the display down."""
-
-
-class _Counting(Quiet):
-    """Counts what is done, and knows which shard is the current one."""
+    """The callbacks of a run, which count what is done and show nothing; a display is a subclass with `show`."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, None] = {}
@@ -61,68 +38,64 @@ class _Counting(Quiet):
         """Bytes a second since the shards were started."""
         return self.num_bytes / max(time.monotonic() - self._start, 1e-3)
 
-    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:  # noqa: ARG002 - not counted
-        """Begin to count."""
+    def scanned(self, info: ScanInfo) -> None:
+        """Take the result of the source's scan."""
+        report = None if info.report is None else info.report.builtins()
+        self.show("scanned", clips=len(info.clips), samples=info.num_samples, report=report)
+
+    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
+        """Take the shards that will be made, in this order, and their approximate size in bytes."""
         self._waiting = dict.fromkeys(shards)
         self.num_shards, self.total_bytes = len(shards), num_bytes
         self._start = time.monotonic()
+        self.show("planned", samples=num_samples, shards=len(shards), bytes=num_bytes)
 
     def advanced(self, num_bytes: int) -> None:
-        """Count the bytes."""
+        """Take the number of bytes written since the last call."""
         self.num_bytes += num_bytes
+        self.show("progress", bytes=self.num_bytes, total_bytes=self.total_bytes)
 
     def shard_done(self, shard: ShardDone) -> None:
-        """Count the shard."""
+        """Take a finished shard."""
         self.num_done += 1
         self._waiting.pop(shard_stem(shard.name), None)
+        self.show("shard", name=shard.name, bytes=shard.num_bytes, kept=shard.kept)
+
+    def show(self, event: str, **values: Any) -> None:  # values that JSON takes
+        """Show what happened."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the display down."""
 
 
-class JsonLines(_Counting):
+class JsonLines(Quiet):
     """One JSON object a line on stdout for each event, and one a second for the bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last = time.monotonic()
 
-    def scanned(self, info: ScanInfo) -> None:
-        """Print counts of the source, and the report of its scan where it has one."""
-        report = None if info.report is None else info.report.builtins()
-        self.emit("scanned", clips=len(info.clips), samples=info.num_samples, report=report)
-
-    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
-        """Print counts of the plan."""
-        super().planned(num_samples, shards, num_bytes)
-        self.emit("planned", samples=num_samples, shards=len(shards), bytes=num_bytes)
-
-    def advanced(self, num_bytes: int) -> None:
-        """Print bytes so far, rate, seconds to go and the current shard, once a second."""
-        super().advanced(num_bytes)
-        if time.monotonic() - self._last >= _TICK_S:
-            self._last = time.monotonic()
-            self.emit(
-                "progress",
-                bytes=self.num_bytes,
-                total_bytes=self.total_bytes,
-                bytes_per_s=round(self.rate),
-                eta_s=round(max(self.total_bytes - self.num_bytes, 0) / self.rate, 1) if self.num_bytes else None,
-                shards=self.num_done,
-                total_shards=self.num_shards,
-                current=self.current,
-            )
-
-    def shard_done(self, shard: ShardDone) -> None:
-        """Name and size of a shard."""
-        super().shard_done(shard)
-        self.emit("shard", name=shard.name, bytes=shard.num_bytes, kept=shard.kept)
-
-    @staticmethod
-    def emit(event: str, **values: Any) -> None:  # values that JSON takes
-        """Print one event."""
+    def show(self, event: str, **values: Any) -> None:
+        """Print an event; of progress also rate, seconds to go and the current shard, once a second."""
+        if event == "progress":
+            if time.monotonic() - self._last < _TICK_S:
+                return
+            self._last, left = time.monotonic(), max(self.total_bytes - self.num_bytes, 0)
+            values |= {
+                "bytes_per_s": round(self.rate),
+                "eta_s": round(left / self.rate, 1) if self.num_bytes else None,
+                "shards": self.num_done,
+                "total_shards": self.num_shards,
+                "current": self.current,
+            }
         sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
         sys.stdout.flush()
 
 
-class Bar(_Counting):
+class Bar(Quiet):
     """A progress bar on stderr with rate, time to go and the current shard."""
 
     def __init__(self) -> None:
@@ -143,25 +116,14 @@ class Bar(_Counting):
             highlight=False,
         )
 
-    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
-        """Begin the bar."""
-        super().planned(num_samples, shards, num_bytes)
-        self._bar.reset(self._task, total=num_bytes, description=self._text)
-
-    def advanced(self, num_bytes: int) -> None:
+    def show(self, event: str, **values: Any) -> None:
         """Move the bar."""
-        super().advanced(num_bytes)
-        self._bar.advance(self._task, num_bytes)
-
-    def shard_done(self, shard: ShardDone) -> None:
-        """Count the shard."""
-        super().shard_done(shard)
-        self._bar.update(self._task, description=self._text)
-
-    @property
-    def _text(self) -> str:
         doing = "finishing" if self.current is None else f"making {self.current}"
-        return f"{self.num_done}/{self.num_shards} shards, {doing}"
+        text = f"{self.num_done}/{self.num_shards} shards, {doing}"
+        if event == "planned":
+            self._bar.reset(self._task, total=values["bytes"], description=text)
+        else:
+            self._bar.update(self._task, completed=self.num_bytes, description=text)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -180,7 +142,7 @@ def make_progress(*, as_json: bool) -> Quiet:
 
 
 @contextlib.contextmanager
-def _bar(title: str) -> Iterator[Callable[..., None]]:
+def bar(title: str) -> Iterator[Callable[..., None]]:
     """Show a bar on stderr where that is a terminal; yield what updates it, with the keywords of rich's ``update``."""
     if not sys.stderr.isatty():
         yield lambda **_: None
@@ -190,17 +152,3 @@ def _bar(title: str) -> Iterator[Callable[..., None]]:
 
     with Progress(console=Console(stderr=True), transient=True) as bars:
         yield partial(bars.update, bars.add_task(title, total=None))
-
-
-@contextlib.contextmanager
-def checking() -> Iterator[Callable[[ShardEntry, int], None]]:
-    """Show a bar for `fuelrail verify`; yield the callback for each shard."""
-    with _bar("checking") as update:
-        yield lambda shard, number: update(total=number, advance=1, description=f"checked {shard.name}")
-
-
-@contextlib.contextmanager
-def rendering() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar for `fuelrail synth`; yield the callback for captures."""
-    with _bar("rendering captures") as update:
-        yield lambda done, total: update(completed=done, total=total)

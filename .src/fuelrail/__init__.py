@@ -135,7 +135,6 @@ if TYPE_CHECKING:
     from fuelrail.sharding.api import inspect as inspect
     from fuelrail.sharding.api import reshard as reshard
     from fuelrail.sharding.api import shard as shard
-    from fuelrail.sharding.api import sources as sources
     from fuelrail.sharding.api import verify as verify
     from fuelrail.sharding.demo.options import SynthOptions as SynthOptions
     from fuelrail.sharding.demo.synth import synth as synth
@@ -143,6 +142,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.forget import forget as forget
     from fuelrail.sharding.planning.recipe import Recipe as Recipe
     from fuelrail.sharding.sources.registry import SourceKind as SourceKind
+    from fuelrail.sharding.sources.registry import sources as sources
     from fuelrail.sharding.verify.catalogue import DatasetDiff as DatasetDiff
     from fuelrail.sharding.verify.catalogue import DatasetLog as DatasetLog
     from fuelrail.sharding.verify.catalogue import dataset_diff as dataset_diff
@@ -289,7 +289,7 @@ _PUBLIC: Final = {
     "ShardReport": "fuelrail.sharding.api",
     "SourceKind": "fuelrail.sharding.sources.registry",
     "SourceReport": "fuelrail.sharding.api",
-    "sources": "fuelrail.sharding.api",
+    "sources": "fuelrail.sharding.sources.registry",
     "synth": "fuelrail.sharding.demo.synth",
     "SynthOptions": "fuelrail.sharding.demo.options",
     "tag": "fuelrail.sharding.verify.catalogue",

@@ -15,12 +15,12 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.lidar import cast, points_in_box
 from fuelrail.sharding.demo.picture import render, visible_shares
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
-from fuelrail.sharding.demo.solids import Solid, solids_near
 from fuelrail.sharding.demo.world import Capture, SynthClip, log_facts, make_clip, token
 from fuelrail.sharding.sources.nuscenes.channels import channel_file
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.options import SynthOptions
+    from fuelrail.sharding.demo.shapes import Solid
 
 _CELLS: Final = 32
 _CELL_M: Final = 3.2
@@ -55,26 +55,24 @@ def filename(world: SynthOptions, clip: SynthClip, channel: str, timestamp_us: i
     return f"{'samples' if is_key_frame else 'sweeps'}/{channel}/{logfile}__{channel}__{timestamp_us}.{suffix}"
 
 
-def record(world: SynthOptions, capture: Capture, root: Path) -> tuple[Capture, list[Sighting]]:
+def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, list[Sighting]]:
     """Write the files of a capture below ``root``, whose folders exist; return what a keyframe shows of each actor.
 
     The files are a pure function of world and capture.
     """
     clip = make_clip(world, capture.clip)
-    solids = solids_near(clip, capture.timestamp_us)
+    solids = clip.solids(capture.timestamp_us)
     if world.tokens and capture.is_key_frame:
         tokens = KINDS[TOKENS.kind].encode(top_view_tokens(clip, solids, capture.timestamp_us), TOKENS)
         sample = token(world.seed, "sample", capture.clip, capture.frame)
         (root / channel_file(TOKENS, sample)).write_bytes(tokens)
-    for camera in clip.rig.cameras if capture.cameras else ():
+    for camera in clip.rig.cameras if capture.is_key_frame else ():
         exposure_us = capture.timestamp_us - camera.lead_us
         image = render(clip, camera, solids, exposure_us)
         # As in nuScenes' own files, by their quantisation tables.
         encoded = simplejpeg.encode_jpeg(image, quality=80, colorspace="RGB", colorsubsampling="420")
-        name = filename(world, clip, camera.channel, exposure_us, is_key_frame=capture.is_key_frame)
+        name = filename(world, clip, camera.channel, exposure_us, is_key_frame=True)
         (root / name).write_bytes(encoded)
-    if not capture.lidar:
-        return capture, []
     points = cast(clip, solids, capture.timestamp_us)
     name = filename(world, clip, LIDAR_CHANNEL, capture.timestamp_us, is_key_frame=capture.is_key_frame)
     (root / name).write_bytes(points.astype("<f4").tobytes())
@@ -86,11 +84,7 @@ def _sightings(clip: SynthClip, solids: list[Solid], capture_us: int, points: ND
     places = points[:, :3].astype(np.float64) @ lidar2global[:3, :3].T + lidar2global[:3, 3]
     shares = visible_shares(clip, solids, capture_us)
     return [
-        Sighting(
-            solid.actor,
-            points_in_box(places, solid.centre, solid.yaw_rad, solid.size_lwh),
-            round(shares.get(solid.actor, 0.0), 6),
-        )
+        Sighting(solid.actor, points_in_box(places, solid), round(shares.get(solid.actor, 0.0), 6))
         for solid in solids
         if solid.actor >= 0
     ]

@@ -11,7 +11,8 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import CheckedSettings, flag
 
 MOST_WORKERS: Final = 8  # by default: each takes some 600 MB
-_VERSION: Final = r"^(?!(samples|sweeps|maps)$)[A-Za-z0-9_-][A-Za-z0-9._-]*$"
+VERSION: Final = "v1.0-mini"
+"""The folder of the tables."""
 
 
 def _number(description: str, low: int, high: int) -> Meta:
@@ -32,22 +33,14 @@ class SynthOptions(CheckedSettings, frozen=True, kw_only=True):
     seed: Annotated[int, _number("random seed of the world", 0, 2**63 - 1)] = 0
     clips: Annotated[int, _number("number of clips", 1, 999)] = 4
     frames: Annotated[int, _number("number of keyframes in each clip, 2 a second", 1, 400)] = 10
-    version: Annotated[
-        str,
-        Meta(pattern=_VERSION, extra={"must be": "a folder's name of letters, digits, '.', '-', '_', as v1.0-mini"}),
-        flag("version folder of the tables", metavar="FOLDER"),
-    ] = "v1.0-mini"
     size: Annotated[
         tuple[Annotated[int, Meta(ge=64, le=4096)], Annotated[int, Meta(ge=36, le=2304)]],
         Meta(extra={"must be": "(width, height) in pixels, from (64, 36) to (4096, 2304)"}),
         flag("size of the images in pixels (default: 1600x900)", parse=_parse_size, metavar="WxH"),
     ] = (1600, 900)
     lidar_sweeps: Annotated[int, _number("number of lidar sweeps between two keyframes", 0, 9)] = 1
-    camera_sweeps: Annotated[
-        int, _number("number of images of each camera between two keyframes (default: 0)", 0, 5)
-    ] = 0
     tokens: Annotated[bool, flag("write what is around the vehicle in each keyframe as tokens, for a decoder")] = False
-    workers: Annotated[int, _number(f"number of processes (default: one per core, at most {MOST_WORKERS})", 0, 999)] = 0
+    workers: Annotated[int, _number(f"number of threads (default: one per core, at most {MOST_WORKERS})", 0, 999)] = 0
 
 
 class SynthReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +62,7 @@ class SynthReport(msgspec.Struct, frozen=True, kw_only=True):
         """Return the report as one line."""
         world = self.world
         return (
-            f"{'already complete' if self.reused else 'wrote'}: {self.folder}, {world.version}, seed {world.seed}: "
+            f"{'already complete' if self.reused else 'wrote'}: {self.folder}, {VERSION}, seed {world.seed}: "
             f"{world.clips} clips of {world.frames} keyframes, {self.num_images:,} images, "
             f"{self.num_sweeps:,} lidar sweeps, {self.num_annotations:,} boxes, {self.num_bytes / 1e6:,.1f} MB\n"
         )

@@ -45,9 +45,8 @@ def yaw_quaternion(yaw_rad: float) -> tuple[float, float, float, float]:
     return (round(math.cos(half), QUATERNION_DECIMALS), 0.0, 0.0, round(math.sin(half), QUATERNION_DECIMALS))
 
 
-def _rounded_quaternion(rotation: NDArray[np.float64]) -> tuple[float, float, float, float]:
-    w, x, y, z = (round(float(value), QUATERNION_DECIMALS) for value in quaternions(rotation[None])[0])
-    return (w, x, y, z)
+def _rounded_quaternion(rotation: NDArray[np.float64]) -> tuple[float, ...]:
+    return tuple(np.round(quaternions(rotation[None])[0], QUATERNION_DECIMALS).tolist())
 
 
 class _Mount(NamedTuple):
@@ -81,8 +80,8 @@ class RigSensor:
     channel: str
     size: tuple[int, int]
     intrinsics: NDArray[np.float64]
-    translation: tuple[float, float, float]
-    rotation: tuple[float, float, float, float]
+    translation: tuple[float, ...]
+    rotation: tuple[float, ...]
     lead_us: int
 
     @property
@@ -98,11 +97,6 @@ class Rig:
     vehicle: str
     cameras: tuple[RigSensor, ...]
     lidar: RigSensor
-
-
-def _rounded_metres(values: NDArray[np.float64]) -> tuple[float, float, float]:
-    x, y, z = (round(float(value), METRE_DECIMALS) for value in values)
-    return (x, y, z)
 
 
 def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
@@ -126,14 +120,14 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
                 [0.0, 0.0, 1.0],
             ]
         )
-        translation = _rounded_metres(np.add(mount.translation, draw.normal(0.0, 0.01, 3)))
+        translation = tuple(np.round(mount.translation + draw.normal(0.0, 0.01, 3), METRE_DECIMALS).tolist())
         lead_us = mount.lead_us + int(draw.integers(-300, 301))
         turned = _rounded_quaternion(_rotation(roll, pitch, math.radians(mount.yaw_deg) + yaw) @ _OPTICAL2FORWARD)
         size = (width_px, height_px)
         cameras.append(RigSensor(channel, size, np.round(intrinsics, 9), translation, turned, lead_us))
     draw = stream(seed, "rig", vehicle, LIDAR_CHANNEL)
     roll, pitch, yaw = np.radians(draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3)))
-    translation = _rounded_metres(np.array([0.96 + draw.normal(0.0, 0.02), 0.0, 1.84]))
+    translation = (round(0.96 + draw.normal(0.0, 0.02), METRE_DECIMALS), 0.0, 1.84)
     turned = _rounded_quaternion(_rotation(roll, pitch, yaw))
     lidar = RigSensor(LIDAR_CHANNEL, (0, 0), np.empty((0, 0)), translation, turned, 0)
     return Rig(vehicle, tuple(cameras), lidar)

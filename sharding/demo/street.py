@@ -8,18 +8,41 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.sharding.demo.rig import METRE_DECIMALS
+from fuelrail.sharding.demo.shapes import Solid
 
 LANE_WIDTH_M: Final = 3.5
 PARKING_M: Final = 8.25  # centre of the parked cars, left or right of the centre line
 KERB_M: Final = 9.4
 FACADE_M: Final = 15.0
+_CYCLING_M: Final = 6.85
 _STRAIGHT_PER_M: Final = 1e-6
+_CROWN_BASE_M: Final = 3.9  # above every parked vehicle
+_CHECK_STEP_S: Final = 0.1
+_ELBOW_ROOM_M: Final = 0.35
+SIZES_WLH: Final = {
+    "vehicle.car": (1.88, 4.55, 1.62), "vehicle.truck": (2.45, 7.4, 3.1), "vehicle.bus.rigid": (2.6, 11.6, 3.3),
+    "vehicle.trailer": (2.5, 9.0, 3.6), "vehicle.construction": (2.4, 5.6, 2.9), "vehicle.motorcycle": (0.8, 2.1, 1.55),
+    "vehicle.bicycle": (0.62, 1.75, 1.65), "human.pedestrian.adult": (0.66, 0.7, 1.76),
+    "human.pedestrian.child": (0.5, 0.52, 1.22), "human.pedestrian.construction_worker": (0.7, 0.72, 1.8),
+    "movable_object.trafficcone": (0.4, 0.4, 0.82), "movable_object.barrier": (2.1, 0.55, 1.0),
+}  # fmt: skip
+_SIGNAL_COLOURS: Final = {
+    "vehicle.construction": (222, 168, 30),
+    "human.pedestrian.construction_worker": (240, 130, 20),
+    "movable_object.trafficcone": (238, 96, 24),
+    "movable_object.barrier": (206, 40, 34),
+}
+_PAINTS: Final = (
+    (196, 198, 200), (236, 236, 234), (44, 46, 50), (120, 24, 28), (28, 60, 120), (92, 98, 104), (20, 84, 66),
+    (170, 140, 84),
+)  # fmt: skip
+_WALLS: Final = ((168, 122, 98), (196, 184, 162), (142, 138, 136), (184, 152, 112), (120, 88, 76), (206, 200, 190))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +94,8 @@ def corners(
 
 def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) -> bool:
     """Return whether two tracks of rectangles (T, 4, 2) touch at any of the T instants (separating axis theorem)."""
-    apart = np.zeros(len(first), bool)
-    for rectangle in (first, second):
+    apart = ((first.max(1) < second.min(1)) | (second.max(1) < first.min(1))).any(1)
+    for rectangle in () if apart.all() else (first, second):
         for edge in (rectangle[:, 1] - rectangle[:, 0], rectangle[:, 2] - rectangle[:, 1]):
             a = (first * edge[:, None]).sum(-1)
             b = (second * edge[:, None]).sum(-1)
@@ -80,92 +103,33 @@ def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) 
     return not bool(apart.all())
 
 
-@dataclass(frozen=True, slots=True)
-class Prop:
-    """An upright box of scenery on the ground. ``kind`` is building, tree or post; ``style`` picks its looks."""
+def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tuple[Solid, ...]:
+    """Return buildings, trees and posts on both sides of the road, from behind the start to past the end."""
+    found: list[Solid] = []
 
-    kind: str
-    x: float
-    y: float
-    yaw_rad: float
-    size_wlh: tuple[float, float, float]
-    style: int
+    def stand(kind: str, along: float, left: float, size_lwh: tuple[float, float, float], floor_m: float = 0.0) -> None:
+        centre = (*road.point(along, left), floor_m + size_lwh[2] / 2.0)
+        colour = _WALLS[int(draw.integers(len(_WALLS)))]
+        found.append(Solid(kind, -1, centre, road.heading(along), size_lwh, colour, int(draw.integers(1 << 16))))
 
-
-def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tuple[Prop, ...]:
-    """Return what lines the road, from behind the start to past the end; no two buildings overlap."""
     start, end = -110.0, route_m + 150.0
-    props = [*_greenery(draw, road, start, end)]
-    buildings: list[np.ndarray] = []
-    for prop in _buildings(draw, road, start, end):
-        width, length, _ = prop.size_wlh
-        footprint = corners(np.array([prop.x]), np.array([prop.y]), np.array([prop.yaw_rad]), length + 0.4, width + 0.4)
-        if not any(footprints_overlap(footprint, other) for other in buildings):
-            buildings.append(footprint)
-            props.append(prop)
-    return tuple(props)
-
-
-def _buildings(draw: np.random.Generator, road: Road, start: float, end: float) -> Iterator[Prop]:
     for side in (-1, 1):
         along = start
         while along < end:
-            length, depth = draw.uniform(11.0, 26.0), draw.uniform(9.0, 16.0)
-            height = draw.uniform(5.5, 11.0) if draw.random() < 0.6 else draw.uniform(12.0, 30.0)
-            setback = draw.uniform(0.0, 2.5)
-            left = side * (FACADE_M + setback + depth / 2.0)
-            # On the inner side of a bend the back of a building has less room than its front.
-            stretch = max(1.0, 1.0 / (1.0 - road.curvature_per_m * (left + np.sign(left) * depth / 2.0)))
-            along += length * stretch / 2.0
-            x, y = road.point(along, left)
-            heading = road.heading(along) + (np.pi if side < 0 else 0.0)
-            yield Prop("building", x, y, float(heading), (depth, length, height), int(draw.integers(1 << 16)))
-            along += length * stretch / 2.0 + (draw.uniform(0.5, 2.0) if draw.random() < 0.75 else draw.uniform(8, 16))
-
-
-def _greenery(draw: np.random.Generator, road: Road, start: float, end: float) -> Iterator[Prop]:
-    for side in (-1, 1):
+            length, depth, height = draw.uniform((11.0, 9.0, 5.5), (26.0, 16.0, 24.0)).tolist()
+            stand("building", along + length / 2.0, side * (FACADE_M + depth / 2.0), (length, depth, height))
+            along += length + draw.uniform(0.5, 6.0)
         along = start
         while along < end:
-            kind = "post" if draw.random() < 0.4 else "tree"
-            x, y = road.point(along, side * (KERB_M + 0.9))
-            height = draw.uniform(6.5, 9.0) if kind == "tree" else 7.0
-            width = draw.uniform(2.2, 3.2) if kind == "tree" else 0.22
-            yaw = road.heading(along) + (0.0 if side < 0 else np.pi)
-            yield Prop(kind, x, y, float(yaw), (width, width, height), int(draw.integers(1 << 16)))
+            left = side * (KERB_M + 0.9)
+            if draw.random() < 0.4:
+                stand("post", along, left, (0.22, 0.22, 7.0))
+            else:
+                width = draw.uniform(2.2, 3.2)
+                stand("crown", along, left, (width, width, draw.uniform(2.6, 5.1)), _CROWN_BASE_M)
+                stand("trunk", along, left, (0.3, 0.3, _CROWN_BASE_M))
             along += draw.uniform(9.0, 17.0)
-
-
-_CHECK_STEP_S: Final = 0.1
-_ELBOW_ROOM_M: Final = 0.35
-
-
-class _Kind(NamedTuple):
-    size_wlh: tuple[float, float, float]
-    colours: tuple[tuple[int, int, int], ...]
-
-
-_PAINTS: Final = (
-    (196, 198, 200), (236, 236, 234), (44, 46, 50), (120, 24, 28), (28, 60, 120), (92, 98, 104), (20, 84, 66),
-    (170, 140, 84),
-)  # fmt: skip
-_CLOTHES: Final = ((150, 40, 44), (40, 64, 130), (60, 60, 64), (190, 170, 130), (70, 110, 70), (180, 180, 184))
-KINDS: Final[dict[str, _Kind]] = {
-    "vehicle.car": _Kind((1.88, 4.55, 1.62), _PAINTS),
-    "vehicle.truck": _Kind((2.45, 7.4, 3.1), ((220, 220, 216), (180, 60, 40), (50, 90, 150), (210, 170, 60))),
-    "vehicle.bus.rigid": _Kind((2.6, 11.6, 3.3), ((200, 50, 44), (40, 120, 90), (230, 190, 70))),
-    "vehicle.trailer": _Kind((2.5, 9.0, 3.6), ((205, 205, 205), (120, 140, 160))),
-    "vehicle.construction": _Kind((2.4, 5.6, 2.9), ((222, 168, 30),)),
-    "vehicle.motorcycle": _Kind((0.8, 2.1, 1.55), ((60, 30, 30), (40, 40, 48))),
-    "vehicle.bicycle": _Kind((0.62, 1.75, 1.65), ((40, 100, 110), (140, 60, 50))),
-    "human.pedestrian.adult": _Kind((0.66, 0.7, 1.76), _CLOTHES),
-    "human.pedestrian.child": _Kind((0.5, 0.52, 1.22), _CLOTHES),
-    "human.pedestrian.construction_worker": _Kind((0.7, 0.72, 1.8), ((240, 130, 20),)),
-    "movable_object.trafficcone": _Kind((0.4, 0.4, 0.82), ((238, 96, 24),)),
-    "movable_object.barrier": _Kind((2.1, 0.55, 1.0), ((206, 40, 34),)),
-}
-
-_BARE_BICYCLE: Final = _Kind((0.6, 1.75, 1.0), KINDS["vehicle.bicycle"].colours)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,21 +161,20 @@ def _actor(
     category: str,
     along: float,
     left: float,
+    attribute: str = "",
     speed_mps: tuple[float, float] = (0.0, 0.0),
     facing_rad: float | None = None,
-    attribute: str = "",
 ) -> Actor:
-    kind = _BARE_BICYCLE if attribute == "cycle.without_rider" else KINDS[category]
+    """Return an actor that faces where it goes, or as ``facing_rad`` says, of a size near its category's."""
     spread = 0.0 if category.startswith("movable") else 0.06
-    width, length, height = (round(float(size * (1.0 + draw.uniform(-spread, spread))), 3) for size in kind.size_wlh)
-    if facing_rad is None:
-        facing_rad = math.atan2(speed_mps[1], speed_mps[0])
-    colour = kind.colours[int(draw.integers(len(kind.colours)))]
-    return Actor(category, (width, length, height), colour, along, left, speed_mps, facing_rad, attribute)
+    width, length, height = (round(size * (1.0 + draw.uniform(-spread, spread)), 3) for size in SIZES_WLH[category])
+    facing = math.atan2(speed_mps[1], speed_mps[0]) if facing_rad is None else facing_rad
+    colour = _SIGNAL_COLOURS.get(category, _PAINTS[int(draw.integers(len(_PAINTS)))])
+    return Actor(category, (width, length, height), colour, along, left, speed_mps, facing, attribute)
 
 
-def _lane_traffic(draw: np.random.Generator, start: float, end: float, ego_mps: float) -> Iterator[Actor]:
-    mix = ["vehicle.car"] * 8 + ["vehicle.truck"] * 2 + ["vehicle.bus.rigid", "vehicle.motorcycle", "vehicle.trailer"]
+def _vehicles(draw: np.random.Generator, start: float, end: float, ego_mps: float) -> Iterator[Actor]:
+    mix = ["vehicle.car"] * 8 + ["vehicle.truck"] * 2 + ["vehicle.bus.rigid", "vehicle.motorcycle"]
     for lane, direction in ((-0.5, 1), (-1.5, 1), (0.5, -1), (1.5, -1)):
         # Within a lane all keep one speed, so nobody ever runs into the one ahead.
         speed = direction * (ego_mps + draw.uniform(-0.3, 0.3) if lane == -0.5 else ego_mps * draw.uniform(0.75, 1.3))
@@ -220,66 +183,53 @@ def _lane_traffic(draw: np.random.Generator, start: float, end: float, ego_mps: 
         while along < end + drift:
             category = mix[int(draw.integers(len(mix)))]
             attribute = "cycle.with_rider" if category == "vehicle.motorcycle" else "vehicle.moving"
-            left = lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15)
-            if category == "vehicle.trailer":  # with the truck that pulls it
-                pulls = (KINDS[category].size_wlh[1] + KINDS["vehicle.truck"].size_wlh[1]) / 2.0 + 1.6
-                truck = along + pulls if direction > 0 else along
-                yield _actor(draw, "vehicle.truck", truck, left, (speed, 0.0), attribute=attribute)
-                yield _actor(draw, category, truck - direction * pulls, left, (speed, 0.0), attribute=attribute)
-                along += pulls
-            else:
-                yield _actor(draw, category, along, left, (speed, 0.0), attribute=attribute)
-            along += KINDS[category].size_wlh[1] + draw.uniform(13.0, 34.0)
-
-
-def _parked(draw: np.random.Generator, start: float, end: float) -> Iterator[Actor]:
+            yield _actor(
+                draw, category, along, lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15), attribute, (speed, 0.0)
+            )
+            along += SIZES_WLH[category][1] + draw.uniform(13.0, 34.0)
+    mix = ["vehicle.car"] * 8 + ["vehicle.truck", "vehicle.trailer"]
     for side, facing in ((-1, 0.0), (1, math.pi)):
         along = start + draw.uniform(0.0, 6.0)
         while along < end:
-            category = "vehicle.truck" if draw.random() < 0.12 else "vehicle.car"
-            if draw.random() < 0.55:
-                left, turn = side * PARKING_M + draw.uniform(-0.1, 0.1), facing + draw.normal(0, 0.02)
-                yield _actor(draw, category, along, left, facing_rad=turn, attribute="vehicle.parked")
-            along += KINDS[category].size_wlh[1] + draw.uniform(1.4, 5.0)
+            category = mix[int(draw.integers(len(mix)))]
+            turned = facing + draw.normal(0, 0.02)
+            yield _actor(draw, category, along, side * PARKING_M, "vehicle.parked", facing_rad=turned)
+            along += SIZES_WLH[category][1] + draw.uniform(1.4, 11.0)
 
 
 def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Actor]:
+    def somewhere(near: float, far: float) -> tuple[float, float]:
+        return draw.uniform(start, end), draw.choice([-1.0, 1.0]) * draw.uniform(near, far)
+
     for _ in range(int((end - start) / 9.0)):
         category = "human.pedestrian.child" if draw.random() < 0.15 else "human.pedestrian.adult"
-        along, left = draw.uniform(start, end), draw.choice([-1.0, 1.0]) * draw.uniform(KERB_M + 1.7, KERB_M + 4.2)
-        is_standing, away = draw.random() < 0.3, draw.choice([-1.0, 1.0])
-        velocity = (0.0 if is_standing else away * draw.uniform(0.9, 1.6), 0.0)
-        facing = draw.uniform(-math.pi, math.pi) if is_standing else None
-        attribute = "pedestrian.standing" if is_standing else "pedestrian.moving"
-        yield _actor(draw, category, along, left, velocity, facing, attribute)
+        place, speed = somewhere(KERB_M + 1.7, KERB_M + 4.2), draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6)
+        if draw.random() < 0.3:
+            facing = draw.uniform(-math.pi, math.pi)
+            yield _actor(draw, category, *place, "pedestrian.standing", facing_rad=facing)
+        else:
+            yield _actor(draw, category, *place, "pedestrian.moving", (speed, 0.0))
     for _ in range(6):  # crossing the road where the traffic lets them
-        side = float(draw.choice([-1.0, 1.0]))
-        velocity = (draw.uniform(-0.2, 0.2), -side * draw.uniform(1.2, 1.7))
-        along, left = draw.uniform(start + 40.0, end), side * draw.uniform(3.0, 12.0)
-        yield _actor(draw, "human.pedestrian.adult", along, left, velocity, attribute="pedestrian.moving")
+        along, left = somewhere(3.0, 12.0)
+        velocity = (draw.uniform(-0.2, 0.2), math.copysign(draw.uniform(1.2, 1.7), -left))
+        yield _actor(draw, "human.pedestrian.adult", along, left, "pedestrian.moving", velocity)
     for _ in range(int((end - start) / 30.0)):
-        speed = draw.uniform(3.0, 5.0)
-        place = (draw.uniform(start, end), -6.85) if draw.random() < 0.5 else (draw.uniform(start, end), 6.85)
-        velocity = (math.copysign(speed, -place[1]), 0.0)
-        yield _actor(draw, "vehicle.bicycle", *place, velocity, attribute="cycle.with_rider")
-    for _ in range(3):
-        along, left = draw.uniform(start, end), draw.choice([-1.0, 1.0]) * (KERB_M + 0.35)
-        yield _actor(draw, "vehicle.bicycle", along, left, facing_rad=0.1, attribute="cycle.without_rider")
+        along, left = somewhere(_CYCLING_M, _CYCLING_M)
+        velocity = (math.copysign(draw.uniform(3.0, 5.0), -left), 0.0)
+        yield _actor(draw, "vehicle.bicycle", along, left, "cycle.with_rider", velocity)
 
 
 def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
     side = float(draw.choice([-1.0, 1.0]))
     lane = side * PARKING_M
-    facing = draw.uniform(-0.2, 0.2)
-    yield _actor(draw, "vehicle.construction", along, lane, facing_rad=facing, attribute="vehicle.stopped")
+    yield _actor(draw, "vehicle.construction", along, lane, "vehicle.stopped")
     for step in range(6):
-        yield _actor(draw, "movable_object.trafficcone", along - 12.0 + 3.2 * step, lane - side * 2.1, facing_rad=0.0)
+        yield _actor(draw, "movable_object.trafficcone", along - 12.0 + 3.2 * step, lane - side * 2.1)
     for step in range(3):
-        yield _actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane + side * 0.2 * step, facing_rad=0.0)
-    for _ in range(2):
-        place = (along + draw.uniform(4.0, 8.0), lane + draw.uniform(-0.6, 0.6))
-        category = "human.pedestrian.construction_worker"
-        yield _actor(draw, category, *place, facing_rad=draw.uniform(-3.0, 3.0), attribute="pedestrian.standing")
+        yield _actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane)
+    for step in range(2):
+        category, facing = "human.pedestrian.construction_worker", draw.uniform(-3.0, 3.0)
+        yield _actor(draw, category, along + 5.0 + 2.0 * step, lane, "pedestrian.standing", facing_rad=facing)
 
 
 def populate(
@@ -292,8 +242,7 @@ def populate(
     start, end = -60.0, route_m + 75.0
     candidates = [
         *_roadworks(draw, draw.uniform(12.0, 30.0 + 0.5 * route_m)),
-        *_lane_traffic(draw, start, end, ego_mps),
-        *_parked(draw, start, end),
+        *_vehicles(draw, start, end, ego_mps),
         *_people(draw, start, end),
     ]
     times = [_CHECK_STEP_S * step for step in range(len(ego_track))]
@@ -301,7 +250,7 @@ def populate(
     tracks: list[NDArray[np.float64]] = [ego_track]
     for actor in candidates:
         track = footprint_track(actor, road, times, _ELBOW_ROOM_M)
-        if not _touches_any(track, tracks):
+        if not any(footprints_overlap(track, other) for other in tracks):
             kept.append(actor)
             tracks.append(track)
     return tuple(kept)
@@ -316,12 +265,3 @@ def footprint_track(actor: Actor, road: Road, times_s: Sequence[float], margin_m
     """Return the footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in length and width."""
     x, y, yaw = np.array([actor.pose(road, t) for t in times_s]).T
     return corners(x, y, yaw, actor.size_wlh[1] + margin_m, actor.size_wlh[0] + margin_m)
-
-
-def _touches_any(track: NDArray[np.float64], others: Sequence[NDArray[np.float64]]) -> bool:
-    centre, reach = track.mean(1), np.ptp(track[0], axis=0).sum()
-    for other in others:
-        near = reach + np.ptp(other[0], axis=0).sum()
-        if np.abs(other.mean(1) - centre).max(-1).min() < near and footprints_overlap(track, other):
-            return True
-    return False

@@ -1,15 +1,13 @@
-"""``fuelrail.synth``: local processes record the captures of a world, tables come last, one rename publishes it."""
+"""``fuelrail.synth``: threads record the captures of a world, tables come last, one rename publishes it."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,19 +15,19 @@ import cv2
 import msgspec
 import numpy as np
 
-from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, FuelrailError
-from fuelrail.pipeline.runtime.workers import check_main_guard, ctrl_c_waits, set_up_worker
+from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError
+from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.sharding.demo.capture import TOKENS, Sighting, record
-from fuelrail.sharding.demo.options import MOST_WORKERS, SynthOptions, SynthReport
+from fuelrail.sharding.demo.options import MOST_WORKERS, VERSION, SynthOptions, SynthReport
 from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
 from fuelrail.sharding.demo.tables import make_tables, map_filename, splits
-from fuelrail.sharding.demo.world import Capture, captures, make_clip
+from fuelrail.sharding.demo.world import captures, make_clip
 from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, CHANNELS_FOLDER
 
 MARKER: Final = "synth.json"
-_RENDERING: Final = 3  # raised when the same options give other bytes
+_RENDERING: Final = 4  # raised when the same options give other bytes
 
 
 class _Marker(msgspec.Struct, frozen=True):
@@ -53,7 +51,6 @@ def synth(
     number of captures done and in all. Raises ConfigError for options, DatasetExistsError where ``out`` holds something
     else than exactly this world, DatasetError where it cannot be written.
     """
-    check_main_guard()
     if world is not None and options:
         raise ConfigError(f"give the options as a struct or as keywords, not both; got {', '.join(options)} too")
     chosen = make_options(SynthOptions, world, options)
@@ -108,34 +105,33 @@ def _build(out: Path, world: SynthOptions, num_workers: int, advance: Callable[[
     """Make the world in a folder beside ``out`` and rename it."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     except OSError as error:
         raise DatasetError(f"cannot write to '{out.parent}': {error.strerror}") from error
     try:
-        report = _write(partial, world, num_workers, advance)
-        partial.chmod(0o755)
-        partial.rename(out)
+        report = _write(unfinished, world, num_workers, advance)
+        unfinished.chmod(0o755)
+        unfinished.rename(out)
     except OSError as error:
         raise DatasetError(f"cannot write '{out}': {error.strerror or error}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return report
 
 
 def _write(root: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]) -> SynthReport:
     tasks = [capture for index in range(world.clips) for capture in captures(world, make_clip(world, index))]
-    for task in tasks:
-        kind = "samples" if task.is_key_frame else "sweeps"
-        for channel in (*CAMERA_CHANNELS * task.cameras, *[LIDAR_CHANNEL] * task.lidar):
-            (root / kind / channel).mkdir(parents=True, exist_ok=True)
-    folder = root / world.version
+    for channel in (*CAMERA_CHANNELS, LIDAR_CHANNEL):
+        (root / "samples" / channel).mkdir(parents=True)
+    (root / "sweeps" / LIDAR_CHANNEL).mkdir(parents=True)
+    folder = root / VERSION
     folder.mkdir()
     if world.tokens:
         (root / CHANNELS_FOLDER / TOKENS.name).mkdir(parents=True)
         _write_json(folder / CHANNELS_FILE, [msgspec.to_builtins(TOKENS)])
     sightings: dict[tuple[int, int], list[Sighting]] = {}
     advance(0, len(tasks))
-    for done, (capture, found) in enumerate(_record_all(world, tasks, root, num_workers), 1):
+    for done, (capture, found) in enumerate(in_threads(partial(record, world, root), tasks, num_workers), 1):
         if capture.is_key_frame:
             sightings[capture.clip, capture.frame] = found
         advance(done, len(tasks))
@@ -150,8 +146,8 @@ def _write(root: Path, world: SynthOptions, num_workers: int, advance: Callable[
     report = SynthReport(
         folder="",
         world=world,
-        num_images=sum(len(CAMERA_CHANNELS) for task in tasks if task.cameras),
-        num_sweeps=sum(task.lidar for task in tasks),
+        num_images=len(CAMERA_CHANNELS) * len(sightings),
+        num_sweeps=len(tasks),
         num_annotations=len(tables["sample_annotation"]),
         num_files=num_files,
         num_bytes=num_bytes,
@@ -164,38 +160,3 @@ def _write(root: Path, world: SynthOptions, num_workers: int, advance: Callable[
 
 def _write_json(path: Path, rows: object) -> None:
     path.write_text(json.dumps(rows, indent=0) + "\n", encoding="utf-8")
-
-
-def _record_all(
-    world: SynthOptions, tasks: list[Capture], root: Path, num_workers: int
-) -> Iterator[tuple[Capture, list[Sighting]]]:
-    if num_workers <= 1 or len(tasks) == 1:
-        threads = cv2.getNumThreads()
-        cv2.setNumThreads(1)
-        try:
-            for task in tasks:
-                yield record(world, task, root)
-        finally:
-            cv2.setNumThreads(threads)
-        return
-    # Spawned: nothing of this process's threads and locks is copied.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(num_workers, len(tasks)), context, _start_worker)
-    try:
-        with ctrl_c_waits():
-            futures = [pool.submit(record, world, task, root) for task in tasks]
-        for future in as_completed(futures):
-            yield future.result()
-    except BrokenProcessPool as error:
-        raise FuelrailError(
-            "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the calling "
-            "script lacks `if __name__ == '__main__':`"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_worker() -> None:
-    """Set up a worker process, of one thread."""
-    set_up_worker()
-    cv2.setNumThreads(1)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.sharding.demo.capture import Sighting, filename
 from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL, RigSensor, yaw_quaternion
-from fuelrail.sharding.demo.solids import VISIBILITY_LEVELS, visibility_level
 from fuelrail.sharding.demo.world import SynthClip, captures, log_facts, make_clip, token
 
 if TYPE_CHECKING:
@@ -40,6 +39,12 @@ _FILLED: Final = (
     "instance", "calibrated_sensor", "ego_pose", "log", "scene", "sample", "sample_data", "sample_annotation",
 )  # fmt: skip
 _VAL_EVERY: Final = 4
+_VISIBILITY_LEVELS: Final = ("v0-40", "v40-60", "v60-80", "v80-100")
+
+
+def visibility_level(share: float) -> str:
+    """Return the token of the visibility table for a share of 0 to 1: ``"1"`` to ``"4"``."""
+    return str(1 + sum(share > limit for limit in (0.4, 0.6, 0.8)))
 
 
 def map_filename(world: SynthOptions) -> str:
@@ -68,7 +73,7 @@ def make_tables(world: SynthOptions, sightings: Mapping[tuple[int, int], Sequenc
             "level": level,
             "description": f"visibility of whole object is between {level[1:].replace('-', ' and ')}%",
         }
-        for number, level in enumerate(VISIBILITY_LEVELS, 1)
+        for number, level in enumerate(_VISIBILITY_LEVELS, 1)
     ]
     tables["sensor"] = [
         {"token": tokens("sensor", name), "channel": name, "modality": "lidar" if name == LIDAR_CHANNEL else "camera"}
@@ -138,7 +143,7 @@ def _sensor_data(
     )
     rows = []
     for capture in captures(world, clip):
-        if not (capture.lidar if is_lidar else capture.cameras):
+        if not (is_lidar or capture.is_key_frame):
             continue
         time = capture.timestamp_us - sensor.lead_us
         own = tokens("sample_data", clip.index, channel, time)

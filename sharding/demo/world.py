@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -22,52 +23,47 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.sharding.demo.rig import METRE_DECIMALS, Rig, make_rig, stream, yaw_quaternion
-from fuelrail.sharding.demo.street import LANE_WIDTH_M, Actor, Prop, Road, check_times, corners, line_the_road, populate
+from fuelrail.sharding.demo.shapes import Solid
+from fuelrail.sharding.demo.street import LANE_WIDTH_M, Actor, Road, check_times, corners, line_the_road, populate
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.options import SynthOptions
 
 KEYFRAME_US: Final = 500_000
-_EPOCH_S: Final = 1_893_456_000  # 2030-01-01 00:00 UTC: nobody can take these drives for recorded ones
+_EPOCH_S: Final = 1_893_506_400  # 2030-01-01 14:00 UTC: nobody can take these drives for recorded ones
 _CLIPS_PER_LOG: Final = 2
 _EGO_LENGTH_M, _EGO_WIDTH_M, _EGO_CENTRE_M = 4.6, 1.95, 1.4
 _BOX_LIFT_M: Final = 0.03
+_REACH_M: Final = 130.0
 
 
 class Weather(NamedTuple):
     """Light and air. Colours are RGB; ``haze_m`` is the distance at which haze hides 63 percent."""
 
     description: str
-    sun: tuple[float, float, float] | None  # direction to the sun, east-north-up, None when no shadows are cast
-    ambient: float
+    light: float  # share of full light that falls on everything
     haze_m: float
     haze_rgb: tuple[int, int, int]
     zenith_rgb: tuple[int, int, int]
-    night: bool = False
-    rain: bool = False
 
 
 _WEATHERS: Final = (
-    Weather("day, clear", (0.55, 0.35, 0.76), 0.62, 420.0, (196, 208, 220), (84, 138, 206)),
-    Weather("rain, wet road", None, 0.92, 150.0, (178, 183, 188), (150, 157, 166), rain=True),
-    Weather("dusk, overcast", None, 0.80, 240.0, (186, 168, 160), (112, 112, 132)),
-    Weather("night, street lights", None, 0.26, 110.0, (18, 20, 28), (8, 10, 18), night=True),
-    Weather("night, rain, wet road", None, 0.24, 70.0, (22, 24, 30), (12, 13, 18), night=True, rain=True),
+    Weather("day, clear", 1.0, 420.0, (196, 208, 220), (84, 138, 206)),
+    Weather("rain, wet road", 0.85, 150.0, (178, 183, 188), (150, 157, 166)),
+    Weather("dusk, overcast", 0.75, 240.0, (186, 168, 160), (112, 112, 132)),
+    Weather("night, street lights", 0.4, 110.0, (18, 20, 28), (8, 10, 18)),
 )
-_LOG_HOURS: Final = (14.0, 18.75)
 _VEHICLES: Final = ("synth-a", "synth-b")
 _LOCATIONS: Final = ("synth-riverside", "synth-hilltop", "synth-harbour", "synth-oldtown")
 
 
 class Capture(NamedTuple):
-    """One instant of one clip that sensors record: a keyframe, or a sweep before keyframe ``frame``."""
+    """One instant of one clip: a keyframe, which all sensors record, or a lidar sweep before keyframe ``frame``."""
 
     clip: int
     frame: int
     timestamp_us: int  # the reference: end of the lidar's revolution, place of the objects
     is_key_frame: bool
-    lidar: bool
-    cameras: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +79,14 @@ class SynthClip:
     rig: Rig
     weather: Weather
     actors: tuple[Actor, ...]
-    props: tuple[Prop, ...]
+    scenery: tuple[Solid, ...]
     speed_mps: float
     sway: tuple[float, float, float]  # amplitude in m/s and rate in rad/s of the speed, amplitude in m across the lane
 
     @property
     def description(self) -> str:
         """Return free text as a nuScenes scene has it; rain and night are found by these words."""
-        bend = self.road.curvature_per_m
-        way = "straight road" if abs(bend) < 1e-3 else f"road bends {'left' if bend > 0 else 'right'}"
-        return f"Synthetic, {self.weather.description}, {way}, roadworks, parked cars, peds on sidewalk, peds crossing"
+        return f"Synthetic, {self.weather.description}, roadworks, parked cars, peds on sidewalk, peds crossing"
 
     def seconds(self, timestamp_us: int) -> float:
         """Return the time since the start of the clip [s]."""
@@ -114,6 +108,16 @@ class SynthClip:
         # Boxes end a little above the ground: no ground point is ever inside one.
         return (x, y, round(_BOX_LIFT_M + actor.size_wlh[2] / 2.0, METRE_DECIMALS)), yaw
 
+    def solids(self, capture_us: int) -> list[Solid]:
+        """Return all within sight of the car in a capture, actors first, at their places at its reference time."""
+        found = []
+        for index, actor in enumerate(self.actors):
+            centre, yaw = self.actor_box(actor, capture_us)
+            width, length, height = actor.size_wlh
+            found.append(Solid(actor.category, index, centre, yaw, (length, width, height), actor.colour, index))
+        ego_xy = self.ego(capture_us)[0][:2]
+        return [one for one in (*found, *self.scenery) if math.dist(one.centre[:2], ego_xy) < _REACH_M]
+
 
 def _ego_pose(road: Road, speed_mps: float, sway: tuple[float, float, float], t_s: float) -> tuple[float, float, float]:
     """Return x, y, yaw: speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a slow sway in the lane."""
@@ -134,11 +138,8 @@ def token(seed: int, *path: object) -> str:
 def make_clip(world: SynthOptions, index: int) -> SynthClip:
     """Return clip ``index`` of the world, which does not depend on how many clips there are."""
     draw = stream(world.seed, "clip", index)
-    night_rain = index % 4 == 3 and index // 4 % 2 == 1
-    weather = _WEATHERS[4 if night_rain else index % 4]
     log = index // _CLIPS_PER_LOG
-    place = stream(world.seed, "log", log)
-    log_start_s = _EPOCH_S + 86_400 * (7 * log + int(place.integers(0, 7))) + int(3600 * _LOG_HOURS[log % 2])
+    log_start_s = _EPOCH_S + 7 * 86_400 * log
     start_us = (log_start_s + 1800 * (index % _CLIPS_PER_LOG)) * 1_000_000 + int(draw.integers(0, 1_000_000))
     duration_s = KEYFRAME_US * 1e-6 * (world.frames - 1)
     speed_mps = draw.uniform(6.0, 9.5)
@@ -160,9 +161,9 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
         duration_s=duration_s,
         road=road,
         rig=make_rig(world.seed, _VEHICLES[log % len(_VEHICLES)], *world.size),
-        weather=weather,
+        weather=_WEATHERS[index % len(_WEATHERS)],
         actors=populate(stream(world.seed, "traffic", index), road, _ego_footprints(track), route_m, speed_mps),
-        props=line_the_road(stream(world.seed, "scenery", index), road, route_m),
+        scenery=line_the_road(stream(world.seed, "scenery", index), road, route_m),
         speed_mps=float(speed_mps),
         sway=sway,
     )
@@ -192,10 +193,9 @@ def captures(world: SynthOptions, clip: SynthClip) -> list[Capture]:
     draw = stream(world.seed, "clock", clip.index)
     jitter = draw.integers(-1000, 1001, world.frames)
     keys = [clip.start_us + KEYFRAME_US * frame + (int(jitter[frame]) if frame else 0) for frame in range(world.frames)]
-    found = [Capture(clip.index, frame, time, True, True, True) for frame, time in enumerate(keys)]
-    for frame in range(1, world.frames):
-        gap = keys[frame] - keys[frame - 1]
-        for lidar, count in ((True, world.lidar_sweeps), (False, world.camera_sweeps)):
-            times = [keys[frame - 1] + gap * step // (count + 1) for step in range(1, count + 1)]
-            found += [Capture(clip.index, frame, time, False, lidar, not lidar) for time in times]
-    return sorted(found, key=lambda capture: (capture.timestamp_us, capture.cameras))
+    found = [Capture(clip.index, 0, keys[0], is_key_frame=True)]
+    for frame, (before, key) in enumerate(pairwise(keys), 1):
+        for step in range(1, world.lidar_sweeps + 2):
+            time = before + (key - before) * step // (world.lidar_sweeps + 1)
+            found.append(Capture(clip.index, frame, time, is_key_frame=time == key))
+    return found

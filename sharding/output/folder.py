@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Manifest, decode_manifest
+from fuelrail.pipeline.format.manifest import DATASETS, MANIFEST_FILE, WORK_FOLDER, Kinds, Manifest, decode_manifest
 from fuelrail.pipeline.storage.files import open_descriptor, open_file, published, read_file, sync_folder
 from fuelrail.pipeline.storage.filesystem import DISK_FULL, is_url
 from fuelrail.sharding.output.url import UrlOutput
@@ -40,10 +40,10 @@ def open_output(location: str | os.PathLike[str]) -> Output:
     return FolderOutput(text.removeprefix("file://"))
 
 
-def manifest_in(out: Output) -> Manifest | None:
+def manifest_in(out: Output, kinds: Kinds = DATASETS) -> Manifest | None:
     """Return the manifest of the dataset in OUT, None if none is finished; raises ManifestError if it is damaged."""
     data = out.read(MANIFEST_FILE)
-    return None if data is None else decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}")
+    return None if data is None else decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", kinds)
 
 
 def if_whole(out: Output, manifest: Manifest | None) -> Manifest | None:
@@ -80,10 +80,8 @@ class FolderOutput:
 
     Names are relative to it, with ``/``; each process, on any machine, makes its own. ``location`` is the text that
     :func:`open_output` takes, ``shown`` the location as messages may show it, ``work`` the folder on this machine for
-    scan table, plan and files that are being made. ``has_version_tags``: :meth:`version_tag` may return something.
+    scan table, plan and files that are being made.
     """
-
-    has_version_tags = False
 
     def __init__(self, folder: str) -> None:
         self.root = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow links

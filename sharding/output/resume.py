@@ -12,7 +12,9 @@ manifest alone, so its source may be gone.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -108,10 +110,5 @@ def shard_stamps(plan: Plan, stamps: NDArray[np.uint64]) -> tuple[int, ...]:
 
 def shards_of(finished: Iterable[ShardEntry]) -> list[PlannedShard]:
     """Return the cut of a finished dataset into shards."""
-    numbers: dict[str, int] = {}
-    shards = []
-    for entry in finished:
-        numbers.setdefault(entry.split, 0)
-        shards.append(PlannedShard(entry.split, numbers[entry.split], entry.first_sample, entry.num_samples))
-        numbers[entry.split] += 1
-    return shards
+    numbers: defaultdict[str, count[int]] = defaultdict(count)
+    return [PlannedShard(one.split, next(numbers[one.split]), one.first_sample, one.num_samples) for one in finished]

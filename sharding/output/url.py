@@ -28,8 +28,6 @@ _COPY_BYTES: Final = 8 << 20
 class UrlOutput:
     """A prefix of an object store. Credentials and endpoints come by the library's own means, as for reading."""
 
-    has_version_tags = True
-
     def __init__(self, url: str) -> None:
         self.location = url.rstrip("/")
         self.shown = shown_url(self.location)

@@ -33,15 +33,17 @@ STATE: Final = f"{WORK_FOLDER}/run.json"
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A started run: the recipe (without the scan's digest), its samples and the shards they are cut into.
 
+    Of a run that reuses shards, the recipe says it all.
+
     ``samples_sha256`` is of the keys that are in the dataset and of the clips' splits. Metadata, and names and sizes of
     files, are not part of it: where those change, the shards concerned are written again, in the same cut.
     """
 
     recipe: Recipe
-    num_samples: int
-    num_clips: int
-    samples_sha256: str
-    shards: list[PlannedShard]
+    num_samples: int = 0
+    num_clips: int = 0
+    samples_sha256: str = ""
+    shards: list[PlannedShard] = msgspec.field(default_factory=list)
 
 
 class Workspace:
@@ -49,12 +51,19 @@ class Workspace:
 
     The lock is the kernel's (flock), so it ends with the process that holds it, however that ends; for a URL there is
     another one beside it, for other machines (:mod:`fuelrail.sharding.output.lock`).
+
+    In it are ``temporary``, a folder of files that are being written, ``scan_table``, and as ``.npy`` the plan's rows
+    (``plan_rows``) and the mask of the scan table's rows that are in the plan (``selection``).
     """
 
     def __init__(self, out: Output) -> None:
         """Make and lock it; raises DatasetError where another run is writing to OUT."""
         self.out = out
         self.folder = out.work
+        self.temporary = self.folder / "tmp"
+        self.scan_table = self.folder / "scan.arrow"
+        self.plan_rows = self.folder / "plan.npy"
+        self.selection = self.folder / "selection.npy"
         self._made = _make_folders(self.folder)
         self._lock = self._acquire()
         self._remote_lock: ObjectLock | None = None
@@ -66,26 +75,6 @@ class Workspace:
         except BaseException:
             os.close(self._lock)
             raise
-
-    @property
-    def scan_table(self) -> Path:
-        """The scan table."""
-        return self.folder / "scan.arrow"
-
-    @property
-    def plan_rows(self) -> Path:
-        """The plan's rows, ``.npy``."""
-        return self.folder / "plan.npy"
-
-    @property
-    def selection(self) -> Path:
-        """The mask of the scan table's rows that are in the plan, ``.npy``."""
-        return self.folder / "selection.npy"
-
-    @property
-    def temporary(self) -> Path:
-        """Folder of files that are being written."""
-        return self.folder / "tmp"
 
     def state(self) -> RunState | None:
         """Return the state of an earlier run in OUT, None where there is none."""

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 DEFAULT_QUALITY: Final = 92
 
+ZSTD_VERSION: Final = ".".join(map(str, zstandard.ZSTD_VERSION))
+"""What the stored bytes depend on."""
+
 FORM: Final = "resize=FACTOR or size=WIDTHxHEIGHT, and quality=1..100, joined by a comma"
 
 _NPY_HEADER_BYTES: Final = 128
@@ -253,7 +256,7 @@ class Recipe(Settings, frozen=True):
     ] = "keep"
     jpegtran: str = ""
     tool: str = f"fuelrail {__version__}"
-    zstd: str = ".".join(map(str, zstandard.ZSTD_VERSION))
+    zstd: str = ZSTD_VERSION
 
 
 def make_recipe(**values: Any) -> Recipe:  # checked by the conversion

@@ -173,8 +173,11 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def source_kinds(kind: str | None = None) -> list[SourceKind]:
-    """Return one kind, or all that are installed, by name; raises ConfigError for an unknown one."""
+def sources(kind: str | None = None) -> list[SourceKind]:
+    """Return the kinds of sources that are installed, or one: options, and what is to be installed for it.
+
+    Raises ConfigError for an unknown kind.
+    """
     found = _kinds()
     chosen = sorted(found.values()) if kind is None else [_entry(kind)]
     return [_described(entry) for entry in chosen]

@@ -91,16 +91,12 @@ Checked: TypeAlias = Callable[[ShardEntry, int], object]
 """A callback that gets each checked shard, and the number of shards in the dataset."""
 
 
-def ignore(shard: ShardEntry, num_shards: int) -> None:
-    """Ignore a checked shard."""
-
-
 def verify(
     root: str | os.PathLike[str],
     *,
     deep: bool,
     num_threads: int,
-    checked: Checked = ignore,
+    checked: Checked = lambda _shard, _num_shards: None,
 ) -> VerifyReport:
     """Check a dataset, in a folder or at a URL; the report has the faults.
 

@@ -44,6 +44,10 @@ _RECIPE = ("teacher", "temperature", "positions")
 """What of a layer's recipe is shown."""
 
 
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""The titles of columns, and the cells of each row."""
+
+
 class Description(NamedTuple):
     """The result of `inspect`: ``facts`` are plain values for programs, ``text`` is for people."""
 
@@ -105,22 +109,15 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
         for m in members
     ]
     attributes = _attribute_statistics(dataset)
-    text = "\n\n".join(
-        [
-            _table((), head),
-            _table(("split", "samples", "clips", "shards"), splits),
-            *([_table(("channel", "source name", "pixels or columns"), channels)] if channels else []),
-            *([_table(("channel", "kind", "values; frame; law; description"), others)] if others else []),
-            *([_table(("attribute", "type", "values and samples"), attributes)] if attributes else []),
-            _table(("member", "codec", "samples", "stored MB", "raw MB"), fields),
-            *(
-                [_table(("split", "first numbers", "; ".join(_SHOWN_STATISTICS)), _statistics(numbers))]
-                if numbers
-                else []
-            ),
-            "",
-        ]
-    ).removesuffix("\n")
+    text = _page(
+        ((), head),
+        (("split", "samples", "clips", "shards"), splits),
+        (("channel", "source name", "pixels or columns"), channels),
+        (("channel", "kind", "values; frame; law; description"), others),
+        (("attribute", "type", "values and samples"), attributes),
+        (("member", "codec", "samples", "stored MB", "raw MB"), fields),
+        (("split", "first numbers", "; ".join(_SHOWN_STATISTICS)), _statistics(numbers)),
+    )
     named = [dict(zip(("name", "type", "values"), one, strict=True)) for one in attributes]
     facts = {"manifest": msgspec.to_builtins(manifest), "members": members, "attributes": named}
     return Description({**facts, "statistics": numbers} if statistics else facts, text)
@@ -149,8 +146,6 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
             f"'{dataset.index.row(0).key}'"
         )
     row = dataset.index.row(at)
-    is_layer = isinstance(dataset.manifest, LayerManifest)
-    sample = None if is_layer else _read(dataset, row, at)
     shard = dataset.shards.name(row.shard)
     framed = is_framed(shard)
     facts: dict[str, Any] = {
@@ -162,10 +157,27 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         "frame_bytes": span_bytes(row) if framed else None,
         "members": [member._asdict() for member in row.members],
     }
-    if sample is None:
-        return Description({**facts, "values": _values(dataset, at)}, _row_text(dataset, row, at, shard))
-    facts["meta"] = msgspec.to_builtins(sample.meta)
-    return Description(facts, _sample_text(dataset, row, sample, at, shard))
+    address = [("address", f"{shard}, bytes {row.offset} to {row.offset + row.length - 1}, xxh3 {row.xxh3:016x}")]
+    if framed:
+        address.append(("frame", f"{row.length:,} bytes of {span_bytes(row):,}; members lie at offsets in it"))
+    base = 0 if framed else row.offset
+    members = [(m.name, m.codec, str(base + m.offset), f"{m.stored_bytes:,}", f"{m.raw_bytes:,}") for m in row.members]
+    if isinstance(dataset.manifest, LayerManifest):
+        facts["values"] = _values(dataset, at)
+        of_layer = f"row {at} of {len(dataset.index):,} of layer {dataset.manifest.name}"
+        head = [
+            ("row", f"{row.key} ({of_layer})"),
+            *address,
+            ("clip", f"{row.clip_id}, frame {row.frame}, {row.timestamp_ns} ns"),
+        ]
+        tables: list[Table] = [(("channel", "value"), [*facts["values"].items()])]
+    else:
+        sample = _read(dataset, row, at)
+        facts["meta"] = msgspec.to_builtins(sample.meta)
+        of_split = f"position {at} of {len(dataset.index):,}, split {sample.meta.split}"
+        head = [("sample", f"{row.key} ({of_split})"), *address, *_sample_facts(dataset, sample)]
+        tables = _sensor_tables(dataset, sample)
+    return Description(facts, _page(((), head), (("member", "codec", "at", "stored", "raw"), members), *tables))
 
 
 def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
@@ -200,28 +212,9 @@ def _short(value: object) -> str:
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
-def _row_text(layer: Dataset, row: IndexRow, at: int, shard: str) -> str:
-    head = [
-        ("row", f"{row.key} (row {at} of {len(layer.index):,} of layer {layer.manifest.name})"),
-        ("address", f"{shard}, bytes {row.offset} to {row.offset + row.length - 1}, xxh3 {row.xxh3:016x}"),
-        ("clip", f"{row.clip_id}, frame {row.frame}, {row.timestamp_ns} ns"),
-    ]
-    members = [(m.name, m.codec, f"{m.stored_bytes:,}", f"{m.raw_bytes:,}") for m in row.members]
-    parts = [
-        _table((), head),
-        _table(("member", "codec", "stored", "raw"), members),
-        _table(("channel", "value"), list(_values(layer, at).items())),
-        "",
-    ]
-    return "\n\n".join(parts).removesuffix("\n")
-
-
-def _sample_text(dataset: Dataset, row: IndexRow, sample: Sample, at: int, shard: str) -> str:
-    meta, geometry, framed = sample.meta, sample.geometry, is_framed(shard)
-    head = [
-        ("sample", f"{row.key} (position {at} of {len(dataset.index):,}, split {meta.split})"),
-        ("address", f"{shard}, bytes {row.offset} to {row.offset + row.length - 1}, xxh3 {row.xxh3:016x}"),
-        *([("frame", f"{row.length:,} bytes of {span_bytes(row):,}; members lie at offsets in it")] if framed else []),
+def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
+    meta, geometry = sample.meta, sample.geometry
+    return [
         ("clip", f"{meta.clip_name}, frame {meta.frame_idx + 1} of {meta.num_frames}, vehicle {meta.vehicle}"),
         ("neighbours", f"{meta.prev_key or 'none'}, {meta.next_key or 'none'}"),
         ("time", f"{meta.timestamp_ns} ns ({dataset.manifest.time_base})"),
@@ -230,8 +223,10 @@ def _sample_text(dataset: Dataset, row: IndexRow, sample: Sample, at: int, shard
         ("ego", _vector(geometry.ego2global[:3, 3], "m")),
         ("boxes", _boxes(sample, dataset.manifest.classes)),
     ]
-    base = 0 if framed else row.offset
-    members = [(m.name, m.codec, str(base + m.offset), f"{m.stored_bytes:,}", f"{m.raw_bytes:,}") for m in row.members]
+
+
+def _sensor_tables(dataset: Dataset, sample: Sample) -> list[Table]:
+    meta, geometry = sample.meta, sample.geometry
     cameras = []
     for number, camera in enumerate(dataset.manifest.cameras):
         k = geometry.intrinsics[number]
@@ -250,14 +245,7 @@ def _sample_text(dataset: Dataset, row: IndexRow, sample: Sample, at: int, shard
     points = [
         (channel, f"{len(array):,} points", f"{array.shape[1]} columns") for channel, array in sample.points.items()
     ]
-    parts = [
-        _table((), head),
-        _table(("member", "codec", "at", "stored", "raw"), members),
-        _table(("camera", "valid", "pixels", "exposed", "fx fy", "cx cy", "in ego"), cameras),
-        *([_table((), points)] if points else []),
-        "",
-    ]
-    return "\n\n".join(parts).removesuffix("\n")
+    return [(("camera", "valid", "pixels", "exposed", "fx fy", "cx cy", "in ego"), cameras), ((), points)]
 
 
 def _values_of(channel: Channel) -> str:
@@ -354,6 +342,11 @@ def _boxes(sample: Sample, classes: Sequence[str]) -> str:
 
 def _vector(values: np.ndarray[Any, Any], unit: str) -> str:
     return " ".join(f"{value:.2f}" for value in values) + f" {unit}"
+
+
+def _page(*tables: Table) -> str:
+    """Return the tables one below the other, without those that have no rows."""
+    return "\n\n".join(_table(*one) for one in tables if one[1]) + "\n"
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -20,10 +20,11 @@ from fuelrail.pipeline.errors import FrameError, FuelrailError, IndexFileError, 
 from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.dataset import Dataset, check_digests, check_span, read_members
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
+from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.layers import LayerManifest
 from fuelrail.pipeline.format.rules import Rig, broken_rules, unsafe_ending
-from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, FoundMember, StoredMember, check_key, iter_members
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, FoundMember, check_key, iter_members
 from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, open_span, read_seek_table, span_bytes
 from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, META, Meta, decode_sample
@@ -31,10 +32,9 @@ from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.text import repeated_key, shown
 from fuelrail.sharding.sources.shared.pictures import check_pixels
 from fuelrail.sharding.write.layers.finish import scalar_channels
-from fuelrail.sharding.write.packer import IndexText
+from fuelrail.sharding.write.packer import dali_index
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.pipeline.format.manifest import Manifest
 
@@ -92,15 +92,11 @@ class ShardCheck:
             readable = error.offset or 0
         if self._dataset is None:
             return
-        at, listing = 0, IndexText()
+        at, rows = 0, list[IndexRow]()
         for row in self._rows(self._dataset):
             if not self._continues(row, at):
                 return
-            stored = [
-                StoredMember(entry.name + suffix(entry.codec), view[at + entry.offset :][: entry.stored_bytes])
-                for entry in row.members
-            ]
-            listing.add(row.key, at, stored, [entry.offset for entry in row.members])
+            rows.append(row)
             self._check_sample(row, view[at : at + row.length], found, readable)
             at += row.length
             self.num_samples += 1
@@ -109,7 +105,7 @@ class ShardCheck:
         for member in found.values():
             self._fault(f"member '{member.name}' is not in the index", member.header_offset)
         name = shard.idx_name
-        text = listing.encode()
+        text = dali_index(rows)
         with contextlib.suppress(OSError):  # reported already, with the other files
             if not self.faults and read_file(self._folder / name, len(text)) != text:
                 self.faults.append(Fault(name, f"does not list the members of {shard.name}"))

@@ -36,7 +36,7 @@ def train_or_load_dictionary(
     """
     if recipe.dictionary_bytes is None:
         return None
-    stated = next((entry for entry in finished.files if entry.name == DICTIONARY_FILE), None) if finished else None
+    stated = finished.file(DICTIONARY_FILE) if finished else None
     there = _found(out)
     if there is not None and (stated is None or _sha256(there) == stated.sha256):
         return there

@@ -14,7 +14,6 @@ import pyarrow as pa
 from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
-from fuelrail.pipeline.format.index.shards import ShardEntry
 from fuelrail.pipeline.format.manifest import FORMAT, FORMAT_VERSION, FileEntry, Manifest
 from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.sharding.planning.recipe import codec_of
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.sharding.output.workspace import Workspace
     from fuelrail.sharding.planning.plan import Plan
     from fuelrail.sharding.sources.source import ScanInfo
@@ -96,18 +96,7 @@ def _rows(
         yield from record.rows
         for channel, found in record.image_sizes.items():
             sizes[channel].update(found)
-        shards.append(
-            ShardEntry(
-                name=record.name,
-                split=planned.split,
-                first_sample=planned.first_sample,
-                num_samples=planned.num_samples,
-                bytes=record.bytes,
-                sha256=record.sha256,
-                idx_bytes=record.idx_bytes,
-                idx_sha256=record.idx_sha256,
-            )
-        )
+        shards.append(record.shard._replace(first_sample=planned.first_sample))
 
 
 def _channels(

@@ -48,13 +48,14 @@ class ShardPacker:
     ``buffer`` is where its files were read.
     """
 
+    _has_listing = True
+
     def __init__(
         self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None, buffer: ReadBuffer
     ) -> None:
         self._file, self._number, self._level, self._dictionary = BlockWriter(file), number, level, dictionary
         self._buffer = buffer
         self._rows: list[IndexRow] = []
-        self._listing = IndexText()
         self._digest = hashlib.sha256()
         self._offset = 0
 
@@ -73,7 +74,7 @@ class ShardPacker:
                 f"{codecs.MAX_SAMPLE_BYTES}",
                 key=key,
             )
-        pieces, length = self._stored_span(key, stored, packed)
+        pieces, length = self._stored_span(key, packed)
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)
@@ -96,20 +97,15 @@ class ShardPacker:
         end = self._end()
         self._write([end])
         self._file.flush()
-        return Packed(self._offset + len(end), self._digest.hexdigest(), self._rows, self._dali_index())
+        listing = dali_index(self._rows) if self._has_listing else b""
+        return Packed(self._offset + len(end), self._digest.hexdigest(), self._rows, listing)
 
-    def _stored_span(
-        self, key: str, stored: Sequence[StoredMember], packed: PackedSpan
-    ) -> tuple[Sequence[Buffer], int]:
+    def _stored_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:  # noqa: ARG002 - for errors
         """Return a sample's span as the file takes it, in pieces, and its length."""
-        self._listing.add(key, self._offset, stored, packed.offsets)
         return self._buffer.joined(packed.pieces), packed.length
 
     def _end(self) -> bytes:
         return END_OF_ARCHIVE
-
-    def _dali_index(self) -> bytes:
-        return self._listing.encode()
 
     def _write(self, pieces: Sequence[Buffer]) -> None:
         for piece in pieces:
@@ -120,16 +116,13 @@ class ShardPacker:
 class FramedPacker(ShardPacker):
     """The same for the frame layout: each span as one zstd frame, and a seek table; DALI has no index for those."""
 
+    _has_listing = False
+
     def __init__(self, file: BinaryIO, number: int, level: int, buffer: ReadBuffer) -> None:
         super().__init__(file, number, level, None, buffer)
         self._sizes: list[tuple[int, int]] = []
 
-    def _stored_span(
-        self,
-        key: str,
-        stored: Sequence[StoredMember],  # noqa: ARG002 - what a DALI index would list
-        packed: PackedSpan,
-    ) -> tuple[Sequence[Buffer], int]:
+    def _stored_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:
         try:
             pieces = self._buffer.joined(packed.pieces)
             frame = encode_frame(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._level)
@@ -142,25 +135,11 @@ class FramedPacker(ShardPacker):
         end = encode_frame(END_OF_ARCHIVE, self._level)
         return end + encode_seek_table([*self._sizes, (len(end), len(END_OF_ARCHIVE))])
 
-    def _dali_index(self) -> bytes:
-        return b""
 
-
-class IndexText:
-    """Collects the lines of one shard."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def add(self, key: str, span_offset: int, members: Sequence[StoredMember], offsets: Sequence[int]) -> None:
-        """Add the next sample, whose span begins at ``span_offset``; ``offsets`` are those of the data in the span."""
-        self._lines.append(
-            " ".join(
-                f"{field} {span_offset + offset} {memoryview(data).nbytes} {key}.{field}"
-                for (field, data), offset in zip(members, offsets, strict=True)
-            )
-        )
-
-    def encode(self) -> bytes:
-        """Return the whole file."""
-        return "\n".join([f"v1.2 {len(self._lines)}", *self._lines, ""]).encode("ascii", "replace")
+def dali_index(rows: Sequence[IndexRow]) -> bytes:
+    """Return the DALI index of a plain shard with these samples: a line for each, of its members in the tar."""
+    lines = []
+    for row in rows:
+        stored = [(f"{one.name}{codecs.suffix(one.codec)}", row.offset + one.offset, one) for one in row.members]
+        lines.append(" ".join(f"{field} {at} {one.stored_bytes} {row.key}.{field}" for field, at, one in stored))
+    return "\n".join([f"v1.2 {len(lines)}", *lines, ""]).encode("ascii", "replace")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from fuelrail.pipeline.format.index.row import IndexRow
+from fuelrail.pipeline.format.index.shards import ShardEntry
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 
 if TYPE_CHECKING:
@@ -16,24 +18,31 @@ _RECORDS: Final = f"{WORK_FOLDER}/records"
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h).
+    """The record of a written shard: its entry, its rows of the index, its images' sizes (w, h).
 
-    ``idx_bytes`` is 0 where it has no DALI index: in the frame layout, which DALI does not read.
     ``source_sha256`` is of all that it was made from, but for the bytes of the source's files: rows of the scan table,
     which have metadata and the names and sizes of files, and what all rows of a run have in common. ``source_stamp`` is
     those files' times of change, or the ETags that a store gives them.
     """
 
     stem: str
-    name: str
-    bytes: int
-    sha256: str
-    idx_bytes: int
-    idx_sha256: str
+    shard: ShardEntry
     rows: list[IndexRow]
     image_sizes: dict[str, list[tuple[int, int]]]
     source_sha256: str
     source_stamp: int = 0
+
+
+def publish_listing(out: Output, shard: ShardEntry, listing: bytes) -> ShardEntry:
+    """Publish a shard's DALI index, if it has one; return its entry with that.
+
+    In the frame layout, which DALI does not read, it has none.
+    """
+    if not listing:
+        return shard
+    with out.publish(shard.idx_name) as file:
+        file.write(listing)
+    return shard._replace(idx_bytes=len(listing), idx_sha256=hashlib.sha256(listing).hexdigest())
 
 
 def record_name(stem: str) -> str:
@@ -58,16 +67,17 @@ def store_record(out: Output, record: ShardRecord) -> None:
 
 def store_version_tag(out: Output, record: ShardRecord) -> None:
     """Store the ETag of a shard that was just published, so that a resumed run need not read it."""
-    if tag := out.version_tag(record.name):
+    if tag := out.version_tag(record.shard.name):
         with out.publish(f"{_RECORDS}/{record.stem}.tag") as file:
             file.write(tag.encode())
 
 
 def is_whole(out: Output, record: ShardRecord) -> bool:
     """Return whether OUT holds shard and DALI index as recorded: by version tag if there is one, else by a read."""
-    if record.idx_bytes and not out.holds(f"{record.stem}.idx", record.idx_bytes, record.idx_sha256):
+    shard = record.shard
+    if shard.idx_bytes and not out.holds(shard.idx_name, shard.idx_bytes, shard.idx_sha256):
         return False
-    tag = out.read(f"{_RECORDS}/{record.stem}.tag") if out.has_version_tags else None
-    if tag is not None and tag.decode(errors="replace") == out.version_tag(record.name):
+    tag = out.read(f"{_RECORDS}/{record.stem}.tag")
+    if tag is not None and tag.decode(errors="replace") == out.version_tag(shard.name):
         return True
-    return out.holds(record.name, record.bytes, record.sha256)
+    return out.holds(shard.name, shard.bytes, shard.sha256)

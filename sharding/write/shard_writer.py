@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from fuelrail.pipeline.errors import FuelrailError
-from fuelrail.pipeline.format.zstd_frames import FRAMED_SUFFIX, SHARD_SUFFIX
+from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
 from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import (
     BOXES,
@@ -40,6 +40,7 @@ from fuelrail.sharding.write.records import (
     ShardRecord,
     is_whole,
     load_record,
+    publish_listing,
     store_record,
     store_version_tag,
 )
@@ -125,19 +126,19 @@ class ShardWriter:
                 and self._source_digest(shard) == record.source_sha256
                 and is_whole(self._out, record)
             ):
-                pulse(record.bytes)
-                return ShardDone(number, record.name, record.bytes, kept=True)
+                pulse(record.shard.bytes)
+                return ShardDone(number, record.shard.name, record.shard.bytes, kept=True)
             with naming(self._job.source):
                 record = self._write(number, shard, pulse)
             store_version_tag(self._out, record)
-        return ShardDone(number, record.name, record.bytes, kept=False)
+        return ShardDone(number, record.shard.name, record.shard.bytes, kept=False)
 
     def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
         digest = hashlib.sha256(self._head(shard))
         framed, level = job.recipe.layout == "frame", job.recipe.compression_level
-        name = shard.stem + (FRAMED_SUFFIX if framed else SHARD_SUFFIX)
+        name = shard_name(shard.split, shard.number, framed=framed)
         with self._out.publish(name) as file:
             if framed:
                 packer: ShardPacker = FramedPacker(file, number, level, self._buffer)
@@ -159,16 +160,12 @@ class ShardWriter:
                 pulse(length)
             check.close()
             packed = packer.close()
-            if packed.listing:
-                with self._out.publish(f"{shard.stem}.idx") as idx:
-                    idx.write(packed.listing)
+            entry = ShardEntry(
+                name, shard.split, shard.first_sample, shard.num_samples, packed.num_bytes, packed.sha256
+            )
             record = ShardRecord(
                 stem=shard.stem,
-                name=name,
-                bytes=packed.num_bytes,
-                sha256=packed.sha256,
-                idx_bytes=len(packed.listing),
-                idx_sha256=hashlib.sha256(packed.listing).hexdigest(),
+                shard=publish_listing(self._out, entry, packed.listing),
                 rows=packed.rows,
                 image_sizes={channel: sorted(found) for channel, found in sizes.items()},
                 source_sha256=digest.hexdigest(),

@@ -48,8 +48,8 @@ NO_BAND: Final = -1
 
 _Given = tuple["SourceSpec", "ImageRecipe | None", Path, Path, Path, int]
 
-_staging: Staging
-
+_own = threading.local()
+"""The `Staging` of each worker, a thread or a process of one pool."""
 
 Placed = tuple[int, int, int, bool]
 """Band, offset and length of a member, and whether it is an image as it is to be stored."""
@@ -268,33 +268,23 @@ def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path, images
 
 
 def _staged(given: _Given, tasks: Sequence[StageTask], num_workers: int) -> Iterator[None]:
+    stage = partial(_stage, given)
     if num_workers > _MAX_THREADS:
-        context = get_context("spawn")
-        with ProcessPoolExecutor(num_workers, context, _start_worker, given) as pool:
+        with ProcessPoolExecutor(num_workers, get_context("spawn"), set_up_worker) as pool:
             try:
-                yield from pool.map(_stage, tasks)
+                yield from pool.map(stage, tasks)
             finally:
                 pool.shutdown(cancel_futures=True)
-        return
-    own = threading.local()
-
-    def stage(task: StageTask) -> None:
-        if not hasattr(own, "staging"):
-            own.staging = Staging(*given)
-        staging: Staging = own.staging
-        staging.stage(task)
-
-    yield from in_threads(stage, tasks, max(num_workers, 1))
+    else:
+        yield from in_threads(stage, tasks, max(num_workers, 1))
 
 
-def _start_worker(*given: Any) -> None:  # of Staging
-    global _staging
-    set_up_worker()
-    _staging = Staging(*given)
-
-
-def _stage(task: StageTask) -> None:
-    _staging.stage(task)
+def _stage(given: _Given, task: StageTask) -> None:
+    """Stage a clip in a worker, which makes its `Staging` with its first one."""
+    if not hasattr(_own, "staging"):
+        _own.staging = Staging(*given)
+    staging: Staging = _own.staging
+    staging.stage(task)
 
 
 def clip_file(folder: Path, number: int, band: int) -> Path:

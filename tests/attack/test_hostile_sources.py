@@ -272,9 +272,9 @@ def preload() -> None:
     import pyarrow.parquet  # noqa: F401
     import rosbags.typesys  # noqa: F401
 
-    from fuelrail.sharding.sources.registry import source_kinds
+    from fuelrail.sharding.sources.registry import sources
 
-    source_kinds()
+    sources()
     cv2.setNumThreads(1)
 
 

@@ -21,7 +21,7 @@ from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardTable
 from fuelrail.pipeline.format.index.tables import file_entry, seal_tables, write_tables
 from fuelrail.pipeline.format.manifest import Manifest, encode_manifest, load_manifest
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, member_header
-from fuelrail.sharding.write.packer import IndexText
+from fuelrail.sharding.write.packer import dali_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
     target = dataset.index.row(position)
     shard = dataset.shards[target.shard]
     rows = [dataset.index.row(at) for at in range(len(dataset.index))]
-    whole, data, listing = (out / shard.name).read_bytes(), bytearray(), IndexText()
+    whole, data = (out / shard.name).read_bytes(), bytearray()
     names = dict.fromkeys(dataset.index.names)
     for at in range(shard.first_sample, shard.first_sample + shard.num_samples):
         row = rows[at]
@@ -87,10 +87,11 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
             for (name, raw_data), kind, offset, member in zip(pairs, kinds, offsets, stored, strict=True)
         )
         rows[at] = IndexRow(*row[:5], len(data), len(span), xxhash.xxh3_64_intdigest(span), entries)
-        listing.add(row.key, len(data), stored, offsets)
         data += span
     (out / shard.name).write_bytes(data + END_OF_ARCHIVE)
-    (out / shard.name).with_suffix(".idx").write_bytes(listing.encode())
+    (out / shard.name).with_suffix(".idx").write_bytes(
+        dali_index(rows[shard.first_sample : shard.first_sample + shard.num_samples])
+    )
     replace_index(out, dataset, rows, list(names))
     reseal(out)
     return target

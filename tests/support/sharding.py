@@ -121,6 +121,7 @@ class Interrupt(Quiet):
     """Interrupts a run after this number of shards."""
 
     def __init__(self, after):
+        super().__init__()
         self.left = after
 
     def shard_done(self, shard):

@@ -17,7 +17,7 @@ from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
-from fuelrail.sharding.sources.registry import SourceSpec, make_source, options_of_texts, source_kinds
+from fuelrail.sharding.sources.registry import SourceSpec, make_source, options_of_texts, sources
 from fuelrail.sharding.sources.source import PlacedSource
 from fuelrail.sharding.verify.dataset import verify
 from support.sharding import Interrupt, Scanned, digests, scanned
@@ -178,7 +178,7 @@ class SourceSuite:
         options = make_source(spec).options
         assert json.loads(json.dumps(options)) == options
         assert make_source(spec._replace(options=options)).options == options
-        (kind,) = source_kinds(self.kind)
+        (kind,) = sources(self.kind)
         unrecorded = {option.name for option in kind.options} - options.keys()
         assert unrecorded <= {"root", *OF_DAMAGED}
         if unrecorded:

@@ -24,11 +24,10 @@ from fuelrail.pipeline.sample.schema import (
     decode_meta,
     decode_points,
 )
-from fuelrail.sharding.demo.lidar import crossings
-from fuelrail.sharding.demo.picture import NEAR_M, owners, window_of
+from fuelrail.sharding.demo.options import VERSION
+from fuelrail.sharding.demo.picture import owners, pixel_rays, sights
 from fuelrail.sharding.demo.rig import RigSensor, stream
-from fuelrail.sharding.demo.shapes import shape_of
-from fuelrail.sharding.demo.solids import solids_near
+from fuelrail.sharding.demo.street import corners
 from fuelrail.sharding.demo.synth import synth
 from fuelrail.sharding.demo.world import captures, make_clip, token
 from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, channel_file
@@ -38,7 +37,7 @@ from fuelrail.sharding.sources.shared.scan_table import ScanRow, ScanTable, Scan
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.demo.solids import Solid
+    from fuelrail.sharding.demo.shapes import Solid
     from fuelrail.sharding.demo.world import SynthClip
 
 _POINTS_PER_ACTOR: Final = 4
@@ -90,11 +89,11 @@ def synth_with_channels(out: Path, **options: Any) -> None:
         for camera in clip.rig.cameras:
             channels += [_mask_channel(camera.channel.lower()), _depth_channel(camera)]
         if not index:
-            _write_table(out / world.version, channels)
+            _write_table(out / VERSION, channels)
         for capture in captures(world, clip):
             if capture.is_key_frame:
                 solids, sample = (
-                    solids_near(clip, capture.timestamp_us),
+                    clip.solids(capture.timestamp_us),
                     token(world.seed, "sample", index, capture.frame),
                 )
                 _write(out, RADAR, sample, radar_points(clip, solids, capture.timestamp_us))
@@ -108,7 +107,7 @@ def synth_with_channels(out: Path, **options: Any) -> None:
 def synth_with_occupancy(out: Path, **options: Any) -> None:
     """Make a drive with an occupancy grid for each keyframe, of the lidar's sweeps and the boxes."""
     world = synth(out, **options).world
-    source = NuScenesSource(str(out), {"version": world.version, "sweeps": world.lidar_sweeps})
+    source = NuScenesSource(str(out), {"version": VERSION, "sweeps": world.lidar_sweeps})
     with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
         path = Path(scratch) / "scan.arrow"
         with ScanWriter(path, source.attribute_types) as rows:
@@ -119,7 +118,7 @@ def synth_with_occupancy(out: Path, **options: Any) -> None:
             boxes = None if row.boxes is None else decode_arrays(row.boxes, Boxes)
             points, age_s = _points(source, row, lidars)
             _write(out, OCCUPANCY, decode_meta(row.meta).sample_token, occupancy_grid(points, age_s, boxes))
-    _write_table(out / world.version, [OCCUPANCY])
+    _write_table(out / VERSION, [OCCUPANCY])
 
 
 def _write_table(folder: Path, channels: list[Channel]) -> None:
@@ -167,22 +166,16 @@ def depth_map(camera: RigSensor, cam2global: NDArray[np.float64], solids: list[S
     height, width = _depth_channel(camera).shape
     assert height is not None and width is not None
     first = (DEPTH_FRACTION - 1) / 2
-    u, v = np.meshgrid(*(np.arange(side) * DEPTH_FRACTION + first for side in (width, height)))
+    image2map = np.array([[1, 0, -first], [0, 1, -first], [0, 0, DEPTH_FRACTION]]) / DEPTH_FRACTION
     # The rays' third component is 1, so that places on them are depths.
-    rays = np.tensordot(np.linalg.inv(camera.intrinsics), np.stack((u, v, np.ones_like(u))), 1)
+    intrinsics = image2map @ camera.intrinsics
+    rays = pixel_rays(intrinsics, (width, height))
     down = np.tensordot(cam2global[2, :3], rays, 1)
     with np.errstate(divide="ignore"):
         depth = np.where(down < -1e-6, -cam2global[2, 3] / down, np.inf)
-    global2cam = invert_rigid(cam2global)
-    image2map = np.array([[1, 0, -first], [0, 1, -first], [0, 0, DEPTH_FRACTION]]) / DEPTH_FRACTION
     for solid in solids:
-        unit2cam = global2cam @ solid.unit2global()
-        for part in shape_of(solid.kind):
-            vertices = part.vertices @ unit2cam[:3, :3].T + unit2cam[:3, 3]
-            window = window_of(vertices, image2map @ camera.intrinsics, (width, height))
-            enter, leave, _ = crossings(vertices, rays[:, *window])
-            hit = (enter > NEAR_M) & (enter < leave) & (enter < depth[window])
-            depth[window][hit] = enter[hit]
+        for sight in sights(solid, invert_rigid(cam2global), intrinsics, rays):
+            np.minimum(depth[sight.window], sight.depth, out=depth[sight.window])
     return np.where(depth < _FARTHEST_M, depth, 0.0).astype(np.float32)
 
 
@@ -198,7 +191,8 @@ def radar_points(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArr
         actor = clip.actors[solid.actor]
         before, after = (actor.pose(clip.road, now_s + side * _HALF_STEP_S) for side in (-1, 1))
         velocity = (np.array(after[:2]) - before[:2]) / (2 * _HALF_STEP_S)
-        footprint = solid.footprint()
+        x, y, yaw = (np.asarray(value) for value in (*solid.centre[:2], solid.yaw_rad))
+        footprint = corners(x, y, yaw, *solid.size_lwh[:2])
         for _ in range(_POINTS_PER_ACTOR):
             side, share, height = draw.integers(4), draw.uniform(), draw.uniform(0.1, 0.9)
             place = footprint[side] * (1 - share) + footprint[(side + 1) % 4] * share

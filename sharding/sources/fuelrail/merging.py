@@ -1,4 +1,4 @@
-"""Whether several datasets can become one, and what it is called."""
+"""Open datasets as sources; say whether several can become one, and what it is called."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import DatasetError, SourceError
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.text import differences
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.dataset import Dataset
 
 _ALIKE: Final = {
     "cameras": "cameras", "lidars": "lidars",
     "classes": "classes", "attributes": "attributes of boxes",
     "time_base": "time base", "ego_origin": "origin of ego",
 }  # fmt: skip
+
+
+def open_source(location: str) -> Dataset:
+    """Open a dataset to be read from; raise SourceError where that fails."""
+    try:
+        return open_dataset(location)
+    except DatasetError as error:
+        raise SourceError(str(error)) from error
 
 
 def check_alike(datasets: Sequence[Dataset]) -> None:

@@ -11,25 +11,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import DatasetError, MemberError, SchemaError, ShardError, SourceError
+from fuelrail.pipeline.errors import MemberError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.format.dataset import check_span, read_members
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.zstd_frames import is_framed, read_head
-from fuelrail.pipeline.sample.schema import (
-    BOXES,
-    GEOMETRY,
-    META,
-    POINTS_EXTENSION,
-    decode_sample,
-)
+from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, decode_sample
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.retry import fault_of
+from fuelrail.sharding.sources.fuelrail.merging import open_source
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.pipeline.sample.schema import Sample as DecodedSample
     from fuelrail.pipeline.storage.columns import Disk
 
 INLINE: Final = (META, GEOMETRY, BOXES)
@@ -45,32 +39,21 @@ Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
 
 
 class DatasetPart:
-    """A dataset that is read from."""
+    """A dataset that is read from.
+
+    ``cameras`` and ``lidars`` are the channels of its sensors, ``fields`` the field names of its other channels.
+    """
 
     def __init__(self, location: str) -> None:
         """Open it; raises SourceError where it cannot be."""
-        try:
-            self.dataset = open_dataset(location)
-        except DatasetError as error:
-            raise SourceError(str(error)) from error
+        self.dataset = open_source(location)
         self._remote = filesystem(self.dataset.url) if self.dataset.url is not None else None
         self._read: tuple[int, dict[str, memoryview]] = (-1, {})
         self._num_looks = 0
-
-    @property
-    def cameras(self) -> frozenset[str]:
-        """Channels of its cameras."""
-        return frozenset(camera.channel for camera in self.dataset.manifest.cameras)
-
-    @property
-    def lidars(self) -> frozenset[str]:
-        """Channels of its lidars."""
-        return frozenset(lidar.channel for lidar in self.dataset.manifest.lidars)
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """Field names of its channels other than cameras, lidars and boxes."""
-        return frozenset(channel.field for channel in self.dataset.manifest.extra_channels)
+        manifest = self.dataset.manifest
+        self.cameras = frozenset(camera.channel for camera in manifest.cameras)
+        self.lidars = frozenset(lidar.channel for lidar in manifest.lidars)
+        self.fields = frozenset(channel.field for channel in manifest.extra_channels)
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -80,17 +63,6 @@ class DatasetPart:
             return {}
         schema = file.schema(len(self.dataset.index))
         return {field.name: _python_type(field) for field in schema if field.name not in _OF_INDEX}
-
-    def clip_ids(self) -> list[str]:
-        """Return the ids of the dataset's clips, sorted."""
-        return self.dataset.index.clip_ids()
-
-    def splits(self) -> dict[str, list[str]]:
-        """Return the ids of the clips of each split, sorted."""
-        return {
-            name: self.dataset.index.clip_ids(s.first_sample, s.first_sample + s.num_samples)
-            for name, s in self.dataset.manifest.splits.items()
-        }
 
     def samples(self, disk: Disk) -> Iterator[Iterator[Sample]]:
         """Yield the samples of each clip by frame, in the order of the ids. Their attributes are copied to ``disk``."""
@@ -127,21 +99,11 @@ class DatasetPart:
             try:
                 check_span(row, span, shard)
                 members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
-                self._check(decode_sample(row.key, members, self.fields))
+                decode_sample(row.key, members, self.fields)
             except (ShardError, MemberError) as error:
                 raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
             self._read = (at, {name: members[name] for name in members if name not in INLINE})
         return self._read[1].pop(field)  # each is asked for once, and a large one is not to stay
-
-    def _check(self, sample: DecodedSample) -> None:
-        for lidar in self.dataset.manifest.lidars:
-            points, wanted = sample.points.get(lidar.channel), len(lidar.columns)
-            if points is not None and points.shape[1] != wanted:
-                raise SchemaError(
-                    f"points of {points.shape[1]} columns, the manifest has {wanted}",
-                    key=sample.key,
-                    member=f"{lidar.channel}.{POINTS_EXTENSION}",
-                )
 
     def _row(self, at: int) -> IndexRow:
         """Return a row of the index by itself: all rows together would fill this process's memory."""

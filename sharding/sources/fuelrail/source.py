@@ -110,7 +110,7 @@ class FuelrailSource:
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read index, attributes and the small members; write one row for each sample."""
         manifests = [part.dataset.manifest for part in self._parts]
-        clips = [(part.dataset.location, part.clip_ids()) for part in self._parts]
+        clips = [(part.dataset.location, part.dataset.index.clip_ids()) for part in self._parts]
         check_disjoint(clips)
         owners = sorted((clip, number) for number, (_, ids) in enumerate(clips) for clip in ids)
         walks = [part.samples(out.database) for part in self._parts]
@@ -122,7 +122,8 @@ class FuelrailSource:
         first = manifests[0]
         splits: dict[str, list[str]] = {}
         for part in self._parts:
-            for name, ids in part.splits().items():
+            for name, split in part.dataset.manifest.splits.items():
+                ids = part.dataset.index.clip_ids(split.first_sample, split.first_sample + split.num_samples)
                 splits[name] = sorted([*splits.get(name, []), *ids])
         return ScanInfo(
             name=joined([manifest.name for manifest in manifests]) or "",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from fuelrail import __version__
 from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import DatasetError
-from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL, suffix
+from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
 from fuelrail.pipeline.format.index.tables import file_entry
@@ -34,21 +35,20 @@ from fuelrail.pipeline.format.layers import (
 )
 from fuelrail.pipeline.format.manifest import (
     FORMAT_VERSION,
-    MANIFEST_FILE,
     FileEntry,
     Lineage,
-    decode_manifest,
 )
-from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
 from fuelrail.pipeline.settings import Settings
+from fuelrail.sharding.output.folder import Output, manifest_in
 from fuelrail.sharding.write.layers.segments import SegmentRow, Segments
-from fuelrail.sharding.write.packer import IndexText
+from fuelrail.sharding.write.packer import dali_index
 from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, write_index
+from fuelrail.sharding.write.records import publish_listing
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.sharding.output.folder import Output
 
 SHARD_BYTES: Final = 256 << 20
 """A shard ends before the row that would make it larger."""
@@ -86,7 +86,7 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
     Raises DatasetError where samples of the base have no row, unless ``partial`` allows it, and what
     `Segments.rows` raises.
     """
-    manifest = _manifest_in(out)
+    manifest = manifest_in(out, LAYERS)
     if manifest is None:
         segments = Segments(out, len(base))
         _check_whole(segments, base, out, partial=partial)
@@ -95,27 +95,16 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
         try:
             manifest = _write(out, temporary, base, run, segments)
         except FileNotFoundError:  # at a URL another machine may have finished the layer, and removed the segments
-            manifest = _manifest_in(out)
+            manifest = manifest_in(out, LAYERS)
             if manifest is None:
                 raise
     out.remove_work()
-    return manifest
-
-
-def _manifest_in(out: Output) -> LayerManifest | None:
-    data = out.read(MANIFEST_FILE)
-    if data is None:
-        return None
-    manifest = decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", LAYERS)
-    assert isinstance(manifest, LayerManifest)
+    assert isinstance(manifest, LayerManifest), "what the format of layers is decoded to"
     return manifest
 
 
 def _check_whole(segments: Segments, base: Dataset, out: Output, *, partial: bool) -> None:
-    present = np.zeros(len(base), bool)
-    for positions in segments.positions:
-        present[positions] = True
-    lacking = np.flatnonzero(~present)
+    lacking = np.flatnonzero(~segments.are_there())
     if len(lacking) == len(base) or (lacking.size and not partial):
         keys = ", ".join(base.index.row(int(at)).key for at in lacking[:_SHOWN_KEYS])
         raise DatasetError(
@@ -127,17 +116,17 @@ def _check_whole(segments: Segments, base: Dataset, out: Output, *, partial: boo
 def _write(out: Output, temporary: Path, base: Dataset, run: LayerRun, segments: Segments) -> LayerManifest:
     rows = np.full(len(base), NO_ROW, ROWS_DTYPE)
     codecs = {channel.field: channel.codec for channel in run.channels}
-    with _Shards(out) as shards, _AttributesWriter(temporary / ATTRIBUTES_FILE, run.channels) as attributes:
+    entries: list[ShardEntry] = []
+    table = temporary / ATTRIBUTES_FILE
+    with closing(_write_shards(out, segments, entries)) as shards, _AttributesWriter(table, run.channels) as attributes:
 
         def written() -> Iterator[IndexRow]:
-            for count, (position, found) in enumerate(segments.rows()):
-                row = shards.add(found)
+            for count, (position, found, row) in enumerate(shards):
                 attributes.add(row, found.attributes)
                 rows[position] = count
                 yield row
 
         write_index(temporary, list(codecs), codecs.values(), written())
-        entries = shards.close()
     make = functools.partial(
         LayerManifest,
         format=LAYER_FORMAT,
@@ -172,70 +161,35 @@ def publish_rows(out: Output, folder: Path, rows: NDArray[np.int64]) -> list[Fil
     return [entry]
 
 
-class _Shards:
-    """Writes spans one after the other; a shard is published when it is full."""
+def _write_shards(
+    out: Output, segments: Segments, entries: list[ShardEntry]
+) -> Generator[tuple[int, SegmentRow, IndexRow]]:
+    """Write spans one after the other into shards; yield each row with its position and its place, and add entries.
 
-    def __init__(self, out: Output) -> None:
-        self._out, self._entries = out, list[ShardEntry]()
-        self._num_rows = self._offset = 0
-        self._rows: list[IndexRow] = []
-        self._context: Any = None
-        self._file: Any = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Remove the part of a shard that an error leaves."""
-        if self._context is not None:
-            self._context.__exit__(*error)
-
-    def add(self, found: SegmentRow) -> IndexRow:
-        """Write the next row; returns its place."""
-        if self._rows and self._offset + len(found.span) + len(END_OF_ARCHIVE) > SHARD_BYTES:
-            self._end()
-        if not self._rows:
-            self._context = self._out.publish(shard_name(LAYER_SPLIT, len(self._entries)))
-            self._file, self._digest, self._offset = self._context.__enter__(), hashlib.sha256(), 0
-        row = found.row._replace(shard=len(self._entries), offset=self._offset)
-        self._put(found.span)
-        self._rows.append(row)
-        return row
-
-    def close(self) -> list[ShardEntry]:
-        """Publish the last shard; returns the entries of all."""
-        self._end()
-        return self._entries
-
-    def _put(self, data: bytes) -> None:
-        self._file.write(data)
-        self._digest.update(data)
-        self._offset += len(data)
-
-    def _end(self) -> None:
-        self._put(END_OF_ARCHIVE)
-        context, self._context = self._context, None
-        context.__exit__(None, None, None)
-        number = len(self._entries)
-        listing = _listing(self._rows)
-        entry = ShardEntry(
-            name=shard_name(LAYER_SPLIT, number), split=LAYER_SPLIT, first_sample=self._num_rows,
-            num_samples=len(self._rows), bytes=self._offset, sha256=self._digest.hexdigest(),
-            idx_bytes=len(listing), idx_sha256=hashlib.sha256(listing).hexdigest(),
-        )  # fmt: skip
-        with self._out.publish(entry.idx_name) as file:
-            file.write(listing)
-        self._entries.append(entry)
-        self._num_rows += len(self._rows)
-        self._rows = []
-
-
-def _listing(rows: Sequence[IndexRow]) -> bytes:
-    text = IndexText()
-    for row in rows:
-        stored = [StoredMember(one.name + suffix(one.codec), bytes(one.stored_bytes)) for one in row.members]
-        text.add(row.key, row.offset, stored, [one.offset for one in row.members])
-    return text.encode()
+    A shard gets its name when it is full.
+    """
+    found, first = segments.rows(), 0
+    following = next(found, None)
+    while following is not None:
+        name, digest, offset = shard_name(LAYER_SPLIT, len(entries)), hashlib.sha256(), 0
+        rows: list[IndexRow] = []
+        with out.publish(name) as file:
+            while following is not None:
+                position, one = following
+                if rows and offset + len(one.span) + len(END_OF_ARCHIVE) > SHARD_BYTES:
+                    break
+                rows.append(one.row._replace(shard=len(entries), offset=offset))
+                file.write(one.span)
+                digest.update(one.span)
+                offset += len(one.span)
+                yield position, one, rows[-1]
+                following = next(found, None)
+            file.write(END_OF_ARCHIVE)
+            digest.update(END_OF_ARCHIVE)
+        num_bytes = offset + len(END_OF_ARCHIVE)
+        entry = ShardEntry(name, LAYER_SPLIT, first, len(rows), num_bytes, digest.hexdigest())
+        entries.append(publish_listing(out, entry, dali_index(rows)))
+        first += len(rows)
 
 
 class _AttributesWriter:

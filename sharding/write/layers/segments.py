@@ -84,10 +84,12 @@ class Segments:
         self._opened = functools.lru_cache(maxsize=_FILES_OPEN)(self._map)
         self.update()
 
-    @property
-    def positions(self) -> list[NDArray[np.int64]]:
-        """The positions of each segment's rows, ascending."""
-        return self._positions
+    def are_there(self) -> NDArray[np.bool_]:
+        """Return which positions have a row: bool (num_samples,)."""
+        found = np.zeros(self._num_samples, bool)
+        for positions in self._positions:
+            found[positions] = True
+        return found
 
     def update(self) -> None:
         """Look for segments that were published since."""

@@ -16,7 +16,6 @@ from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
@@ -38,7 +37,7 @@ from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER
 from fuelrail.pipeline.settings import convert
 from fuelrail.pipeline.text import differences
 from fuelrail.sharding.output.folder import check_out, open_output
-from fuelrail.sharding.planning.recipe import channel_codec
+from fuelrail.sharding.planning.recipe import ZSTD_VERSION, channel_codec
 from fuelrail.sharding.write.layers.finish import LayerRun, finish_layer, scalar_channels
 from fuelrail.sharding.write.layers.segments import (
     BYTES_PER_SEGMENT,
@@ -96,7 +95,8 @@ class LayerWriter:
     ) -> None:
         self._base = base if isinstance(base, Dataset) else open_dataset(base)
         self._out = open_output(out)
-        table = tuple(_entry(one) for one in channels)
+        plain = (dict(one) if isinstance(one, Mapping) else one for one in channels)
+        table = tuple(convert(one, Channel, "channels") for one in plain)
         if not table:
             raise ConfigError("channels is empty: a layer has at least one channel")
         entry = BaseEntry.of(self._base)
@@ -107,7 +107,7 @@ class LayerWriter:
             base=entry,
             channels=table,
             view=view or LayerView(),
-            zstd=_versions(),
+            zstd=ZSTD_VERSION,
             recipe=dict(recipe or {}),
         )
         if taken := sorted({*self._run.recipe} & _OWN_RECIPE):
@@ -134,10 +134,7 @@ class LayerWriter:
         self._segments.update()
         # Checked afterwards: the process that finishes the layer removes the segments.
         self.is_finished = self._out.size(MANIFEST_FILE) is not None
-        done = np.full(len(self._base), self.is_finished)
-        for positions in self._segments.positions:
-            done[positions] = True
-        return done
+        return self._segments.are_there() | self.is_finished
 
     def write(self, which: int | str, values: Mapping[str, Any]) -> None:
         """Take the values of one sample, by its position in the base or its key; optional ones may be left out.
@@ -295,15 +292,6 @@ class LayerWriter:
                     self._out.remove_work()
 
 
-def _entry(given: Channel | Mapping[str, Any]) -> Channel:
-    return convert(dict(given) if isinstance(given, Mapping) else given, Channel, "channels")
-
-
 def _plain(value: Any) -> bool | int | float:  # noqa: ANN401
     plain: bool | int | float = np.asarray(value).item()
     return plain
-
-
-def _versions() -> str:
-    """Return the version of zstd, which the stored bytes depend on."""
-    return ".".join(map(str, zstandard.ZSTD_VERSION))

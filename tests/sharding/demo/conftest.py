@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def small_options() -> SynthOptions:
-    return SynthOptions(seed=5, clips=2, frames=2, size=(160, 90), camera_sweeps=1, workers=1)
+    return SynthOptions(seed=5, clips=2, frames=2, size=(160, 90), workers=1)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ from fuelrail.pipeline.transforms.ego import BevMap
 from fuelrail.sharding.api import shard, verify
 from fuelrail.sharding.demo.capture import TOKENS, top_view_tokens
 from fuelrail.sharding.demo.options import SynthOptions
-from fuelrail.sharding.demo.solids import solids_near
 from fuelrail.sharding.demo.world import captures, make_clip
 from support.synth_channels import (
     CELL_M,
@@ -131,7 +130,7 @@ def test_tokens_say_what_is_around_the_nearest_cells_first() -> None:
     world = SynthOptions(seed=1, clips=1, frames=1)
     clip = make_clip(world, 0)
     moment = captures(world, clip)[0].timestamp_us
-    solids = solids_near(clip, moment)
+    solids = clip.solids(moment)
     tokens = top_view_tokens(clip, solids, moment)
     assert tokens.shape == TOKENS.shape
     assert tokens[0] == TOKENS.vocabulary.size - 1

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 
-from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.lidar import NUM_COLUMNS, NUM_RINGS, cast, points_in_box
 from fuelrail.sharding.demo.options import SynthOptions
-from fuelrail.sharding.demo.shapes import SIDES, shape_of
-from fuelrail.sharding.demo.solids import Solid, solids_near
 from fuelrail.sharding.demo.world import SynthClip, captures, make_clip
+from support.synth_rays import first_met
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.demo.shapes import Solid
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +21,7 @@ SPEC = SynthOptions(seed=9, frames=2)
 def _sweep(index: int) -> tuple[SynthClip, list[Solid], int]:
     clip = make_clip(SPEC, index)
     capture_us = captures(SPEC, clip)[0].timestamp_us
-    return clip, solids_near(clip, capture_us), capture_us
+    return clip, clip.solids(capture_us), capture_us
 
 
 def _global(clip: SynthClip, capture_us: int, points: np.ndarray) -> np.ndarray:
@@ -39,11 +42,11 @@ def test_points_lie_on_the_ground_or_on_something(index: int) -> None:
     explained = np.abs(places[:, 2]) < 0.03
     assert 0.3 < explained.mean() < 0.95
     for solid in solids:
-        for part in shape_of(solid.kind):
-            # Inside the body's own bounding box in unit coordinates, up to the range noise.
+        for block in solid.blocks:
+            # Inside the block in unit coordinates, up to the range noise.
             unit = np.c_[places, np.ones(len(places))] @ np.linalg.inv(solid.unit2global()).T
             slack = 0.03 / np.array(solid.size_lwh)
-            low, high = part.vertices.min(0) - slack, part.vertices.max(0) + slack
+            low, high = block.low - slack, block.high + slack
             explained |= ((unit[:, :3] >= low) & (unit[:, :3] <= high)).all(1)
     assert explained.all()
 
@@ -52,27 +55,11 @@ def test_casting_agrees_with_a_ray_at_a_time() -> None:
     clip, solids, capture_us = _sweep(0)
     points = cast(clip, solids, capture_us)
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
-    global2lidar = invert_rigid(lidar2global)
-    bodies = [
-        part.vertices @ m[:3, :3].T + m[:3, 3]
-        for solid in solids
-        for m in [global2lidar @ solid.unit2global()]
-        for part in shape_of(solid.kind)
-    ]
-    ground = (global2lidar[:3, :3] @ [0, 0, 1.0], global2lidar[:3, 3])
     for point in points[:: len(points) // 25].astype(np.float64):
         distance = np.linalg.norm(point[:3])
-        ray = point[:3] / distance
-        nearest = ground[0] @ ground[1] / (ground[0] @ ray) if ground[0] @ ray < 0 else np.inf
-        for vertices in bodies:
-            enter, leave = 0.0, np.inf
-            for at in SIDES.values():
-                a, b, c = vertices[list(at[:3])]
-                normal = np.cross(b - a, c - b)
-                gap, speed = normal @ a, normal @ ray
-                enter, leave = (max(enter, gap / speed), leave) if speed < 0 else (enter, min(leave, gap / speed))
-            if enter < leave and enter > 1.0:
-                nearest = min(nearest, enter)
+        ray = lidar2global[:3, :3] @ point[:3] / distance
+        ground = -lidar2global[2, 3] / ray[2] if ray[2] < 0 else np.inf
+        nearest, _ = first_met(lidar2global[:3, 3], ray, solids, 1.0, ground)
         assert distance == pytest.approx(nearest, abs=0.02)
 
 
@@ -80,14 +67,10 @@ def test_nobody_near_has_its_points_outside_its_box() -> None:
     # Taking one car away takes exactly the points in its box away (others may appear behind it).
     clip, solids, capture_us = _sweep(0)
     places = _global(clip, capture_us, cast(clip, solids, capture_us))
-    counted = [
-        (points_in_box(places, solid.centre, solid.yaw_rad, solid.size_lwh), solid)
-        for solid in solids
-        if solid.kind == "vehicle.car"
-    ]
+    counted = [(points_in_box(places, solid), solid) for solid in solids if solid.kind == "vehicle.car"]
     count, solid = max(counted, key=lambda pair: pair[0])
     assert count > 100
     without = _global(clip, capture_us, cast(clip, [one for one in solids if one is not solid], capture_us))
-    assert points_in_box(without, solid.centre, solid.yaw_rad, solid.size_lwh) == 0
+    assert points_in_box(without, solid) == 0
     kept = {tuple(place) for place in without}
     assert sum(tuple(place) not in kept for place in places) == count

@@ -11,11 +11,11 @@ import pytest
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.options import SynthOptions
 from fuelrail.sharding.demo.picture import owners, render
-from fuelrail.sharding.demo.solids import Solid, solids_near
 from fuelrail.sharding.demo.world import SynthClip, captures, make_clip
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.rig import RigSensor
+    from fuelrail.sharding.demo.shapes import Solid
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def _shot(index: int, channel: str, frame: int = 2) -> _Shot:
     clip = make_clip(SPEC, index)
     capture = [one for one in captures(SPEC, clip) if one.is_key_frame][frame]
     camera = next(one for one in clip.rig.cameras if one.channel == channel)
-    return _Shot(clip, camera, solids_near(clip, capture.timestamp_us), capture.timestamp_us - camera.lead_us)
+    return _Shot(clip, camera, clip.solids(capture.timestamp_us), capture.timestamp_us - camera.lead_us)
 
 
 def _owners(shot: _Shot) -> np.ndarray:
@@ -122,7 +122,7 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
 
 
 def test_taking_an_object_away_changes_its_box_and_nothing_else() -> None:
-    # Independent of who is said to own a pixel: compare two pictures. Overcast, so shadows stay under their objects.
+    # Independent of who is said to own a pixel: compare two pictures.
     shot = _shot(DUSK, "CAM_FRONT")
     with_all, shown = render(*shot), _owners(shot)
     visible = sorted(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from fuelrail.sharding.demo.options import SynthOptions
-from fuelrail.sharding.demo.tables import splits
+from fuelrail.sharding.demo.options import VERSION, SynthOptions
+from fuelrail.sharding.demo.tables import splits, visibility_level
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +21,8 @@ Tables = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def tables(small_options: SynthOptions, small_world: Path) -> Tables:
-    folder = small_world / small_options.version
+def tables(small_world: Path) -> Tables:
+    folder = small_world / VERSION
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem != "splits"}
 
 
@@ -66,7 +66,7 @@ def test_sweeps_point_to_the_keyframe_after_them(tables: Tables) -> None:
             num_sweeps += 1
             assert samples[sample["prev"]]["timestamp"] < row["timestamp"] < sample["timestamp"]
             assert row["filename"].startswith("sweeps/")
-    assert num_sweeps == 2 * 1 * (6 + 1)
+    assert num_sweeps == 2
 
 
 def test_instances_count_their_annotations(tables: Tables) -> None:
@@ -89,11 +89,11 @@ def test_splits_are_by_clip(num_clips: int, expected: tuple[list[int], list[int]
 
 
 @pytest.fixture(scope="module")
-def devkit(small_options: SynthOptions, small_world: Path) -> Any:
+def devkit(small_world: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what its dependencies say about themselves
         module = pytest.importorskip("nuscenes.nuscenes")
-        return module.NuScenes(small_options.version, str(small_world), verbose=False)
+        return module.NuScenes(VERSION, str(small_world), verbose=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*utcfromtimestamp:DeprecationWarning")  # the devkit's own, from Python 3.12 on
@@ -137,6 +137,13 @@ def test_the_devkit_projects_boxes_as_the_matrices_say(devkit: Any) -> None:
                 assert v.min() < row["height"]
                 num_boxes += 1
     assert num_boxes > 10
+
+
+@pytest.mark.parametrize(
+    ("share", "level"), [(0.0, "1"), (0.4, "1"), (0.41, "2"), (0.61, "3"), (0.8, "3"), (0.81, "4"), (1.0, "4")]
+)
+def test_levels_end_where_nuscenes_says(share: float, level: str) -> None:
+    assert visibility_level(share) == level
 
 
 def _sorted(corners: np.ndarray) -> np.ndarray:

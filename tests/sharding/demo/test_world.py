@@ -10,24 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.demo.lidar import crossings
 from fuelrail.sharding.demo.options import SynthOptions
 from fuelrail.sharding.demo.picture import owners, visible_shares
 from fuelrail.sharding.demo.rig import make_rig
-from fuelrail.sharding.demo.shapes import shape_of
-from fuelrail.sharding.demo.solids import Solid, solids_near, visibility_level
+from fuelrail.sharding.demo.shapes import Solid
 from fuelrail.sharding.demo.street import check_times, corners, footprint_track, footprints_overlap
 from fuelrail.sharding.demo.world import KEYFRAME_US, SynthClip, captures, make_clip, token
+from support.synth_rays import first_met
 
-SPEC = SynthOptions(seed=11, clips=6, frames=5, lidar_sweeps=2, camera_sweeps=1)
+SPEC = SynthOptions(seed=11, clips=6, frames=5, lidar_sweeps=2)
 
 
 @pytest.mark.costly
 def test_a_clip_is_the_same_in_a_larger_world() -> None:
     larger = msgspec.structs.replace(SPEC, clips=9)
     assert make_clip(larger, 1).actors == make_clip(SPEC, 1).actors
-    assert make_clip(larger, 1).props == make_clip(SPEC, 1).props
+    assert make_clip(larger, 1).scenery == make_clip(SPEC, 1).scenery
 
 
 @pytest.mark.costly
@@ -47,10 +45,8 @@ def test_captures_are_in_time_order_and_keyframes_half_a_second_apart() -> None:
     keys = [one for one in taken if one.is_key_frame]
     assert [one.frame for one in keys] == list(range(5))
     assert np.abs(np.diff([one.timestamp_us for one in keys]) - KEYFRAME_US).max() <= 2000
-    assert all(one.lidar and one.cameras for one in keys)
     sweeps = [one for one in taken if not one.is_key_frame]
-    assert sum(one.lidar for one in sweeps) == 2 * 4
-    assert sum(one.cameras for one in sweeps) == 4
+    assert len(sweeps) == 2 * 4
     # A sweep belongs to the keyframe that follows it.
     for one in sweeps:
         assert keys[one.frame - 1].timestamp_us < one.timestamp_us < keys[one.frame].timestamp_us
@@ -129,28 +125,17 @@ def test_overlap_of_turned_rectangles_agrees_with_sampled_points(distance: float
 @pytest.mark.costly
 def test_each_pixel_shows_what_its_ray_meets_first() -> None:
     clip = make_clip(SynthOptions(seed=8), 0)
-    solids, camera = solids_near(clip, clip.start_us), clip.rig.cameras[0]
+    solids, camera = clip.solids(clip.start_us), clip.rig.cameras[0]
     cam2global = clip.ego2global(clip.start_us) @ camera.sensor2ego
     found, _ = owners(camera, cam2global, solids, 160)
-    u, v = np.meshgrid(np.arange(160), np.arange(90))
-    pixels = np.stack([u * 10 + 4.5, v * 10 + 4.5, np.ones_like(u)]).astype(float)
-    rays = np.tensordot(np.linalg.inv(camera.intrinsics), pixels, 1)
-    nearest, expected = np.full(u.shape, np.inf), np.full(u.shape, -1)
-    for solid in solids:
-        unit2cam = invert_rigid(cam2global) @ solid.unit2global()
-        for part in shape_of(solid.kind):
-            enter, leave, _ = crossings(part.vertices @ unit2cam[:3, :3].T + unit2cam[:3, 3], rays)
-            hit = (enter > 0.3) & (enter < leave) & (enter < nearest)
-            nearest[hit], expected[hit] = enter[hit], solid.actor
-    assert len(np.unique(expected)) > 10
-    assert (found != expected).mean() < 1e-3  # a ray through an edge may fall to either side
-
-
-@pytest.mark.parametrize(
-    ("share", "level"), [(0.0, "1"), (0.4, "1"), (0.41, "2"), (0.61, "3"), (0.8, "3"), (0.81, "4"), (1.0, "4")]
-)
-def test_levels_end_where_nuscenes_says(share: float, level: str) -> None:
-    assert visibility_level(share) == level
+    draw = np.random.default_rng(0)
+    seen = set()
+    for u, v in zip(draw.integers(0, 160, 400), draw.integers(0, 90, 400), strict=True):
+        ray = cam2global[:3, :3] @ np.linalg.inv(camera.intrinsics) @ (u * 10 + 4.5, v * 10 + 4.5, 1.0)
+        _, solid = first_met(cam2global[:3, 3], ray, solids, 0.3)
+        assert found[v, u] == (-1 if solid is None else solid.actor)
+        seen.add(found[v, u])
+    assert len(seen) > 5
 
 
 def _ahead(clip: SynthClip, metres: float, left: float, actor: int, size: tuple[float, float, float]) -> Solid:

@@ -15,8 +15,8 @@ from fuelrail.pipeline.errors import MemberTooLargeError
 from fuelrail.pipeline.format import zstd_frames
 from fuelrail.pipeline.format.codecs import RAW, ZSTD, ZSTD_DICT, planes, stored_name, train_dictionary
 from fuelrail.pipeline.format.dataset import check_span, read_members
-from fuelrail.pipeline.format.tar import StoredMember, iter_members
-from fuelrail.sharding.write.packer import FramedPacker, IndexText, RawMember, ShardPacker
+from fuelrail.pipeline.format.tar import iter_members
+from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 DICTIONARY = train_dictionary([b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)], 1024, 3)
@@ -77,10 +77,10 @@ def test_a_sample_that_a_frame_cannot_hold_is_named(monkeypatch):
 
 
 def test_lines_of_an_index():
-    text = IndexText()
-    text.add("k-0", 0, [StoredMember("a.json", b"123"), StoredMember("b.jpg", b"")], [512, 1536])
-    text.add("k-1", 2048, [StoredMember("a.json", b"1234")], [512])
-    assert text.encode() == b"v1.2 2\na.json 512 3 k-0.a.json b.jpg 1536 0 k-0.b.jpg\na.json 2560 4 k-1.a.json\n"
+    samples = {"k-0": {"a.json": (RAW, b"123"), "b.jpg": (RAW, b"")}, "k-1": {"a.json": (RAW, b"1234")}}
+    packed, _ = pack(samples, framed=False)
+    text = "v1.2 2\na.json 512 3 k-0.a.json b.jpg 1536 0 k-0.b.jpg\na.json 2048 4 k-1.a.json\n"
+    assert packed.listing == text.encode()
 
 
 def test_indices_say_what_dali_s_own_indexer_would_say_of_the_tar(dataroot, sharded):
