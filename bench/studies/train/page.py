@@ -20,12 +20,12 @@ from fuelrail.bench.report.page import (
     document,
     marked,
 )
-from fuelrail.bench.studies.train.report import Report, learning_sentences
 from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Summary
     from fuelrail.bench.studies.train.figures import Figures
+    from fuelrail.bench.studies.train.report import Report
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens, waiting in orange.
 PHASE_COLOURS = {
@@ -89,7 +89,7 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
         *_step(report, plots),
         *_costs(report),
         *_memory(report, plots),
-        *_learning(report),
+        *_checkpoints(report),
         *_loader(report, plots),
         *_ranks(report),
         *_gpus(report),
@@ -238,10 +238,21 @@ def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:
     return [Section("Memory over a step", [Figure(plots.get("memory", ""), caption), Table(header, rows)])]
 
 
-def _learning(report: Report) -> list[Section]:
-    """Return the comparison of losses, targets and checkpoints, one sentence each."""
-    lines = learning_sentences(report)
-    return [Section("Learning and checkpoints", [Items(lines)])] if lines else []
+def _checkpoints(report: Report) -> list[Section]:
+    figures, lines = report.checkpoints, list[str]()
+    if figures is None:
+        return []
+    if figures.restored is not None:
+        lines.append(
+            f"The run continued after step {figures.restored.step} from checkpoint {figures.restored.folder}, which "
+            f"{counted(figures.restored.world_size, 'rank')} saved."
+        )
+    if figures.stall is not None and figures.save is not None and figures.num_bytes is not None:
+        lines.append(
+            f"{counted(figures.num_saves, 'checkpoint')} of {figures.num_bytes / 1e6:,.1f} MB: each stalled the "
+            f"training for {figures.stall.mean_ms:.1f} ms and was visible after {figures.save.mean_ms:,.0f} ms."
+        )
+    return [Section("Checkpoints", [Items(lines)])] if lines else []
 
 
 def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:

@@ -20,9 +20,8 @@ from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
-from fuelrail.bench.studies.train.convergence import compare_losses, time_to
-from fuelrail.bench.studies.train.report import Report, build_report, load_report
-from fuelrail.bench.studies.train.settings import Asked, TrainOptions, ask_all
+from fuelrail.bench.studies.train.report import Report, build_report
+from fuelrail.bench.studies.train.settings import RECORDS, Asked, TrainOptions, ask
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import make_options
 
@@ -60,35 +59,16 @@ def bench_train(
         options = msgspec.structs.replace(options, ranks=world)
     if options.trace and out is None:
         raise ConfigError("trace=True writes a file: give out=FOLDER")
-    other = None if options.against is None else load_report(Path(options.against))
     with output_folder(out if is_first else None) as folder:
-        runs = [TrainRun(asked) for asked in ask_all(dataset, options, folder)]
+        run = TrainRun(ask(dataset, options, folder / RECORDS))
         prepare_folder(folder, html=html and out is not None and is_first)
-        measured = _measure_here(runs) if in_world else measure_all(runs).reports
-        if measured is None:
-            return None
-        report = _compared(measured, options, other)
-        if out is not None:
+        report = _measure_here(run) if in_world else measure_all([run]).reports[0]
+        if report is not None and out is not None:
             write_report(report, folder, html=html)
         if options.trace:
-            traces = runs[0].settings.traces
+            traces = run.settings.traces
             merge_traces(traces, folder / TRACE_JSON)
             shutil.rmtree(traces, ignore_errors=True)
-    return report
-
-
-def _compared(reports: Sequence[Report], options: TrainOptions, other: Report | None) -> Report:
-    """Return the last report with what is said on its loss: compared with another run's, and with a target."""
-    report, name = reports[-1], options.against
-    if len(reports) > 1:
-        other, name = reports[0], f"the run with batch size {options.batch_size}"
-    batch = report.global_batch
-    if other is not None:
-        sides = (report.series, batch, other.series, other.global_batch)
-        report = msgspec.structs.replace(report, against=compare_losses(*sides, str(name)))
-    if options.target_loss is not None:
-        target = time_to(options.target_loss, report.series, batch)
-        report = msgspec.structs.replace(report, target=target)
     return report
 
 
@@ -169,20 +149,18 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
     return Made(reports, cut_off)
 
 
-def _measure_here(runs: Sequence[TrainRun]) -> list[Report] | None:
-    """Make the runs as one rank of torchrun's world; the first one returns the reports."""
+def _measure_here(run: TrainRun) -> Report | None:
+    """Make the run as one rank of torchrun's world; the first one returns the report."""
     from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
 
-    for run in runs:
-        _prepare(run.records)
+    _prepare(run.records)
     machine, watch = machine_facts(), CpuWatch()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with NvmlWatch(local if runs[0].settings.profile is None else 0) as gpus:
-        run_in_world([run.settings for run in runs])
+    with NvmlWatch(local if run.settings.profile is None else 0) as gpus:
+        run_in_world(run.settings)
     if os.environ["RANK"] != "0":
         return None
-    cpu = watch.use()
-    return [run.report(machine, Outcome(0, False, []), cpu, gpus.use()) for run in runs]
+    return run.report(machine, Outcome(0, False, []), watch.use(), gpus.use())
 
 
 def _prepare(records: Path) -> None:

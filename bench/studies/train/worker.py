@@ -40,7 +40,6 @@ from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.loop import batches, train
 from fuelrail.bench.trainer.models.build import maker
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -161,14 +160,12 @@ def _divided(
             temperature=settings.temperature,
             tp=degrees.tp,
         )
-    global_batch = degrees.data * settings.batch_size * settings.accumulation
     parallel = parallelise(
         make if wrap is None else lambda: wrap(make()),
         msgspec.structs.replace(
             settings,
             alone="all-reduce" in settings.leave_out,
             micro_batches=settings.micro_batches or settings.batch_size,
-            learning_rate=scaled_rate(settings.learning_rate, settings, global_batch),
         ),
         mesh=mesh,
         accelerator=accelerator,
@@ -245,23 +242,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run_in_world(runs: Sequence[TrainSettings]) -> None:
-    """Run this rank of a world that torchrun started, and bring all records into the folders of the first rank."""
-    run_all(runs)
-    for settings in runs:
-        own = rank_path(Path(settings.records), dist.get_rank()).read_bytes()
-        dist.barrier()
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (time.monotonic_ns(), own))
-        for rank, (now_ns, lines) in enumerate(found) if dist.get_rank() == 0 else ():
-            # Clocks of other hosts count from another moment.
-            late_ns = 0 if rank == 0 else found[0][0] - now_ns
+def run_in_world(settings: TrainSettings) -> None:
+    """Run this rank of a world that torchrun started, and bring all records into the folder of the first rank."""
+    run_all([settings])
+    own = rank_path(Path(settings.records), dist.get_rank()).read_bytes()
+    dist.barrier()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (time.monotonic_ns(), own))
+    for rank, (now_ns, lines) in enumerate(found) if dist.get_rank() == 0 else ():
+        # Clocks of other hosts count from another moment.
+        late_ns = 0 if rank == 0 else found[0][0] - now_ns
 
-            def shifted(match: re.Match[bytes], late_ns: int = late_ns) -> bytes:
-                return b"%s%d" % (match[1], int(match[2]) + late_ns)
+        def shifted(match: re.Match[bytes], late_ns: int = late_ns) -> bytes:
+            return b"%s%d" % (match[1], int(match[2]) + late_ns)
 
-            lines = re.sub(rb'("(?:start|end)_ns":)(\d+)', shifted, lines)
-            rank_path(Path(settings.records), rank).write_bytes(lines)
+        lines = re.sub(rb'("(?:start|end)_ns":)(\d+)', shifted, lines)
+        rank_path(Path(settings.records), rank).write_bytes(lines)
     _leave()
 
 

@@ -60,9 +60,6 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     )
     optimiser: Annotated[Literal["adamw", "sgd"], flag("optimiser")] = "adamw"
     clip_norm: Annotated[Above0 | None, flag("largest norm of all gradients (default: no limit)")] = None
-    base_batch: Annotated[
-        Positive | None, flag("global batch of --learning-rate, which grows in proportion to the run's own")
-    ] = None
     rate_warmup: Annotated[NotNegative, flag("steps in which the learning rate grows from 0")] = 0
     max_skipped: Annotated[
         Positive, flag("stop after this number of steps in a row without finite gradients (fp16)")

@@ -24,9 +24,6 @@ REFUSED = {
         (("--ledger", "a.ledger", "--leave-out", "training"), "not a run to record"),
         (("--checkpoint", "zip+tar://x"), "cannot be opened"),
         (("--checkpoint", "memory://x"), "would end with each rank's process"),
-        (("--check-batch", 8, "--against", "report.json"), "report.json"),
-        (("--check-batch", 100_000, "--steps", 2), "less than one step of check_batch=100000"),
-        (("--check-batch", 4), "check_batch=4 must be above batch_size=4"),
     ],
     "scale": [
         (("--ranks", "x"), "must be a list of numbers"),

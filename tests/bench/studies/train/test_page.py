@@ -26,7 +26,7 @@ LEARNED.restored = CheckpointRestore(step=10, folder="step-00000010.0123abcd", w
 SUMS = {"x": (4, 10.0, 30.0)}
 RUNS = {
     "with memory and checkpoints": report_of(
-        [LEARNED], settings=msgspec.structs.replace(SETTINGS, checkpoint="/private", failures_per_day=2.0)
+        [LEARNED], settings=msgspec.structs.replace(SETTINGS, checkpoint="/private")
     ),
     "two ranks": report_of(
         [log(0, steps(20, wait_ms=3)), log(1, steps(20, wait_ms=3, reduce_ms=2))],
@@ -76,7 +76,6 @@ def test_memory_and_checkpoints_are_shown():
     for said in (
         "continued after step 10 from checkpoint step-00000010.0123abcd, which 4 ranks saved",
         "1 checkpoint of 1.0 MB: each stalled the training for 10.0 ms and was visible after 1,000 ms",
-        "At 2 failures a day, save every 29 s",
         "set aside; the run continued from the one before. <cut>",
     ):
         assert said in text
