@@ -111,14 +111,14 @@ def steps(count: int, start_ns: int = 5_000, **times) -> list[StepRecord]:
     return records
 
 
-def log(rank: int, records: list[StepRecord], *, digest: str = "same", labelled: bool = True, complete: bool = True):
+def log(rank: int, records: list[StepRecord], *, digest: str = "same", complete: bool = True):
     """The log of a rank that did these steps, on the input that PROFILE is for."""
     first, last = _stages(0.5, 0), _stages(3.5, 30)
     return RankLog(
         header=RankHeader(
             rank=rank, world_size=2, device="Test GPU", backend="gloo", model="stand-in", num_parameters=1234
         ),
-        input=InputFacts(num_cameras=2, height=32, width=64, labelled=labelled),
+        input=InputFacts(num_cameras=2, height=32, width=64),
         steps=records,
         snapshots=[
             StageSnapshot(num_steps=4, stages=first),

@@ -198,11 +198,8 @@ def noting_input(
     for number, batch in enumerate(batches):
         if number == 0:
             _, num_cameras, _, height, width = batch["img"].shape
-            labelled = any(len(boxes) for boxes in batch.get("gt_boxes_3d", ()))
             flop = None if count_for is None else _flop_a_sample(count_for, batch)
-            writer.write(
-                InputFacts(num_cameras=num_cameras, height=height, width=width, labelled=labelled, train_flop=flop)
-            )
+            writer.write(InputFacts(num_cameras=num_cameras, height=height, width=width, train_flop=flop))
         yield batch
         del batch  # or its buffer would not be free while the next one is waited for
 

@@ -67,10 +67,6 @@ _ON_A_GPU = (
     "On a GPU the phases are from CUDA events on the compute stream. The loader copies images on a stream of its own, "
     "ahead of the trainer; host to device is only what the step still had to wait for."
 )
-_EMULATED_PHASES = (
-    "In the emulation a phase is the emulated time, and only that counts as busy. What the stand-in’s real work takes "
-    "beyond it, and late wake-ups, are “other”: a slow or overloaded host lowers occupancy and never raises it."
-)
 
 
 def describe(report: Report, plots: Mapping[str, str]) -> Document:
@@ -84,14 +80,13 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
     )  # fmt: skip
     parts: list[Block | Section] = [
         *_verdict(report),
-        *_real_and_emulated(report),
         *_over_time(report, plots),
         *_step(report, plots),
         *_costs(report),
-        *_memory(report, plots),
         *_checkpoints(report),
         *_loader(report, plots),
         *_ranks(report),
+        *_memory(report),
         *_gpus(report),
         _definitions(report),
     ]
@@ -132,9 +127,8 @@ def _verdict(report: Report) -> list[Block]:
         return [Note(verdict(report))]
     segments = [(PHASE_LABELS[row.phase], PHASE_COLOURS[row.phase], row.share) for row in figures.phases]
     emulated = "emulated " if _emulated(report) else ""
-    source = "" if report.source is None else f" {report.source.sentence()}"
     meaning = f"{emulated}accelerator occupancy, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
-    return [Hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report) + source, segments), _tiles(figures)]
+    return [Hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report), segments), _tiles(figures)]
 
 
 def _tiles(figures: Figures) -> Tiles:
@@ -151,30 +145,6 @@ def _tiles(figures: Figures) -> Tiles:
     if figures.mfu is not None:
         entries.append((f"{figures.mfu:.1%}", "model FLOP utilisation"))
     return Tiles(entries)
-
-
-def _real_and_emulated(report: Report) -> list[Section]:
-    accelerator = report.accelerator
-    if not _emulated(report):
-        return []
-    backend = next((rank.backend for rank in report.ranks if rank.backend), None)
-    reduce = f"gradients and their all-reduce ({backend})" if backend else "gradients (one rank: no all-reduce)"
-    real = (
-        "Reading, checking, decoding, augmenting and batching; every wait for data. A stand-in model of "
-        f"{report.model['num_parameters'] or 0:,} parameters trains on the batches: loss, {reduce}, optimiser."
-    )
-    emulated = (
-        f"The time of forward, backward and optimiser: published or derived for {accelerator['network']} on one "
-        f"{accelerator['device']} ({accelerator['forward_ms']:g} ms forward and {accelerator['backward_ms']:g} ms "
-        f"backward per {accelerator['per']}, {accelerator['optimiser_ms']:g} ms optimiser a step). Copies to the "
-        "device and the real network's gradient sizes are not emulated."
-    )
-    meaning = (
-        "This run used an emulated GPU: the figures say whether this host and dataset keep such an accelerator fed, "
-        "not how fast it trains."
-    )
-    table = Table(("real, measured", "emulated"), [(real, emulated)], prose=True)
-    return [Section("What is real here, and what is emulated", [Text(meaning), table])]
 
 
 def _over_time(report: Report, plots: Mapping[str, str]) -> list[Section]:
@@ -217,25 +187,6 @@ def _costs(report: Report) -> list[Section]:
     if figures is not None and figures.cost_fit is not None:
         blocks.append(Items([figures.cost_fit.sentence()]))
     return [Section("Padding and imbalance", blocks)] if blocks else []
-
-
-def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:
-    if not report.memory:
-        return []
-    on_gpu = report.memory[0].source == "allocator"
-    counted_as = "Activations include what is temporary" if on_gpu else "The optimiser’s temporary tensors count as its"
-    caption = f"Bytes by kind on rank 0. The step took longer than others, as each block was followed. {counted_as}."
-    rows = [
-        [
-            f"{rank}",
-            f"{line.peak_bytes / MIB:,.1f}",
-            "none" if line.reserved is None else f"{max(line.reserved) / MIB:,.1f}",
-            ", ".join(f"{kind} {max(values) / MIB:,.1f}" for kind, values in line.allocated.items()),
-        ]
-        for rank, line in enumerate(report.memory)
-    ]
-    header = ("rank", "peak [MiB]", "reserved [MiB]", "most of each kind [MiB]")
-    return [Section("Memory over a step", [Figure(plots.get("memory", ""), caption), Table(header, rows)])]
 
 
 def _checkpoints(report: Report) -> list[Section]:
@@ -318,6 +269,24 @@ def _ranks(report: Report) -> list[Section]:
     return [Section("Ranks", [Table(header, rows), Text(legend, small=True)])]
 
 
+def _memory(report: Report) -> list[Section]:
+    """Return what each rank held, and what of the peak of its GPU that was not."""
+    kinds = ("model", "gradients", "optimiser")
+    rows = [
+        [
+            f"{rank.rank}",
+            *(f"{rank.state_bytes[kind] / MIB:,.1f}" for kind in kinds),
+            f"{(rank.peak_device_bytes - sum(rank.state_bytes.values())) / MIB:,.1f}"
+            if rank.peak_device_bytes
+            else "unknown",
+        ]
+        for rank in report.ranks
+        if rank.state_bytes
+    ]
+    header = ("rank", *(f"{kind} [MiB]" for kind in kinds), "activations and others, at the GPU's peak [MiB]")
+    return [Section("Memory of the training", [Table(header, rows)])] if rows else []
+
+
 def _gpus(report: Report) -> list[Section]:
     """Render the measurements of NVML."""
     if not report.gpus:
@@ -338,20 +307,22 @@ def _gpus(report: Report) -> list[Section]:
 
 
 def _definitions(report: Report) -> Section:
-    blocks: list[Block] = [Text(_OCCUPANCY), Text(_PHASES), Text(_EMULATED_PHASES if _emulated(report) else _ON_A_GPU)]
-    figures, accelerator = report.figures, report.accelerator
-    if _emulated(report) and figures is not None:
-        blocks.append(
-            Text(
-                "What the emulation itself cost: the stand-in worked on the host for "
-                f"{figures.stand_in_share:.1%} of the wall time, it outlasted the emulated phases by "
-                f"{figures.overrun_share:.2%}, and the host ended them {figures.overshoot_share:.2%} late."
-            )
-        )
-    if _emulated(report):
-        sources = "; ".join(accelerator["sources"])
-        blocks.append(Text(f"Step times: {accelerator['derivation']} Sources: {sources}.", small=True))
-    return Section("How these figures are made", blocks)
+    blocks, accelerator = [Text(_OCCUPANCY), Text(_PHASES)], report.accelerator
+    if not _emulated(report):
+        return Section("How these figures are made", [*blocks, Text(_ON_A_GPU)])
+    backend = next((rank.backend for rank in report.ranks if rank.backend), None)
+    emulated = (
+        "This run used an emulated GPU: the figures say whether this host and dataset keep such an accelerator fed, "
+        "not how fast it trains. Forward, backward and optimiser last as published or derived for "
+        f"{accelerator['network']} on one {accelerator['device']}: {accelerator['forward_ms']:g} ms and "
+        f"{accelerator['backward_ms']:g} ms for each {accelerator['per']}, and {accelerator['optimiser_ms']:g} ms a "
+        "step. Only that counts as busy. Loading and every wait are real, and so is a stand-in model of "
+        f"{report.model['num_parameters'] or 0:,} parameters with its "
+        f"{f'all-reduce by {backend}' if backend else 'gradients'}. What its work takes beyond the emulated time, and "
+        "late wake-ups, are “other”: a slow host lowers occupancy and never raises it."
+    )
+    source = f"Step times: {accelerator['derivation']} Sources: {'; '.join(accelerator['sources'])}."
+    return Section("How these figures are made", [Text(emulated), *blocks, Text(source, small=True)])
 
 
 def _emulated(report: Report) -> bool:

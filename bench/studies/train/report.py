@@ -15,7 +15,7 @@ from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import Window, rolling_occupancy, window_of
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.measure.records import PHASES, CheckpointRestore, MemoryLine, RankLog, StepRecord
+from fuelrail.bench.measure.records import PHASES, CheckpointRestore, RankLog, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.figures import Figures, figures_of
 from fuelrail.bench.studies.train.warnings import DataSource, data_source, find_warnings, ranks_disagree
@@ -48,7 +48,7 @@ _SHOWN_ELSEWHERE = {
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: what it ran on and how far it came."""
+    """One rank: what it ran on, how far it came, and what it held (`RankEnd`)."""
 
     rank: int
     device: str
@@ -57,6 +57,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     completed: bool
     peak_rss_bytes: int | None
     peak_device_bytes: int | None
+    state_bytes: dict[str, int]
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +97,6 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
     ended with different weights, so the gradients were not the same on all of them. ``gpus`` is what NVML saw from the
     ranks' start to their end, where there is a GPU and `pynvml`. ``source`` says where the bytes came from.
-    ``memory`` has a line for each rank that followed its memory.
     """
 
     num_ranks: int
@@ -112,7 +112,6 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     gpus: list[GpuUse] | None = None
     source: DataSource | None = None
     checkpoints: CheckpointFigures | None = None
-    memory: list[MemoryLine] | None = None
 
 
 def build_report(
@@ -155,7 +154,6 @@ def build_report(
         warnings=find_warnings(settings, logs, window, figures, source),
         source=source,
         checkpoints=None if settings.checkpoint is None else _checkpoints(logs),
-        memory=[log.memory for log in logs if log.memory is not None] or None,
         cpu=cpu,
         gpus=gpus,
         ranks_disagree=ranks_disagree(logs),
@@ -209,6 +207,7 @@ def _rank_facts(rank: int, log: RankLog) -> RankFacts:
         completed=log.end is not None,
         peak_rss_bytes=log.end.peak_rss_bytes if log.end else None,
         peak_device_bytes=log.end.peak_device_bytes if log.end else None,
+        state_bytes=log.end.state_bytes if log.end else {},
     )
 
 

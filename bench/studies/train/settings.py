@@ -92,7 +92,6 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     ledger: Annotated[str | None, flag("record in this file which samples the weights have seen", metavar="FILE")] = (
         None
     )
-    memory: Annotated[bool, flag("follow the memory of the third warm-up step, by kind")] = False
     price_per_gpu_hour: Annotated[
         AtLeast0 | None,
         flag("price of a GPU-hour; adds the cost per million samples, in the same currency", metavar="PRICE"),
@@ -156,8 +155,6 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     """
     if options.steps is not None and options.epochs is not None:
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
-    if options.memory and options.warmup < 3:
-        raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
     if options.ledger is not None and options.leave_out:
         raise ConfigError("ledger and leave_out exclude each other: a run without a part is not a run to record")
     if options.order is not None and options.window is not None:

@@ -35,6 +35,7 @@ from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
 from fuelrail.bench.studies.train.experiment import from_memory, make_loader, noting_input, summing, take, transforms_of
 from fuelrail.bench.studies.train.settings import TrainSettings
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
+from fuelrail.bench.trainer.checkpoints.state import tensors_of
 from fuelrail.bench.trainer.distill.settings import DISTILL
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.loop import batches, train
@@ -42,6 +43,7 @@ from fuelrail.bench.trainer.models.build import maker
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
+from fuelrail.bench.trainer.strategies.step import local, named_parameters
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.host import available_memory_bytes, ranks_on_host
 
@@ -98,10 +100,6 @@ def run_rank(
     steps = train(parallel, noted, clock, num_steps=settings.steps, accumulation=accumulation, first_step=first)
     if "training" in settings.leave_out:
         steps = take(noted, clock, num_steps=settings.steps)
-    elif settings.memory:
-        from fuelrail.bench.measure.memory import following_memory  # parts of torch that nothing else needs
-
-        steps = following_memory(steps, parallel.models, parallel.optimiser, writer)
     num_steps = 0
     for num_steps, record in enumerate(steps if trace is None else trace.of_steps(steps), start=1):
         record.sums = sums()
@@ -119,6 +117,7 @@ def run_rank(
             peak_rss_bytes=peak_memory_bytes(),
             peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
             read_bytes=None if read_before is None or read_after is None else read_after - read_before,
+            state_bytes=state_bytes(parallel),
         )
     )
 
@@ -138,6 +137,17 @@ def parameters_digest(parallel: Parallel) -> str:
     digests: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(digests, digest.hexdigest(), group=group)
     return xxhash.xxh3_64_hexdigest("".join(digests).encode())
+
+
+def state_bytes(parallel: Parallel) -> dict[str, int]:
+    """Return the bytes of this rank's part of the model, the gradients and the optimiser's state."""
+    found = dict.fromkeys(("model", "gradients", "optimiser"), 0)
+    for name, value in tensors_of(parallel, 0).items():
+        kind = name.partition(".")[0]
+        if kind in found:
+            found[kind] += local(value).nbytes
+    learnt = (one for _, one in named_parameters(parallel.models) if one.requires_grad)
+    return found | {"gradients": sum(local(one.detach()).nbytes for one in learnt)}
 
 
 def _divided(

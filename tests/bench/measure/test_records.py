@@ -16,7 +16,7 @@ from fuelrail.pipeline.runtime.stages import StageClock
 from support.bench_runs import steps
 
 HEADER = RankHeader(rank=0, world_size=1, device="d", backend=None, model="m", num_parameters=1)
-INPUT = InputFacts(num_cameras=2, height=3, width=4, labelled=True)
+INPUT = InputFacts(num_cameras=2, height=3, width=4)
 END = RankEnd(num_steps=2, parameters_xxh3="00", peak_rss_bytes=5, peak_device_bytes=None)
 
 

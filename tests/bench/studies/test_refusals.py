@@ -19,7 +19,6 @@ REFUSED = {
         (("--accelerator", "tpu"), "must be auto, cuda or emulated:PROFILE"),
         (("--accelerator", "emulated:"), "must be auto, cuda or emulated:PROFILE"),
         (("--accelerator", "emulated:z80"), "known profiles"),
-        (("--memory", "--warmup", 2), "warmup=2 must be 3 or more"),
         (("--checkpoint", "checkpoints", "--leave-out", "training"), "exclude each other"),
         (("--ledger", "a.ledger", "--leave-out", "training"), "not a run to record"),
         (("--checkpoint", "zip+tar://x"), "cannot be opened"),

@@ -63,7 +63,7 @@ def test_runs_without_figures_make_a_report():
 
 def on_another_input():
     other = log(0, steps(20))
-    other.input = InputFacts(num_cameras=6, height=32, width=64, labelled=True)
+    other.input = InputFacts(num_cameras=6, height=32, width=64)
     return [other]
 
 
@@ -74,15 +74,6 @@ def fed_from_stock():
     return [fed]
 
 
-def short_epochs(turn_ms, other_ms):
-    """Epochs of four steps, whose first one waits for this long."""
-    records = [step(0, 0)]
-    for number in range(1, 20):
-        wait_ms = other_ms if number % 4 else turn_ms
-        records.append(step(number, records[-1].end_ns, wait_ms=wait_ms, epoch=number // 4))
-    return [log(0, records)]
-
-
 def alike(**changes):
     return [log(0, [step(n, 5_000 + n, **changes) for n in range(20)])]
 
@@ -91,15 +82,13 @@ def alike(**changes):
     ("logs", "said"),
     [
         (alike(overrun_ns=5_000_000), "outlasted"),
-        (alike(overshoot_ns=5_000_000), "ended late"),
+        (alike(overshoot_ns=5_000_000), "late"),
         ([log(0, steps(20), digest="a"), log(1, steps(20), digest="b")], "different weights"),
-        ([log(0, steps(20), labelled=False)], "no boxes"),
         (alike(loss=None), "not finite"),
         (on_another_input(), r"2 x 64x32.*6 x 64x32|6 x 64x32.*2 x 64x32"),
-        (short_epochs(20, 0.1), "first step of an epoch.*has only 4 steps|has only 4 steps.*first step of an epoch"),
         (fed_from_stock(), "were prefetched"),
     ],
-    ids=["overrun", "overshoot", "weights", "labels", "loss", "input", "epochs", "stock"],
+    ids=["overrun", "overshoot", "weights", "loss", "input", "stock"],
 )
 def test_doubts_are_said(logs, said):
     assert any(re.search(said, warning) for warning in report_of(logs).warnings)
@@ -107,7 +96,6 @@ def test_doubts_are_said(logs, said):
 
 def test_a_healthy_run_has_no_warning():
     assert report_of([log(0, steps(20)), log(1, steps(20))]).warnings == []
-    assert not any("first step of an epoch" in warning for warning in report_of(short_epochs(4, 4)).warnings)
 
 
 def test_a_report_survives_its_file_and_names_no_place(tmp_path):
@@ -148,26 +136,25 @@ def on_data(read_bytes, *, ranks=2, leave_out=(), num_samples=10):
 def test_a_run_from_the_page_cache_says_so():
     report = on_data(0)
     source = report.source
-    assert (source.num_taken, source.num_distinct, source.passes, source.stored_bytes) == (80, 10, 8.0, 80_000_000)
+    assert (source.num_taken, source.passes, source.stored_bytes) == (80, 8.0, 80_000_000)
     (warning,) = [warning for warning in report.warnings if "page cache" in warning]
-    assert "80 samples, 10 distinct ones, 8.0 times through the split" in warning
+    assert "0% of the bytes of 80 samples, 8.0 times through the split" in warning
     for text in (render_markdown(report), Page(render_page(report)).text):
-        assert "80 samples, 10 distinct ones: 8.0 times through the split" in text
+        assert warning in text
 
 
 @pytest.mark.parametrize(
     ("read_bytes", "share", "said"),
     [
-        (40_000_000, 1.0, "Storage read 100% of these bytes"),
-        (10_000_000, 0.25, "Storage read 25% of these bytes"),
-        (None, None, "It is unknown whether"),
+        (40_000_000, 1.0, None),
+        (10_000_000, 0.25, "Storage read 25% of the bytes"),
+        (None, None, "may have been read from a cache"),
     ],
 )
 def test_what_storage_read_is_reported(read_bytes, share, said):
     report = on_data(read_bytes)
     assert report.source.from_storage == share
-    assert said in report.source.sentence()
-    assert any("page cache" in warning for warning in report.warnings) is (share == 0.25)
+    assert [said] == [said for warning in report.warnings if said in warning] if said else report.warnings == []
 
 
 def test_a_run_without_loading_has_no_source():
