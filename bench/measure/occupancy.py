@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
+from fuelrail.bench.measure.clock import NS_PER_MS
 from fuelrail.bench.measure.records import PHASES, StepRecord
 
 MIN_MEASURED_STEPS = 8
@@ -34,13 +34,11 @@ _OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
 
 
 class RankOccupancy(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's occupancy and the times that it is made of."""
+    """One rank's occupancy."""
 
     rank: int
     occupancy: float
     including_all_reduce: float
-    busy_s: float
-    wall_s: float
 
 
 class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +46,6 @@ class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
 
     mean: float
     lowest: float
-    including_all_reduce: float
     ranks: list[RankOccupancy]
 
 
@@ -92,14 +89,11 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
                 rank=rank,
                 occupancy=busy_ns / wall_ns,
                 including_all_reduce=(busy_ns + all_reduce_ns) / wall_ns,
-                busy_s=busy_ns / NS_PER_S,
-                wall_s=wall_ns / NS_PER_S,
             )
         )
     return Occupancy(
         mean=sum(row.occupancy for row in rows) / len(rows),
         lowest=min(row.occupancy for row in rows),
-        including_all_reduce=sum(row.including_all_reduce for row in rows) / len(rows),
         ranks=rows,
     )
 

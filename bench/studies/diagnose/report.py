@@ -18,55 +18,28 @@ if TYPE_CHECKING:
 
 SCHEMA = "fuelrail-bench-diagnose"
 
-VERSION = 6
-
-RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
-
-TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
+VERSION = 7
 
 _LOOK_AHEAD_BYTES = 512 << 20
 
 
-class RunMade(msgspec.Struct, frozen=True, kw_only=True):
-    """One complete run; its own report is in a folder beside this one."""
-
-    name: str
-    report: str
-    step_ms: float
-    occupancy: float
-    samples_per_s: float
-
-
 class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
-    """A whole report. ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made."""
+    """A whole report.
+
+    ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made. ``runs`` are the
+    complete runs: folders beside the report, each with a report of its own.
+    """
 
     accelerator: dict[str, Any]
     num_ranks: int
     diagnosis: Diagnosis | None
     tried: list[TriedSetting] | None
-    runs: list[RunMade]
+    runs: list[str]
 
 
 def title_of(entry: Counterfactual) -> str:
     """Return the title of a run."""
     return "baseline, repeated" if entry.name == "again" else f"without {entry.name}"
-
-
-def run_rows(diagnosis: Diagnosis) -> list[list[str]]:
-    """Return table rows: the baseline, and each other run compared with it."""
-    rows = [["baseline", f"{diagnosis.step_ms:.2f}", "", ""]]
-    return rows + [
-        [title_of(entry), f"{entry.step_ms:.2f}", *_gain_cells(entry)] for entry in diagnosis.counterfactuals
-    ]
-
-
-def _gain_cells(entry: Counterfactual) -> list[str]:
-    return [f"{entry.gain:+.1%}", f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}"]
-
-
-def tried_rows(tried: Sequence[TriedSetting]) -> list[list[str]]:
-    """Return table rows: the settings tried, and their effect."""
-    return [[entry.name, f"{entry.samples_per_s:.1f}", *_gain_cells(entry), verdict_on(entry)] for entry in tried]
 
 
 def verdict_on(entry: TriedSetting) -> str:

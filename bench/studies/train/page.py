@@ -94,17 +94,11 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
 
 
 def verdict(report: Report) -> str:
-    """Return the run in two or three sentences."""
+    """Return the run in one or two sentences."""
     figures = report.figures
     if figures is None:
         return f"No occupancy figure: {report.window.too_short}."
     share = {phase.phase: phase.share for phase in figures.phases}
-    device = "emulated accelerators" if _emulated(report) else "accelerators"
-    text = (
-        f"The {device} computed {figures.occupancy.mean:.1%} of the time. Waiting for data took "
-        f"{share['data_wait']:.1%}, copies to the device {share['host_to_device']:.1%} and exposed all-reduce "
-        f"{share['all_reduce']:.1%}. "
-    )
     losses = {
         "the loader, which delivers data more slowly than the accelerators take it": share["data_wait"],
         "the copies to the device": share["host_to_device"],
@@ -113,11 +107,11 @@ def verdict(report: Report) -> str:
     }
     worst, size = max(losses.items(), key=lambda entry: entry[1])
     if size < _NOTABLE:
-        return text + f"Nothing holds the accelerators up by more than {_NOTABLE:.0%}: this run is bound by compute."
+        return f"Nothing holds the accelerators up by more than {_NOTABLE:.0%}: this run is bound by compute."
     rate = figures.throughput
-    return text + (
-        f"The largest loss is {worst}. Fully busy, the accelerators would take {rate.demand_samples_per_s:.1f} "
-        f"samples/s; they got {rate.samples_per_s:.1f}."
+    return (
+        f"The largest loss is {worst}: {size:.1%} of the time. Fully busy, the accelerators would take "
+        f"{rate.demand_samples_per_s:.1f} samples/s; they got {rate.samples_per_s:.1f}."
     )
 
 
@@ -134,9 +128,7 @@ def _verdict(report: Report) -> list[Block]:
 def _tiles(figures: Figures) -> Tiles:
     rate = figures.throughput
     wait = next(phase for phase in figures.phases if phase.phase == "data_wait")
-    cost = rate.cost_per_million_samples
     entries = [
-        *([] if cost is None else [(f"{cost:,.2f}", "cost per million samples, in the price’s currency")]),
         (f"{rate.samples_per_s:.1f}", f"samples/s ({rate.images_per_s:.0f} images/s)"),
         (f"{figures.step_time.p50_ms:.1f} ms", f"step time p50; p99 {figures.step_time.p99_ms:.1f} ms"),
         (f"{wait.time.p50_ms:.2f} ms", f"data wait p50; p99 {wait.time.p99_ms:.1f} ms"),

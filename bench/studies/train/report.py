@@ -18,7 +18,7 @@ from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.measure.records import PHASES, CheckpointRestore, RankLog, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.figures import Figures, figures_of
-from fuelrail.bench.studies.train.warnings import DataSource, data_source, find_warnings, ranks_disagree
+from fuelrail.bench.studies.train.warnings import find_warnings, ranks_disagree
 from fuelrail.bench.trainer.strategies.settings import degrees_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _SHOWN_ELSEWHERE = {
         "transforms",
         "ledger",
     ),
-    *("teacher", "teacher_layer", "distill", "temperature", "price_per_gpu_hour"),
+    *("teacher", "teacher_layer", "distill", "temperature"),
 }
 
 
@@ -96,7 +96,7 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     from the ranks' start to their end.
     ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
     ended with different weights, so the gradients were not the same on all of them. ``gpus`` is what NVML saw from the
-    ranks' start to their end, where there is a GPU and `pynvml`. ``source`` says where the bytes came from.
+    ranks' start to their end, where there is a GPU and `pynvml`.
     """
 
     num_ranks: int
@@ -110,7 +110,6 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     ranks: list[RankFacts]
     series: list[Series]
     gpus: list[GpuUse] | None = None
-    source: DataSource | None = None
     checkpoints: CheckpointFigures | None = None
 
 
@@ -132,7 +131,6 @@ def build_report(
     start_ns = min((rank[0].start_ns for rank in steps if rank), default=0)
     header = next((log.header for log in logs if log.header), None)
     profile = settings.profile
-    source = data_source(settings, logs, dataset)
     return Report(
         schema=SCHEMA,
         version=VERSION,
@@ -151,8 +149,7 @@ def build_report(
         window=window,
         figures=figures,
         disturbed=None if cpu is None else cpu.disturbed,
-        warnings=find_warnings(settings, logs, window, figures, source),
-        source=source,
+        warnings=find_warnings(settings, logs, window, figures, dataset),
         checkpoints=None if settings.checkpoint is None else _checkpoints(logs),
         cpu=cpu,
         gpus=gpus,

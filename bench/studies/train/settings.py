@@ -18,7 +18,7 @@ from fuelrail.loaders.storage import Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.settings import Above0, AtLeast0, NotNegative, Positive, as_settings, check_types, flag
+from fuelrail.pipeline.settings import Above0, NotNegative, Positive, as_settings, check_types, flag
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 
 RECORDS = "records"
@@ -26,7 +26,7 @@ _DEFAULT_STEPS = 60
 _TEACHERS = ("teacher", "teacher_layer")
 
 # What a counterfactual run leaves out, in the order of the data's way.
-LeaveOut = Literal["loading", "storage", "decompression", "decode", "transform", "all-reduce", "training"]
+LeaveOut = Literal["loading", "storage", "decompression", "decode", "transform", "all-reduce"]
 
 
 class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
@@ -92,10 +92,6 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     ledger: Annotated[str | None, flag("record in this file which samples the weights have seen", metavar="FILE")] = (
         None
     )
-    price_per_gpu_hour: Annotated[
-        AtLeast0 | None,
-        flag("price of a GPU-hour; adds the cost per million samples, in the same currency", metavar="PRICE"),
-    ] = None
     timeout_s: Annotated[Positive, flag("seconds after which a rank that does not answer ends the run")] = 300
     trace: Annotated[
         bool,
@@ -125,8 +121,7 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
     ``profile`` is None on CUDA. The ranks' ``records`` have a folder of their own, beside that of their traces.
     ``leave_out`` makes a run a counterfactual: without ``loading`` the first batches are repeated and the loader is
     closed; without ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but skips that work;
-    without ``all-reduce`` each rank trains alone; without ``training`` batches are taken as fast as they come, and
-    dropped.
+    without ``all-reduce`` each rank trains alone.
     """
 
     dataset: str

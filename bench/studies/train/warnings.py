@@ -1,11 +1,9 @@
-"""What may be wrong with a run's figures, and where its bytes came from."""
+"""What may be wrong with a run's figures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
-
-import msgspec
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.machine import DatasetFacts
@@ -20,67 +18,21 @@ _NOISE, _NOTABLE = 0.01, 0.02
 _FROM_CACHE = 0.5
 
 
-class DataSource(msgspec.Struct, frozen=True, kw_only=True):
-    """The samples that all ranks took, warm-up included.
-
-    ``passes``: how many times the run went through the split. ``stored_bytes``: what the samples taken
-    have in the shards, repeats included. ``read_bytes``: what this host's storage read for the ranks; None where that
-    is not known (no ``/proc/self/io``, a rank that was cut off, a URL).
-    """
-
-    num_taken: int
-    passes: float
-    stored_bytes: int
-    read_bytes: int | None
-
-    @property
-    def from_storage(self) -> float | None:
-        """Share of the bytes that storage read, at most 1; the page cache had the rest. None where unknown."""
-        if self.read_bytes is None or not self.stored_bytes:
-            return None
-        return min(1.0, self.read_bytes / self.stored_bytes)
-
-
-def data_source(settings: TrainSettings, logs: Sequence[RankLog], dataset: DatasetFacts) -> DataSource | None:
-    """Return what the ranks took; None for a run that loads nothing, or if the size of the dataset is unknown."""
-    if not {"loading", "storage"}.isdisjoint(settings.leave_out) or dataset.mean_sample_bytes is None:
-        return None
-    taken = sum(step.num_samples for log in logs for step in log.steps)
-    read = [log.end.read_bytes if log.end else None for log in logs]
-    known = "://" not in settings.dataset and all(count is not None for count in read)
-    return DataSource(
-        num_taken=taken,
-        passes=taken / dataset.num_samples,
-        stored_bytes=round(taken * dataset.mean_sample_bytes),
-        read_bytes=sum(count or 0 for count in read) if known else None,
-    )
-
-
-def _of_the_source(source: DataSource) -> Iterator[str]:
-    """Yield the reasons why the run says little about a large dataset."""
-    share, taken = source.from_storage, f"{source.num_taken:,} samples, {source.passes:.1f} times through the split"
-    if share is not None and share < _FROM_CACHE:
-        yield (
-            f"Storage read {share:.0%} of the bytes of {taken}; the page cache had the rest. A dataset larger than "
-            "memory is read from storage in every epoch: measure with one to learn about storage."
-        )
-    elif share is None and source.passes >= 2:
-        yield f"The run took {taken}: later epochs may have been read from a cache."
-
-
 def find_warnings(
     settings: TrainSettings,
     logs: Sequence[RankLog],
     window: Window,
     figures: Figures | None,
-    source: DataSource | None = None,
+    dataset: DatasetFacts,
 ) -> list[str]:
-    """Return all warnings; ``figures`` is None if the window is too short, ``source`` if nothing was loaded."""
+    """Return all warnings; ``figures`` is None if the window is too short."""
     found = [*_of_the_run(settings, logs), *_of_the_input(settings, logs)]
-    if source is not None and figures is not None:
-        found += _of_the_source(source)
     if figures is not None:
-        found += [*_of_the_emulation(figures), *_of_the_window(settings, logs, window)]
+        found += [
+            *_of_the_source(settings, logs, dataset),
+            *_of_the_emulation(figures),
+            *_of_the_window(settings, logs, window),
+        ]
     return found
 
 
@@ -113,6 +65,26 @@ def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[
                 f"The profile's times hold for {want[0]} x {want[1]}x{want[2]} pixels, the batches had "
                 f"{got[0]} x {got[1]}x{got[2]}: the emulated step times do not fit this input."
             )
+
+
+def _of_the_source(settings: TrainSettings, logs: Sequence[RankLog], dataset: DatasetFacts) -> Iterator[str]:
+    """Yield why a run says little about a large dataset; nothing for a run that loads nothing."""
+    count = sum(step.num_samples for log in logs for step in log.steps)
+    if not {"loading", "storage"}.isdisjoint(settings.leave_out) or not count or not dataset.mean_sample_bytes:
+        return
+    passes, read = count / dataset.num_samples, [log.end.read_bytes if log.end else None for log in logs]
+    taken = f"{count:,} samples, {passes:.1f} times through the split"
+    # Unknown are a network's bytes, those of a rank that was cut off, and all where the kernel does not count.
+    if "://" in settings.dataset or None in read:
+        if passes >= 2:
+            yield f"The run took {taken}: later epochs may have been read from a cache."
+        return
+    share = sum(filter(None, read)) / (count * dataset.mean_sample_bytes)
+    if share < _FROM_CACHE:
+        yield (
+            f"Storage read {share:.0%} of the bytes of {taken}; the page cache had the rest. A dataset larger than "
+            "memory is read from storage in every epoch: measure with one to learn about storage."
+        )
 
 
 def _of_the_emulation(figures: Figures) -> Iterator[str]:

@@ -52,7 +52,7 @@ def test_batches_from_memory_come_in_turns_and_end_like_the_loaders(dataset):
 def test_a_rank_leaves_its_whole_record(dataset, tmp_path):
     settings = msgspec.structs.replace(SETTINGS, steps=6, warmup=2, profile=QUICK)
     with loader_of(dataset) as loader, RankWriter(rank_path(tmp_path, 0)) as writer:
-        run_rank(settings, batches(loader, None), writer, lambda: loader.stats().stages)
+        run_rank(settings, loader, writer)
     log = read_rank(rank_path(tmp_path, 0))
     assert (log.header.rank, log.header.world_size, log.header.backend) == (0, 1, None)
     assert (log.input.num_cameras, log.input.height, log.input.width) == (2, 32, 64)

@@ -13,7 +13,7 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.report.page import render_page
-from fuelrail.bench.studies.diagnose.judge import Bound, Evidence, Round, counterfactual, find_bound
+from fuelrail.bench.studies.diagnose.judge import Bound, Round, counterfactual, find_bound
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport, conclusion, suggestions, verdict_on
 from fuelrail.bench.studies.diagnose.report import judge as judge_trial
 from fuelrail.bench.studies.train.report import load_report
@@ -50,7 +50,7 @@ def judge(base, *, without=None, again=None, **facts):
         name: training(number, leave_out=(name,), **times) for number, (name, times) in enumerate(runs.items(), 1)
     }
     second = base if again is None else training(99, **again)
-    return find_bound(Evidence([Round(base, reports, second)], **facts))
+    return find_bound([Round(base, reports, second)], **facts)
 
 
 def everywhere(**times):
@@ -113,7 +113,7 @@ def test_a_cache_that_was_cold():
     """Whatever comes after the first run is faster, by the same."""
     cold, warm = reading(training(0, **WAITS), 0.9), reading(training(1), 0.1)
     reports = {name: training(number, leave_out=(name,)) for number, name in enumerate(LOADER, 2)}
-    found = find_bound(Evidence([Round(cold, reports, warm)]))
+    found = find_bound([Round(cold, reports, warm)])
     assert found.bound == "cold cache"
     assert found.expected_gain == pytest.approx(46.2 / 31.2 - 1, abs=0.03)
 
@@ -188,17 +188,17 @@ def test_the_command_runs_and_prints_what_its_report_and_page_say(dataset, tmp_p
     result = msgspec.json.decode((out / "report.json").read_bytes(), type=DiagnoseReport)
     left_out = ["loading", "storage", "decompression", "decode"]  # one rank reduces nothing
     assert [entry.name for entry in result.diagnosis.counterfactuals] == [*left_out, "again"]
-    assert [run.name for run in result.runs][:6] == [
+    assert result.runs[:6] == [
         "as-it-is",
         *(f"without-{name}" for name in left_out),
         "as-it-is-again",
     ]
     assert result.tried is not None
     for run in result.runs:
-        assert load_report(out / run.report).figures.occupancy.mean == run.occupancy
-        assert (out / run.name / "report.md").is_file()
+        assert load_report(out / run).cut_off is None
+        assert (out / run / "report.md").is_file()
     links = re.findall(r'href="([^"#]+)"', render_page(result))
-    assert links == [f"{run.name}/report.html" for run in result.runs]
+    assert links == [f"{run}/report.html" for run in result.runs]
     assert result.diagnosis.finding in (out / "report.md").read_text()
     assert f"{result.diagnosis.bound} " in capsys.readouterr().out
 
@@ -228,9 +228,9 @@ def test_further_rounds_tell_what_one_could_not():
         }
 
     first = Round(training(0, **waits), without(10), training(99, wait_ms=1.5, noise_ms=6.0))
-    assert find_bound(Evidence([first])).bound == "undecided"
+    assert find_bound([first]).bound == "undecided"
     more = [Round(training(n, **waits), without(n + 10), training(n + 99, **waits)) for n in (100, 200, 300, 400)]
-    found = find_bound(Evidence([first, *more]))
+    found = find_bound([first, *more])
     assert (found.bound, found.num_rounds) == ("CPU decode", 5)
     assert found.noise < 0.1
 

@@ -14,7 +14,7 @@ from fuelrail.bench.ranks.launch import Outcome, RankExit
 from fuelrail.bench.studies.runs.history import run_history
 from fuelrail.bench.studies.train import settings as train_settings
 from fuelrail.bench.studies.train.report import load_report
-from fuelrail.bench.studies.train.run import TrainRun, why_cut_off
+from fuelrail.bench.studies.train.run import why_cut_off
 from fuelrail.bench.studies.train.settings import TrainOptions, ask
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -31,7 +31,7 @@ def bench(dataset, out, *options):
 
 def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, capsys):
     out = tmp_path / "out"
-    options = ("--ranks", 2, "--batch-size", 1, "--steps", 14, "--warmup", 3, "--workers", 1, "--price-per-gpu-hour", 2)
+    options = ("--ranks", 2, "--batch-size", 1, "--steps", 14, "--warmup", 3, "--workers", 1)
     assert bench(dataset, out, *options) == 0
     report = load_report(out / "report.json")
     assert report.cut_off is None
@@ -105,7 +105,7 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
 
 def test_a_pipeline_without_a_model_gets_one_of_enough_layers(dataset, tmp_path):
     options = TrainOptions(ranks=2, batch_size=2, strategy="pipeline", accelerator="emulated:resnet50-224-h100")
-    assert TrainRun(ask(dataset, options, tmp_path)).settings.model == "bev-tiny"
+    assert ask(dataset, options, tmp_path).settings.model == "bev-tiny"
     out = ("--ranks", 2, "--strategy", "pipeline", "--steps", 4, "--warmup", 1, "--workers", 1, "--no-html")
     assert bench(dataset, tmp_path / "out", *out) == 0
 

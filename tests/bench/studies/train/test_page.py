@@ -24,10 +24,7 @@ RUNS = {
     "with memory and checkpoints": report_of(
         [LEARNED], settings=msgspec.structs.replace(SETTINGS, checkpoint="/private")
     ),
-    "two ranks": report_of(
-        [log(0, steps(20, wait_ms=3)), log(1, steps(20, wait_ms=3, reduce_ms=2))],
-        settings=msgspec.structs.replace(SETTINGS, price_per_gpu_hour=2.5),
-    ),
+    "two ranks": report_of([log(0, steps(20, wait_ms=3)), log(1, steps(20, wait_ms=3, reduce_ms=2))]),
     "three hundred steps": report_of([log(0, steps(300, wait_ms=3))]),
     "a first step that towers": report_of([log(0, [step(0, 0, wait_ms=9_000), *steps(30, 9_031_000_000)])]),
     "too short": report_of([log(0, steps(3))]),
