@@ -187,7 +187,7 @@ def counterfactual(name: str, as_it_is: Report, other: Report) -> Counterfactual
 
 def _judge(first: Round, counting: Mapping[LeaveOut, Counterfactual], *, is_remote: bool) -> _Verdict:
     figures = _figures(first.as_it_is)
-    slow = next((pace for pace in figures.paces if pace.is_slow), None)
+    slow = next((one for one in figures.occupancy.ranks if one.is_slow), None)
     if slow is not None and "all-reduce" in counting and _is_slow_alone(first, slow.rank):
         return _Verdict(
             "slow rank",
@@ -343,7 +343,7 @@ def _is_slow_alone(runs: Round, rank: int) -> bool:
     In step, of two ranks that starve alike one gets its batch last every time, while the other's lie ready.
     """
     apart = _figures(runs.without["all-reduce"])
-    return any(pace.rank == rank and pace.is_slow for pace in apart.paces)
+    return apart.occupancy.ranks[rank].is_slow
 
 
 def _is_shorter(runs: Round, without: LeaveOut, *phases: str) -> bool:

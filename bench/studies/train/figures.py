@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.clock import NS_PER_S, Summary, summarise_ns
-from fuelrail.bench.measure.occupancy import Occupancy, RankPace, Window, measured_steps, occupancy_of, rank_paces
+from fuelrail.bench.measure.occupancy import Occupancy, Window, measured_steps, occupancy_of
 from fuelrail.bench.measure.records import PHASES, RankLog, StageSnapshot, StepRecord
 from fuelrail.bench.studies.train.costs import CostFit, Loss, cost_model, fit_cost, losses_of
 
@@ -57,7 +57,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``launch_share``: what the host took to queue the device's work, in parts of what the device took for it; near 1 the
     device waits for the host. ``mfu``: the model's arithmetic (the profile's, when emulated) over what the devices
-    could have done in the wall time; None where either isn't known. ``paces``: which rank the others wait for.
+    could have done in the wall time; None where either isn't known.
     ``losses``: what padding and imbalance take; ``cost_fit``: a cost model, where one was asked for.
     """
 
@@ -72,7 +72,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     overshoot_share: float
     launch_share: float = 0.0
     mfu: float | None = None
-    paces: list[RankPace] = []
     losses: dict[str, Loss] = {}
     cost_fit: CostFit | None = None
 
@@ -108,7 +107,6 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         overshoot_share=sum(step.overshoot_ns for step in inside) / wall_ns,
         launch_share=_launch_share(inside),
         mfu=_mfu(settings, logs, inside),
-        paces=rank_paces([log.steps for log in logs], window),
         losses=losses_of(ranks, cost_model(settings.order) or (None if fit is None else fit.cost)),
         cost_fit=fit,
     )

@@ -221,24 +221,26 @@ def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
 
 
 def _ranks(report: Report) -> list[Section]:
-    by_rank = {row.rank: row for row in report.figures.occupancy.ranks} if report.figures else {}
+    measured = {row.rank: row for row in report.figures.occupancy.ranks} if report.figures else {}
     emulated = "emulated " if _emulated(report) else ""
-    paces = {pace.rank: pace for pace in report.figures.paces} if report.figures else {}
-    rows = [
-        [
-            f"{rank.rank}",
-            emulated + rank.device,
-            rank.backend or "none",
-            f"{by_rank[rank.rank].occupancy:.1%}" if rank.rank in by_rank else "no figure",
-            f"{by_rank[rank.rank].including_all_reduce:.1%}" if rank.rank in by_rank else "no figure",
-            f"{paces[rank.rank].own_ms:.1f} ({paces[rank.rank].slower:+.1%})" if rank.rank in paces else "",
-            f"{paces[rank.rank].last_in:.0%}" if rank.rank in paces else "",
-            f"{rank.num_steps}" + ("" if rank.completed else " (cut off)"),
-            f"{rank.peak_rss_bytes / GIB:.2f}" if rank.peak_rss_bytes else "unknown",
-            f"{rank.peak_device_bytes / GIB:.2f}" if rank.peak_device_bytes else "none",
-        ]
-        for rank in report.ranks
-    ]
+    rows = []
+    for rank in report.ranks:
+        figures, cells = measured.get(rank.rank), ["no figure", "no figure", "", ""]
+        if figures is not None:
+            against = (f"{figures.own_ms:.1f} ({figures.slower:+.1%})", f"{figures.last_in:.0%}")
+            others = against if report.num_ranks > 1 else ("", "")
+            cells = [f"{figures.occupancy:.1%}", f"{figures.including_all_reduce:.1%}", *others]
+        rows.append(
+            [
+                f"{rank.rank}",
+                emulated + rank.device,
+                rank.backend or "none",
+                *cells,
+                f"{rank.num_steps}" + ("" if rank.completed else " (cut off)"),
+                f"{rank.peak_rss_bytes / GIB:.2f}" if rank.peak_rss_bytes else "unknown",
+                f"{rank.peak_device_bytes / GIB:.2f}" if rank.peak_device_bytes else "none",
+            ]
+        )
     header = [
         "rank",
         "device",
