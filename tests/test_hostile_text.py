@@ -68,7 +68,7 @@ def diagnose_report():
 
 
 REPORTS = {
-    "train": lambda: report_of([log(rank, steps(20)) for rank in (0, 1)]),
+    "train": lambda: report_of([log(steps(20)) for rank in (0, 1)]),
     "loader": lambda: loader_report_of([loader_run(124.0), loader_run(125.0), loader_run(126.0)]),
     "compare": lambda: compare_report_of([contestant("fuelrail:turbo", [900.0]), contestant("wds:cv2", [500.0])]),
     "scale": scale_report,

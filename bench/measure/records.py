@@ -103,20 +103,16 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
 
 
 class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
-    """The loader's stage clocks after ``num_steps`` steps."""
+    """The loader's stage clocks, at a moment between two steps."""
 
-    num_steps: int
     stages: list[StageClock]
 
 
 class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     """Facts on a rank before its first step. ``peak_tflops``: of its GPU, in the run's precision, where known."""
 
-    rank: int
-    world_size: int
     device: str
     backend: str | None
-    model: str
     num_parameters: int
     peak_tflops: float | None = None
 
@@ -156,7 +152,6 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     all times, or at the end of each backward pass: ``model`` (parameters and buffers), ``gradients``, ``optimiser``.
     """
 
-    num_steps: int
     parameters_xxh3: str
     peak_rss_bytes: int
     peak_device_bytes: int | None

@@ -70,18 +70,14 @@ def run_rank(
     ``mesh`` is that of a composed strategy, None otherwise.
     """
     clock = Clock()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     accelerator, device = _accelerator(settings, clock)
     if trace is not None:
         accelerator = cast("Accelerator", TracedAccelerator(accelerator, trace))
 
     writer.write(
         RankHeader(
-            rank=rank,
-            world_size=world,
             device=device,
             backend=dist.get_backend() if dist.is_initialized() else None,
-            model=settings.model,
             num_parameters=num_parameters(MODELS.get(settings.model, settings.model))[0],
             peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
         )
@@ -103,13 +99,12 @@ def run_rank(
         writer.write(record)
         checkpoints.after(first + num_steps)
         if num_steps == settings.warmup:
-            writer.write(StageSnapshot(num_steps=num_steps, stages=list(loader.stats().stages)))
-    writer.write(StageSnapshot(num_steps=num_steps, stages=list(loader.stats().stages)))
+            writer.write(StageSnapshot(stages=list(loader.stats().stages)))
+    writer.write(StageSnapshot(stages=list(loader.stats().stages)))
     checkpoints.after(first + num_steps, last=True)
     read_after = storage_bytes_read()
     writer.write(
         RankEnd(
-            num_steps=num_steps,
             parameters_xxh3=parameters_digest(parallel),
             peak_rss_bytes=peak_memory_bytes(),
             peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,

@@ -35,7 +35,7 @@ def training(seed, *, ranks=2, leave_out=(), cpu=None, noise_ms=0.2, **times_ms)
                 for name, value in times_ms.items()
             }
             records.append(step(number, records[-1].end_ns, **own))
-        logs.append(log(rank, records, digest=f"{rank}" if leave_out else "same"))
+        logs.append(log(records, digest=f"{rank}" if leave_out else "same"))
     settings = msgspec.structs.replace(SETTINGS, leave_out=leave_out)
     return msgspec.structs.replace(report_of(logs, settings=settings), cpu=cpu)
 

@@ -160,8 +160,8 @@ CRASHED = RankExit(rank=0, exit_code=1)
 @pytest.mark.parametrize(
     ("outcome", "logs", "said"),
     [
-        (Outcome(0, interrupted=False, failed=[]), [log(0, steps(3))], None),
-        (Outcome(143, interrupted=True, failed=[]), [log(0, steps(3))], "interrupted"),
+        (Outcome(0, interrupted=False, failed=[]), [log(steps(3))], None),
+        (Outcome(143, interrupted=True, failed=[]), [log(steps(3))], "interrupted"),
         # Rank 0 crashes in its all-reduce because rank 1 was killed: rank 1 is the cause.
         (
             Outcome(1, interrupted=False, failed=[CRASHED, KILLED]),
@@ -180,7 +180,7 @@ CRASHED = RankExit(rank=0, exit_code=1)
             [failed("crashed", "RuntimeError: peer closed", 2), failed("crashed", "ZeroDivisionError: x", 1)],
             "rank 1: ZeroDivisionError: x (the ranks' output is in records/ranks.log",
         ),
-        (Outcome(1, interrupted=False, failed=[]), [log(0, steps(3)), RankLog()], "rank 1 ended early"),
+        (Outcome(1, interrupted=False, failed=[]), [log(steps(3)), RankLog()], "rank 1 ended early"),
     ],
     ids=["complete", "interrupted", "killed", "refused", "crashed", "unknown"],
 )

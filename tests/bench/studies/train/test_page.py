@@ -13,7 +13,7 @@ from support.html_page import Page
 
 pytestmark = pytest.mark.slow
 
-LEARNED = log(0, steps(60))
+LEARNED = log(steps(60))
 LEARNED.end = msgspec.structs.replace(
     LEARNED.end, peak_device_bytes=2**23, state_bytes={"model": 2**20, "gradients": 2**20, "optimiser": 2**21}
 )
@@ -24,19 +24,19 @@ RUNS = {
     "with memory and checkpoints": report_of(
         [LEARNED], settings=msgspec.structs.replace(SETTINGS, checkpoint="/private")
     ),
-    "two ranks": report_of([log(0, steps(20, wait_ms=3)), log(1, steps(20, wait_ms=3, reduce_ms=2))]),
-    "three hundred steps": report_of([log(0, steps(300, wait_ms=3))]),
-    "a first step that towers": report_of([log(0, [step(0, 0, wait_ms=9_000), *steps(30, 9_031_000_000)])]),
-    "too short": report_of([log(0, steps(3))]),
+    "two ranks": report_of([log(steps(20, wait_ms=3)), log(steps(20, wait_ms=3, reduce_ms=2))]),
+    "three hundred steps": report_of([log(steps(300, wait_ms=3))]),
+    "a first step that towers": report_of([log([step(0, 0, wait_ms=9_000), *steps(30, 9_031_000_000)])]),
+    "too short": report_of([log(steps(3))]),
     "nothing": report_of([RankLog()], cut_off="rank 0 <died>"),
-    "cut off": report_of([log(0, steps(20)), log(1, steps(14), complete=False)], cut_off="rank 1 was ended"),
-    "a loss of NaN": report_of([log(0, [step(n, 31_000_000 * n, loss=None) for n in range(20)])]),
-    "accumulating": report_of([log(0, steps(20))], settings=msgspec.structs.replace(SETTINGS, accumulation=2)),
+    "cut off": report_of([log(steps(20)), log(steps(14), complete=False)], cut_off="rank 1 was ended"),
+    "a loss of NaN": report_of([log([step(n, 31_000_000 * n, loss=None) for n in range(20)])]),
+    "accumulating": report_of([log(steps(20))], settings=msgspec.structs.replace(SETTINGS, accumulation=2)),
     "packs": report_of(
-        [log(0, steps(30, padding=0.2, sums=SUMS)), log(1, steps(30, padding=0.4, sums=SUMS))],
+        [log(steps(30, padding=0.2, sums=SUMS)), log(steps(30, padding=0.4, sums=SUMS))],
         settings=msgspec.structs.replace(SETTINGS, order=OrderSpec(pack=Pack(budget=8, cost="x")), cost=("x",)),
     ),
-    "on a GPU": report_of([log(0, steps(20))], settings=msgspec.structs.replace(SETTINGS, profile=None)),
+    "on a GPU": report_of([log(steps(20))], settings=msgspec.structs.replace(SETTINGS, profile=None)),
 }
 
 
@@ -92,7 +92,7 @@ def test_pages_of_equal_reports_are_equal():
     ],
 )
 def test_the_verdict_names_the_largest_loss(times, said):
-    assert said in verdict(report_of([log(0, steps(20, **times))]))
+    assert said in verdict(report_of([log(steps(20, **times))]))
 
 
 def test_padding_and_imbalance_have_times_of_their_own():
