@@ -34,7 +34,7 @@ SLOWER, MOSTLY = 0.05, 0.75
 _OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
 
 
-class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
+class RankOccupancy(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's occupancy, and its own part of the step against the others'.
 
     ``slower`` is by how much the mean of its own part, ``own_ms``, is longer than the median of the other ranks'
@@ -61,7 +61,7 @@ class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
 
     mean: float
     lowest: float
-    ranks: list[RankFigures]
+    ranks: list[RankOccupancy]
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
         wall_ns = steps[-1].end_ns - steps[0].start_ns
         slower, most_in = _against_others(means, rank)
         rows.append(
-            RankFigures(
+            RankOccupancy(
                 rank=rank,
                 occupancy=busy_ns / wall_ns,
                 including_all_reduce=(busy_ns + all_reduce_ns) / wall_ns,

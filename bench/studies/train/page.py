@@ -264,7 +264,7 @@ def _ranks(report: Report) -> list[Section]:
 
 
 def _memory(report: Report) -> list[Section]:
-    """Return what each rank held, and what of the peak of its GPU that was not."""
+    """Return the bytes of each rank's state, and what else its GPU held at the peak."""
     kinds = ("model", "gradients", "optimiser")
     rows = [
         [
