@@ -270,15 +270,13 @@ def _memory(report: Report) -> list[Section]:
         [
             f"{rank.rank}",
             *(f"{rank.state_bytes[kind] / MIB:,.1f}" for kind in kinds),
-            f"{(rank.peak_device_bytes - sum(rank.state_bytes.values())) / MIB:,.1f}"
-            if rank.peak_device_bytes
-            else "unknown",
+            f"{(rank.peak_device_bytes - sum(rank.state_bytes.values())) / MIB:,.1f}",
         ]
         for rank in report.ranks
-        if rank.state_bytes
+        if rank.peak_device_bytes and rank.state_bytes
     ]
-    header = ("rank", *(f"{kind} [MiB]" for kind in kinds), "activations and others, at the GPU's peak [MiB]")
-    return [Section("Memory of the training", [Table(header, rows)])] if rows else []
+    header = ("rank", *(f"{kind} [MiB]" for kind in kinds), "activations and others, at the peak [MiB]")
+    return [Section("Memory of the GPUs", [Table(header, rows)])] if rows else []
 
 
 def _gpus(report: Report) -> list[Section]:
