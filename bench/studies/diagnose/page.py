@@ -62,9 +62,12 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
         table = Table(("run", "step ms", *_GAIN), [["baseline", f"{diagnosis.step_ms:.2f}", "", ""], *rows])
         parts.append(Section("What if it cost nothing?", [Figure(plots.get("gains", ""), caption), table]))
     if report.tried is not None:
-        rows = [[one.name, f"{one.samples_per_s:.1f}", *_gain_cells(one), verdict_on(one)] for one in report.tried]
+        rows = [
+            [one.name, f"{one.samples_per_s:.1f}", *_gain_cells(one), verdict_on(one, report.tried_noise)]
+            for one in report.tried
+        ]
         tried = [Table(("settings tried", "samples/s", *_GAIN, ""), rows)] if rows else []
-        parts.append(Section("What was tried", [*tried, Items([conclusion(report.tried)])]))
+        parts.append(Section("What was tried", [*tried, Items([conclusion(report.tried, report.tried_noise)])]))
     if report.runs:
         links = [Span(f"{run} ", file=f"{run}/{REPORT_HTML}") for run in report.runs]
         parts.append(Text((Span("Reports of the runs: "), *links), small=True))

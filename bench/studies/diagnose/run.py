@@ -13,14 +13,12 @@ from fuelrail.bench.measure.processes import NOTHING_MEASURED, WAS_INTERRUPTED
 from fuelrail.bench.report.files import created_now, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
-from fuelrail.bench.studies.diagnose.judge import Diagnosis, Round, find_bound
+from fuelrail.bench.studies.diagnose.judge import Counterfactual, Diagnosis, Round, counterfactual, find_bound
 from fuelrail.bench.studies.diagnose.report import (
     SCHEMA,
     VERSION,
     DiagnoseReport,
     Suggestion,
-    TriedSetting,
-    judge,
     suggestions,
 )
 from fuelrail.bench.studies.train.run import measure_all
@@ -121,10 +119,13 @@ class _Examination:
                 raise KeyboardInterrupt(NOTHING_MEASURED) from None
             cut_off, interrupted = WAS_INTERRUPTED, True
         base = self._made[_AS_IT_IS]
+        # A cold cache is warm now, so trials are compared with the very first run.
+        noise = 0.0 if diagnosis is None or diagnosis.bound == "cold cache" else diagnosis.noise
         report = DiagnoseReport(
             schema=SCHEMA, version=VERSION, created=created_now(), cut_off=cut_off, interrupted=interrupted,
             machine=base.machine, dataset=base.dataset, accelerator=base.accelerator, options=base.options,
-            num_ranks=base.num_ranks, diagnosis=diagnosis, tried=tried, runs=list(self._made), warnings=base.warnings,
+            num_ranks=base.num_ranks, diagnosis=diagnosis, tried=tried, tried_noise=noise, runs=list(self._made),
+            warnings=base.warnings,
             disturbed=next((one.disturbed for one in self._made.values() if one.disturbed is not None), None),
         )  # fmt: skip
         write_report(report, self._out, html=self._html)
@@ -169,7 +170,7 @@ class _Examination:
         if cut_off is not None:
             raise _CutOff(f"the runs after '{list(runs)[len(reports) - 1]}': {cut_off}", interrupted=interrupted)
 
-    def _try(self, diagnosis: Diagnosis) -> list[TriedSetting]:
+    def _try(self, diagnosis: Diagnosis) -> list[Counterfactual]:
         """Run what may help, after one more unchanged run: the machine may have drifted since the first."""
         facts = self._made[_AS_IT_IS].dataset
         found = suggestions(
@@ -188,11 +189,8 @@ class _Examination:
             ]
         runs = {"before-trials": self._run("before-trials")}
         self._measure(runs | {name: self._run(name, **one.changes) for name, one in plan})
-        # A cold cache is warm now, so a trial is compared with the very first run.
-        is_cold = diagnosis.bound == "cold cache"
-        base = self._made[_AS_IT_IS if is_cold else "before-trials"]
-        noise = 0.0 if is_cold else diagnosis.noise
-        return [judge(one, base, self._made[f"trial-{number}"], noise) for number, one in enumerate(found)]
+        base = self._made[_AS_IT_IS if diagnosis.bound == "cold cache" else "before-trials"]
+        return [counterfactual(one.options, base, self._made[f"trial-{number}"]) for number, one in enumerate(found)]
 
 
 def _training(options: DiagnoseOptions) -> TrainOptions:

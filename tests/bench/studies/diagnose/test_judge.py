@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -15,7 +14,6 @@ from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.report.page import render_page
 from fuelrail.bench.studies.diagnose.judge import Bound, Round, counterfactual, find_bound
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport, conclusion, suggestions, verdict_on
-from fuelrail.bench.studies.diagnose.report import judge as judge_trial
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.studies.train.settings import TrainOptions
 from support.bench_runs import MS, SETTINGS, log, report_of, step
@@ -172,7 +170,7 @@ def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
 @pytest.mark.parametrize("bound", [*get_args(Bound)])
 def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
     found = suggestions(bound, SETTINGS, num_shards=4, num_ranks=2, out=tmp_path)
-    line = conclusion([judge_trial(trial, training(0, **WAITS), training(1)) for trial in found])
+    line = conclusion([counterfactual(trial.options, training(0, **WAITS), training(1)) for trial in found], 0.0)
     assert line.startswith("use: " if found else "nothing was tried")
     for trial in found:
         msgspec.structs.replace(TrainOptions(), **trial.changes)
@@ -237,8 +235,7 @@ def test_further_rounds_tell_what_one_could_not():
 
 def test_a_trial_within_noise_shows_no_difference():
     base, same = training(0, **WAITS), training(1, **WAITS)
-    trial = suggestions("CPU decode", SETTINGS, num_shards=2, num_ranks=1, out=Path())[0]
-    assert verdict_on(judge_trial(trial, base, same, 0.1)) == "no significant difference"
-    better = judge_trial(trial, base, training(2), 0.1)
-    assert verdict_on(better) == "helps"
-    assert not msgspec.structs.replace(better, noise=0.6).helps
+    assert verdict_on(counterfactual("--workers 2", base, same), 0.1) == "no significant difference"
+    better = counterfactual("--workers 2", base, training(2))
+    assert verdict_on(better, 0.1) == "helps"
+    assert verdict_on(better, 0.6) == "no significant difference"
