@@ -37,7 +37,6 @@ Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 # Figures: msgspec knows no "finite", so they have a bound.
 _LARGE: Final = 1e9
-Finite = Annotated[float, msgspec.Meta(ge=-_LARGE, le=_LARGE)]
 AtLeast0 = Annotated[float, msgspec.Meta(ge=0, le=_LARGE)]
 Above0 = Annotated[float, msgspec.Meta(gt=0, le=_LARGE)]
 

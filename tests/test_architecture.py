@@ -44,7 +44,6 @@ LONG = {
 }
 # Private names of other libraries that are used because there is no public way: ruff's SLF001, switched off there.
 PRIVATE_REACH = {
-    "bench/measure/memory.py",
     "bench/peers/torch_workers.py",
     "bench/planner/fake_rank.py",
     "bench/trainer/models/build.py",

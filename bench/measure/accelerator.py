@@ -86,8 +86,8 @@ class Accelerator(Protocol):
     def torch_device(self) -> str:
         """The torch device on which the model and its inputs lie."""
 
-    def host_to_device(self, num_bytes: int) -> AbstractContextManager[None]:
-        """Surround the copy of a batch of that size; when it ends the batch may be used by ``forward``."""
+    def host_to_device(self) -> AbstractContextManager[None]:
+        """Surround the copy of a batch; when it ends the batch may be used by ``forward``."""
 
     def forward(self, num_samples: float, num_images: float) -> AbstractContextManager[None]:
         """Surround the forward pass of a rank's (micro-)batch; a pipeline's stage counts parts of samples."""
@@ -130,7 +130,7 @@ class EmulatedAccelerator:
         self._in_flight_since_ns = 0
 
     @contextmanager
-    def host_to_device(self, num_bytes: int) -> Iterator[None]:  # noqa: ARG002 (the host measures it)
+    def host_to_device(self) -> Iterator[None]:
         """Measure the real copy."""
         start_ns = self._clock.now_ns()
         yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -16,25 +15,21 @@ NS_PER_MS = 1_000_000
 SPIN_NS = 100_000
 
 
-class Clock(Protocol):
-    """The clock of the harness; tests replace it and need not wait."""
+class Clock:
+    """The system's monotonic clock: unmoved by clock corrections, and on Linux common to all processes of a host.
+
+    Tests replace it and need not wait.
+    """
 
     def now_ns(self) -> int:
         """Return nanoseconds since an arbitrary start; they never decrease."""
-
-    def wait_until(self, deadline_ns: int) -> int:
-        """Return once ``now_ns() >= deadline_ns``; the value is the overshoot in ns, also for a deadline passed."""
-
-
-class MonotonicClock:
-    """The system's monotonic clock: unmoved by clock corrections, and on Linux common to all processes of a host."""
-
-    def now_ns(self) -> int:
-        """Return nanoseconds of ``CLOCK_MONOTONIC``."""
         return time.monotonic_ns()
 
     def wait_until(self, deadline_ns: int) -> int:
-        """Sleep to within ``SPIN_NS`` of the deadline, then spin; returns the overshoot in ns."""
+        """Return once ``now_ns() >= deadline_ns``; the value is the overshoot in ns, also for a deadline passed.
+
+        It sleeps to within ``SPIN_NS`` of the deadline, then spins.
+        """
         remaining_ns = deadline_ns - time.monotonic_ns()
         if remaining_ns > SPIN_NS:
             time.sleep((remaining_ns - SPIN_NS) / NS_PER_S)

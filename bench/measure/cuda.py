@@ -47,7 +47,7 @@ class CudaAccelerator:
         self._launch_ns = 0
 
     @contextmanager
-    def host_to_device(self, num_bytes: int) -> Iterator[None]:  # noqa: ARG002 (the device measures it)
+    def host_to_device(self) -> Iterator[None]:
         """Time the copies queued inside on the compute stream, which then may use the batch."""
         with self._span("host_to_device"):
             yield

@@ -46,49 +46,39 @@ class NvmlWatch:
         """Why there are no measurements; None where nothing failed."""
         self._samples: list[list[tuple[float, float, float | None, float | None, int, float]]] = []
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, name="nvml", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._num_gpus and self._load():
-            self._samples = [[] for _ in range(self._num_gpus)]
-            self._thread = threading.Thread(target=self._watch, name="nvml", daemon=True)
+        if self._num_gpus:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            self._stop.set()
+        self._stop.set()
+        if self._num_gpus:
             self._thread.join()
-            self._nvml.nvmlShutdown()
 
     def use(self) -> list[GpuUse] | None:
         """Return the measurements, after the end; None if there are none."""
-        if self._thread is None or not all(self._samples):
+        if not self._samples or not all(self._samples):
             return None
         return [_summary(index, samples) for index, samples in enumerate(self._samples)]
 
-    def _load(self) -> bool:
+    def _watch(self) -> None:
         try:
             self._nvml = self._nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
-        except Exception as error:  # noqa: BLE001 - not installed, no driver, no permission
-            self._missing(f"{type(error).__name__}: {error}; it needs nvidia-ml-py and a driver")
-            return False
-        return True
-
-    def _missing(self, reason: str) -> None:
-        self.reason = reason
-        _LOG.warning("no facts from NVML: %s", reason)
-
-    def _watch(self) -> None:
-        try:
-            self._sample()
-        except Exception as error:  # noqa: BLE001 - NVML's own errors: a part of a card (MIG) has no utilisation
-            self._missing(f"{type(error).__name__}: {error}")
-            self._samples = [[] for _ in range(self._num_gpus)]
+            try:
+                self._sample()
+            finally:
+                self._nvml.nvmlShutdown()
+        except Exception as error:  # noqa: BLE001 - not installed, no driver, a part of a card (MIG): NVML's own errors
+            self._samples = []
+            self.reason = f"{type(error).__name__}: {error}; it needs nvidia-ml-py, a driver and a whole card"
+            _LOG.warning("no facts from NVML: %s", self.reason)
 
     def _sample(self) -> None:
-        nvml = self._nvml
+        nvml, self._samples = self._nvml, [[] for _ in range(self._num_gpus)]
         handles = [self._handle(index) for index in range(self._num_gpus)]
         while True:
             for samples, handle in zip(self._samples, handles, strict=True):

@@ -21,8 +21,9 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
+from fuelrail.bench.measure.clock import NS_PER_MS
 from fuelrail.bench.measure.records import PHASES, StepRecord
 
 MIN_MEASURED_STEPS = 8
@@ -34,21 +35,32 @@ _OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
 
 
 class RankOccupancy(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's occupancy and the times that it is made of."""
+    """One rank's occupancy, and its own part of the step against the others'.
+
+    ``slower`` is by how much the mean of its own part, ``own_ms``, is longer than the median of the other ranks'
+    (negative: shorter); ``last_in`` the share of steps in which it was the last to come to the all-reduce; ``most_in``
+    the phase in which it loses most, or wins most, against the others.
+    """
 
     rank: int
     occupancy: float
     including_all_reduce: float
-    busy_s: float
-    wall_s: float
+    own_ms: float
+    slower: float
+    last_in: float
+    most_in: str
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the others wait for this rank, by more than chance."""
+        return self.slower > SLOWER and self.last_in >= MOSTLY
 
 
 class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
-    """Occupancy of a run (mean over ranks), its lowest rank, and each rank's."""
+    """Occupancy of a run (mean over ranks), its lowest rank, and the figures of each rank."""
 
     mean: float
     lowest: float
-    including_all_reduce: float
     ranks: list[RankOccupancy]
 
 
@@ -81,27 +93,37 @@ def measured_steps(steps: Sequence[StepRecord], window: Window) -> Sequence[Step
 def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occupancy:
     """Return the occupancy over a window that is long enough (``window.too_short`` is None)."""
     assert window.too_short is None, window.too_short
+    inside = [measured_steps(steps, window) for steps in ranks]
+    phases = np.array([[[step.phase_ns(phase) for phase in _OWN] for step in steps] for steps in inside], np.float64)
+    means, last = phases.mean(axis=1), phases.sum(axis=2).argmax(axis=0)
     rows = []
-    for rank, steps in enumerate(ranks):
-        inside = measured_steps(steps, window)
-        busy_ns = sum(step.device_busy_ns for step in inside)
-        all_reduce_ns = sum(step.all_reduce_ns for step in inside)
-        wall_ns = inside[-1].end_ns - inside[0].start_ns
+    for rank, steps in enumerate(inside):
+        busy_ns = sum(step.device_busy_ns for step in steps)
+        all_reduce_ns = sum(step.all_reduce_ns for step in steps)
+        wall_ns = steps[-1].end_ns - steps[0].start_ns
+        slower, most_in = _against_others(means, rank)
         rows.append(
             RankOccupancy(
                 rank=rank,
                 occupancy=busy_ns / wall_ns,
                 including_all_reduce=(busy_ns + all_reduce_ns) / wall_ns,
-                busy_s=busy_ns / NS_PER_S,
-                wall_s=wall_ns / NS_PER_S,
+                own_ms=float(means[rank].sum()) / NS_PER_MS,
+                slower=slower,
+                last_in=float((last == rank).mean()),
+                most_in=most_in,
             )
         )
     return Occupancy(
-        mean=sum(row.occupancy for row in rows) / len(rows),
-        lowest=min(row.occupancy for row in rows),
-        including_all_reduce=sum(row.including_all_reduce for row in rows) / len(rows),
-        ranks=rows,
+        mean=sum(row.occupancy for row in rows) / len(rows), lowest=min(row.occupancy for row in rows), ranks=rows
     )
+
+
+def _against_others(means: NDArray[np.float64], rank: int) -> tuple[float, str]:
+    """Return by how much a rank is slower than the others by the mean times of phases [ranks, phases], and in which."""
+    others = np.delete(means, rank, axis=0) if len(means) > 1 else means
+    beyond = means[rank] - np.median(others, axis=0)
+    slower = float(means[rank].sum() / np.median(others.sum(axis=1)) - 1)
+    return slower, _OWN[int(np.argmax(beyond if slower >= 0 else -beyond))]
 
 
 def rolling_occupancy(steps: Sequence[StepRecord], num_steps: int) -> list[float]:
@@ -111,52 +133,3 @@ def rolling_occupancy(steps: Sequence[StepRecord], num_steps: int) -> list[float
     last = np.arange(1, len(steps) + 1)
     first = np.maximum(last - num_steps, 0)
     return [float(value) for value in (busy[last] - busy[first]) / (wall[last] - wall[first])]
-
-
-class RankPace(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's own part of the step against the others'.
-
-    ``slower`` is by how much its mean is longer than the median of the other ranks' (negative: shorter);
-    ``last_in`` the share of steps in which it was the last to come to the all-reduce; ``most_in`` the phase in which it
-    loses most, or wins most, against the others.
-    """
-
-    rank: int
-    own_ms: float
-    slower: float
-    last_in: float
-    most_in: str
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the others wait for this rank, by more than chance."""
-        return self.slower > SLOWER and self.last_in >= MOSTLY
-
-
-def rank_paces(ranks: Sequence[Sequence[StepRecord]], window: Window) -> list[RankPace]:
-    """Return the pace of each rank over the measured window; none for a single rank."""
-    if len(ranks) < 2:
-        return []
-    phases = np.array(
-        [[[step.phase_ns(phase) for phase in _OWN] for step in measured_steps(steps, window)] for steps in ranks],
-        dtype=np.float64,
-    )  # [ranks, steps, phases]
-    own = phases.sum(axis=2)
-    last = own.argmax(axis=0)
-    means = phases.mean(axis=1)
-    paces = []
-    for rank in range(len(ranks)):
-        others = np.delete(means, rank, axis=0)
-        beyond = means[rank] - np.median(others, axis=0)
-        slower = float(own[rank].mean() / np.median(others.sum(axis=1)) - 1)
-        most = int(np.argmax(beyond if slower >= 0 else -beyond))
-        paces.append(
-            RankPace(
-                rank=rank,
-                own_ms=float(own[rank].mean()) / NS_PER_MS,
-                slower=slower,
-                last_in=float((last == rank).mean()),
-                most_in=_OWN[most],
-            )
-        )
-    return paces

@@ -103,20 +103,16 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
 
 
 class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
-    """The loader's stage clocks after ``num_steps`` steps."""
+    """The loader's stage clocks, at a moment between two steps."""
 
-    num_steps: int
     stages: list[StageClock]
 
 
 class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     """Facts on a rank before its first step. ``peak_tflops``: of its GPU, in the run's precision, where known."""
 
-    rank: int
-    world_size: int
     device: str
     backend: str | None
-    model: str
     num_parameters: int
     peak_tflops: float | None = None
 
@@ -127,26 +123,7 @@ class InputFacts(msgspec.Struct, frozen=True, kw_only=True, tag="input"):
     num_cameras: int
     height: int
     width: int
-    labelled: bool
     train_flop: int | None = None
-
-
-class MemoryLine(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
-    """Memory of a rank's device over one step: bytes of each kind, and from when on (``at_ms``, of the step's start).
-
-    ``source``: ``allocator`` (of the GPU, with the bytes it reserved) or ``tracker`` (of tensors, on the CPU).
-    """
-
-    step: int
-    source: str
-    at_ms: list[float]
-    allocated: dict[str, list[int]]
-    reserved: list[int] | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was allocated at one time."""
-        return max(map(sum, zip(*self.allocated.values(), strict=True)), default=0)
 
 
 class CheckpointSave(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"):
@@ -171,14 +148,15 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """A rank that did all its steps. ``parameters_xxh3`` must agree on all ranks: same gradients, same updates.
 
     ``peak_device_bytes`` is what torch allocated on the GPU at most; None without one. ``read_bytes``: what storage
-    read for this process during the run; None where the kernel does not say.
+    read for this process during the run; None where the kernel does not say. ``state_bytes``: what this rank holds at
+    all times, or at the end of each backward pass: ``model`` (parameters and buffers), ``gradients``, ``optimiser``.
     """
 
-    num_steps: int
     parameters_xxh3: str
     peak_rss_bytes: int
     peak_device_bytes: int | None
     read_bytes: int | None = None
+    state_bytes: dict[str, int] = {}
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
@@ -195,12 +173,12 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 
 
 Record = (
-    RankHeader | InputFacts | StepRecord | StageSnapshot | MemoryLine | CheckpointSave | CheckpointRestore
+    RankHeader | InputFacts | StepRecord | StageSnapshot | CheckpointSave | CheckpointRestore
     | RankEnd | RankFailure
 )  # fmt: skip
 _DECODER = msgspec.json.Decoder(Record)
 _FIELDS: dict[type[Record], str] = {
-    RankHeader: "header", InputFacts: "input", MemoryLine: "memory", CheckpointRestore: "restored", RankEnd: "end",
+    RankHeader: "header", InputFacts: "input", CheckpointRestore: "restored", RankEnd: "end",
     RankFailure: "failure",
 }  # fmt: skip
 
@@ -229,7 +207,6 @@ class RankLog(msgspec.Struct, kw_only=True):
     input: InputFacts | None = None
     steps: list[StepRecord] = []
     snapshots: list[StageSnapshot] = []
-    memory: MemoryLine | None = None
     saves: list[CheckpointSave] = []
     restored: CheckpointRestore | None = None
     end: RankEnd | None = None

@@ -324,8 +324,7 @@ def questions(asked: Scenario) -> list[str]:
     found = []
     if asked.max_global_batch is None:
         found.append(
-            "which global batch still trains as well (max_global_batch)? Weak scaling is shown without a limit; "
-            "`fuelrail bench train --check-batch` checks one"
+            "which global batch still trains as well (max_global_batch)? Weak scaling is shown without a limit"
         )
     settings = asked.settings
     if isinstance(settings, GptSettings) and asked.sequence is None:

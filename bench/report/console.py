@@ -44,7 +44,7 @@ def print_report(report: object, console: Console) -> None:
 
 
 def _is_shown(block: Block) -> bool:
-    return isinstance(block, Hero | Tiles | Items | Note) or (isinstance(block, Table) and not block.prose)
+    return isinstance(block, Hero | Tiles | Items | Note | Table)
 
 
 def _print(block: Block, console: Console) -> None:

@@ -84,15 +84,13 @@ class Figure:
 class Table:
     """A table, which scrolls where the window is narrow; the last row sums the others if ``total``.
 
-    ``colours`` are keys before the first cells; ``texts``: cells are sentences rather than numbers; ``prose``: two
-    columns of them.
+    ``colours`` are keys before the first cells; ``texts``: cells are sentences rather than numbers.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     total: bool = False
     colours: Sequence[str] = ()
-    prose: bool = False
     texts: bool = False
 
 

@@ -121,7 +121,7 @@ STUDIES = {
         "report.html: occupancy, the time of each phase of the step, the loader's stages, throughput.",
         TrainOptions,
         _train,
-        printed=("cut_off", "window", "figures", "checkpoints", "against", "target", "warnings"),
+        printed=("cut_off", "window", "figures", "checkpoints", "warnings"),
     ),
     "loader": Study(
         "measure how fast a dataset can be loaded, stage by stage, and what limits it",

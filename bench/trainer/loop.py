@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fuelrail.bench.measure.records import DeviceTimes, StepRecord
-from fuelrail.bench.trainer.strategies.step import num_bytes, to_device
+from fuelrail.bench.trainer.strategies.step import to_device
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Clock
@@ -51,7 +51,7 @@ def train(
             epoch = int(batch.get("epoch", 0))
 
             inputs = parallel.inputs(batch)
-            with accelerator.host_to_device(num_bytes(inputs)) if accelerator else nullcontext():
+            with accelerator.host_to_device() if accelerator else nullcontext():
                 inputs = to_device(inputs, parallel.device)
 
             # Gradients are reduced once a step, in the backward pass of its last micro-batch.

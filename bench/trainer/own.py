@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fuelrail.bench.measure.clock import MonotonicClock
+from fuelrail.bench.measure.clock import Clock
 from fuelrail.bench.trainer import loop
 from fuelrail.bench.trainer.strategies.step import to_device
 from fuelrail.pipeline.settings import Positive, Settings, make_options
@@ -71,9 +71,7 @@ def train(
     restored = None if checkpoints is None else checkpoints.restore(parallel, loader)
     first, is_first = restored.step if restored else 0, not dist.is_initialized() or dist.get_rank() == 0
     num_steps, accumulation, source = options.steps, options.accumulation, loop.batches(loader, None)
-    steps = loop.train(
-        parallel, source, MonotonicClock(), num_steps=num_steps, accumulation=accumulation, first_step=first
-    )
+    steps = loop.train(parallel, source, Clock(), num_steps=num_steps, accumulation=accumulation, first_step=first)
     for done, record in enumerate(steps, start=first + 1):
         named = {name: float(value) for name, value in sorted(parallel.losses.items())}
         losses = parallel.over_ranks({"loss": record.loss or 0.0, **named})

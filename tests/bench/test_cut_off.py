@@ -141,7 +141,7 @@ def test_a_study_of_several_runs_keeps_those_that_were_whole(word, dataset, tmp_
     assert "**Partial report: " in (out / "report.md").read_text()
     if word == "diagnose":
         assert report["diagnosis"] is None
-        assert [run["name"] for run in report["runs"]] == ["as-it-is", "without-loading"]
+        assert report["runs"] == ["as-it-is", "without-loading"]
     else:
         assert {run["num_ranks"] for run in report["measured"]} >= {1}
         assert report["curves"] == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, EmulatedAccelerator, load_profile
-from fuelrail.bench.measure.clock import NS_PER_MS, MonotonicClock
+from fuelrail.bench.measure.clock import NS_PER_MS, Clock
 from fuelrail.bench.measure.cuda import CudaAccelerator
 from fuelrail.bench.measure.machine import usable_cpus
 from fuelrail.bench.studies.train import run as train_run
@@ -86,7 +86,7 @@ def test_accelerator_times_are_right(bench, facts):
         cycles = cycles_per_ms(bench.device)
     else:  # the emulated device is busy by itself
         profile = load_profile(DEFAULT_PROFILE)
-        accelerator = EmulatedAccelerator(profile, MonotonicClock())
+        accelerator = EmulatedAccelerator(profile, Clock())
         expected = {phase: getattr(profile, f"{phase}_ms") for phase in ("forward", "backward", "optimiser")}
     for phase, arguments in (("forward", (1, 1)), ("backward", ()), ("optimiser", ())):
         with getattr(accelerator, phase)(*arguments):

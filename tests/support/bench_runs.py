@@ -111,22 +111,18 @@ def steps(count: int, start_ns: int = 5_000, **times) -> list[StepRecord]:
     return records
 
 
-def log(rank: int, records: list[StepRecord], *, digest: str = "same", labelled: bool = True, complete: bool = True):
+def log(records: list[StepRecord], *, digest: str = "same", complete: bool = True):
     """The log of a rank that did these steps, on the input that PROFILE is for."""
     first, last = _stages(0.5, 0), _stages(3.5, 30)
     return RankLog(
-        header=RankHeader(
-            rank=rank, world_size=2, device="Test GPU", backend="gloo", model="stand-in", num_parameters=1234
-        ),
-        input=InputFacts(num_cameras=2, height=32, width=64, labelled=labelled),
+        header=RankHeader(device="Test GPU", backend="gloo", num_parameters=1234),
+        input=InputFacts(num_cameras=2, height=32, width=64),
         steps=records,
         snapshots=[
-            StageSnapshot(num_steps=4, stages=first),
-            *([StageSnapshot(num_steps=len(records), stages=last)] if complete else []),
+            StageSnapshot(stages=first),
+            *([StageSnapshot(stages=last)] if complete else []),
         ],
-        end=RankEnd(num_steps=len(records), parameters_xxh3=digest, peak_rss_bytes=2**30, peak_device_bytes=None)
-        if complete
-        else None,
+        end=RankEnd(parameters_xxh3=digest, peak_rss_bytes=2**30, peak_device_bytes=None) if complete else None,
     )
 
 

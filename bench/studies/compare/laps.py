@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.bench.measure.clock import clock_jump_s
 from fuelrail.bench.measure.machine import all_cpu_s, stolen_cpu_s
-from fuelrail.bench.measure.processes import signal_group, tree_cpu_s, tree_memory_bytes
+from fuelrail.bench.measure.processes import tree_cpu_s, tree_memory_bytes
+from fuelrail.bench.studies.compare.group import signal_group
 
 if TYPE_CHECKING:
     import subprocess

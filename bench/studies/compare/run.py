@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fuelrail.bench.measure.processes import package_environment, process_group
+from fuelrail.bench.measure.processes import package_environment
 from fuelrail.bench.peers.peer import OURS, PEERS, Contestant, Work
 from fuelrail.bench.peers.process import Action, Answer, Check, Failure, Task, Written
+from fuelrail.bench.studies.compare.group import process_group
 from fuelrail.bench.studies.compare.laps import LapProcess, Timed, read_through
 from fuelrail.bench.studies.compare.report import REFERENCE
 from fuelrail.pipeline.errors import ConfigError, FuelrailError

@@ -106,28 +106,20 @@ class Round(NamedTuple):
     again: Report
 
 
-class Evidence(NamedTuple):
-    """Rounds of runs, all over the same samples and with figures."""
-
-    rounds: Sequence[Round]
-    is_remote: bool = False
-
-
-def find_bound(evidence: Evidence) -> Diagnosis:
-    """Judge the runs."""
-    first, figures = evidence.rounds[0], _figures(evidence.rounds[0].as_it_is)
+def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis:
+    """Judge rounds of runs, all over the same samples and with figures."""
+    first, figures = rounds[0], _figures(rounds[0].as_it_is)
     found = {
-        name: _over_rounds(name, [(each.as_it_is, each.without[name]) for each in evidence.rounds])
-        for name in first.without
+        name: _over_rounds(name, [(each.as_it_is, each.without[name]) for each in rounds]) for name in first.without
     }
-    again = _over_rounds("again", [(each.as_it_is, each.again) for each in evidence.rounds])
+    again = _over_rounds("again", [(each.as_it_is, each.again) for each in rounds])
     noise = abs(again.gain)
     # The same run twice differs by the machine's drift, unless it is faster for its warm caches.
     if _was_cold(first, again):
         verdict = _cold(again)
     else:
         counting = {name: entry for name, entry in found.items() if entry.is_above(noise)}
-        verdict = _judge(evidence, counting)
+        verdict = _judge(first, counting, is_remote=is_remote)
         largest = max(found.values(), key=lambda entry: entry.gain)
         # A bound that one run shows, such as time on the host, counts if it is larger than the noise.
         is_open = largest.gain > NOTABLE and largest.gain_high > _SLOWER
@@ -142,7 +134,7 @@ def find_bound(evidence: Evidence) -> Diagnosis:
         occupancy=figures.occupancy.mean,
         counterfactuals=[*found.values(), again],
         noise=noise,
-        num_rounds=len(evidence.rounds),
+        num_rounds=len(rounds),
     )
 
 
@@ -193,10 +185,9 @@ def counterfactual(name: str, as_it_is: Report, other: Report) -> Counterfactual
     )
 
 
-def _judge(evidence: Evidence, counting: Mapping[LeaveOut, Counterfactual]) -> _Verdict:
-    first = evidence.rounds[0]
+def _judge(first: Round, counting: Mapping[LeaveOut, Counterfactual], *, is_remote: bool) -> _Verdict:
     figures = _figures(first.as_it_is)
-    slow = next((pace for pace in figures.paces if pace.is_slow), None)
+    slow = next((one for one in figures.occupancy.ranks if one.is_slow), None)
     if slow is not None and "all-reduce" in counting and _is_slow_alone(first, slow.rank):
         return _Verdict(
             "slow rank",
@@ -235,15 +226,14 @@ def _judge(evidence: Evidence, counting: Mapping[LeaveOut, Counterfactual]) -> _
             reducing.gain,
         )
     if loading is not None:
-        verdict, sharing = _in_the_loader(evidence, counting, loading), _num_sharing(first.as_it_is)
-        return verdict._replace(advice=verdict.advice + sharing)
+        verdict = _in_the_loader(first.as_it_is, counting, loading, is_remote=is_remote)
+        return verdict._replace(advice=verdict.advice + _num_sharing(first.as_it_is))
     return _undisturbed(first.as_it_is, figures)
 
 
 def _in_the_loader(
-    evidence: Evidence, counting: Mapping[LeaveOut, Counterfactual], loading: Counterfactual
+    base: Report, counting: Mapping[LeaveOut, Counterfactual], loading: Counterfactual, *, is_remote: bool
 ) -> _Verdict:
-    base = evidence.rounds[0].as_it_is
     stages = [counting[name] for name in _IN_THE_LOADER if name in counting]
     worst = max(stages, key=lambda entry: entry.gain, default=None)
     start = f"Without any loading the run would be {loading.gain:.0%} faster"
@@ -257,7 +247,7 @@ def _in_the_loader(
     gain = worst.gain
     start = f"{start}; {gain:.0%} faster without "
     if worst.name == "storage":
-        return _storage(evidence, f"{start}reading.", gain)
+        return _storage(f"{start}reading.", gain, is_remote=is_remote)
     if worst.name == "decompression":
         return _Verdict(
             "decompression",
@@ -298,8 +288,8 @@ def _cold(again: Counterfactual) -> _Verdict:
     )
 
 
-def _storage(evidence: Evidence, start: str, gain: float) -> _Verdict:
-    if evidence.is_remote:
+def _storage(start: str, gain: float, *, is_remote: bool) -> _Verdict:
+    if is_remote:
         return _Verdict(
             "network",
             f"{start} The dataset is remote: the link, or the store behind it, delivers too little.",
@@ -353,7 +343,7 @@ def _is_slow_alone(runs: Round, rank: int) -> bool:
     In step, of two ranks that starve alike one gets its batch last every time, while the other's lie ready.
     """
     apart = _figures(runs.without["all-reduce"])
-    return any(pace.rank == rank and pace.is_slow for pace in apart.paces)
+    return apart.occupancy.ranks[rank].is_slow
 
 
 def _is_shorter(runs: Round, without: LeaveOut, *phases: str) -> bool:

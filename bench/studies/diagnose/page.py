@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.files import REPORT_HTML
 from fuelrail.bench.report.page import (
@@ -19,15 +20,11 @@ from fuelrail.bench.report.page import (
     document,
     marked,
 )
-from fuelrail.bench.studies.diagnose.report import (
-    RUNS_HEADER,
-    TRIED_HEADER,
-    DiagnoseReport,
-    conclusion,
-    run_rows,
-    tried_rows,
-)
+from fuelrail.bench.studies.diagnose.report import DiagnoseReport, conclusion, title_of, verdict_on
 from fuelrail.pipeline.cli import counted
+
+if TYPE_CHECKING:
+    from fuelrail.bench.studies.diagnose.judge import Counterfactual
 
 _METHOD = (
     "The baseline is run first. Then one part is left out in each run, and the baseline is repeated. The gain of a run "
@@ -36,6 +33,7 @@ _METHOD = (
     "from the differences between rounds (Student's t). A gain is significant if it exceeds 2% and its whole interval "
     "is above the difference of the two baselines. Otherwise all runs are repeated, up to --max-rounds times."
 )
+_GAIN = ("faster by", "95 % interval")
 
 
 def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
@@ -50,8 +48,6 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
     diagnosis = report.diagnosis
     if diagnosis is None:
         parts.append(Note("No diagnosis: not all runs were made."))
-        rows = [[run.name, f"{run.step_ms:.2f}", f"{run.occupancy:.1%}"] for run in report.runs]
-        parts += [Table(("run", "step ms", "occupancy"), rows)] if rows else []
     else:
         gain = f"; without it {diagnosis.expected_gain:.0%} faster" if diagnosis.expected_gain else ""
         rounds = f"; {diagnosis.num_rounds} rounds" if diagnosis.num_rounds > 1 else ""
@@ -62,13 +58,22 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
             "How much faster the run is without each; lines: 95% intervals. Grey band: what two runs that differ in "
             "nothing differ by. Blue: significant. Grey: noise, or too small."
         )
-        figure, table = Figure(plots.get("gains", ""), caption), Table(RUNS_HEADER, run_rows(diagnosis))
-        parts.append(Section("What if it cost nothing?", [figure, table]))
+        rows = [[title_of(run), f"{run.step_ms:.2f}", *_gain_cells(run)] for run in diagnosis.counterfactuals]
+        table = Table(("run", "step ms", *_GAIN), [["baseline", f"{diagnosis.step_ms:.2f}", "", ""], *rows])
+        parts.append(Section("What if it cost nothing?", [Figure(plots.get("gains", ""), caption), table]))
     if report.tried is not None:
-        tried = [Table(TRIED_HEADER, tried_rows(report.tried))] if report.tried else []
-        parts.append(Section("What was tried", [*tried, Items([conclusion(report.tried)])]))
+        rows = [
+            [one.name, f"{one.samples_per_s:.1f}", *_gain_cells(one), verdict_on(one, report.tried_noise)]
+            for one in report.tried
+        ]
+        tried = [Table(("settings tried", "samples/s", *_GAIN, ""), rows)] if rows else []
+        parts.append(Section("What was tried", [*tried, Items([conclusion(report.tried, report.tried_noise)])]))
     if report.runs:
-        links = [Span(f"{run.name} ", file=f"{run.name}/{REPORT_HTML}") for run in report.runs]
+        links = [Span(f"{run} ", file=f"{run}/{REPORT_HTML}") for run in report.runs]
         parts.append(Text((Span("Reports of the runs: "), *links), small=True))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     return document(report, "Fuelrail diagnosis", "What bounds this training?", about, parts)
+
+
+def _gain_cells(entry: Counterfactual) -> list[str]:
+    return [f"{entry.gain:+.1%}", f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}"]

@@ -6,45 +6,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from fuelrail.bench.report.files import ReportHeader
-from fuelrail.bench.studies.diagnose.judge import Bound, Counterfactual, Diagnosis, counterfactual
+from fuelrail.bench.studies.diagnose.judge import Bound, Counterfactual, Diagnosis
 from fuelrail.pipeline.runtime.host import default_num_workers
 
 if TYPE_CHECKING:
-    from fuelrail.bench.studies.train.report import Report
     from fuelrail.bench.studies.train.settings import TrainSettings
 
 SCHEMA = "fuelrail-bench-diagnose"
 
-VERSION = 6
-
-RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
-
-TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
+VERSION = 7
 
 _LOOK_AHEAD_BYTES = 512 << 20
 
 
-class RunMade(msgspec.Struct, frozen=True, kw_only=True):
-    """One complete run; its own report is in a folder beside this one."""
-
-    name: str
-    report: str
-    step_ms: float
-    occupancy: float
-    samples_per_s: float
-
-
 class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
-    """A whole report. ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made."""
+    """A whole report.
+
+    ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made. ``runs`` are the
+    complete runs: folders beside the report, each with a report of its own. ``tried`` are runs of suggestions, named by
+    their options; one helps if its gain is above ``tried_noise``.
+    """
 
     accelerator: dict[str, Any]
     num_ranks: int
     diagnosis: Diagnosis | None
-    tried: list[TriedSetting] | None
-    runs: list[RunMade]
+    tried: list[Counterfactual] | None
+    tried_noise: float = 0.0
+    runs: list[str]
 
 
 def title_of(entry: Counterfactual) -> str:
@@ -52,35 +41,18 @@ def title_of(entry: Counterfactual) -> str:
     return "baseline, repeated" if entry.name == "again" else f"without {entry.name}"
 
 
-def run_rows(diagnosis: Diagnosis) -> list[list[str]]:
-    """Return table rows: the baseline, and each other run compared with it."""
-    rows = [["baseline", f"{diagnosis.step_ms:.2f}", "", ""]]
-    return rows + [
-        [title_of(entry), f"{entry.step_ms:.2f}", *_gain_cells(entry)] for entry in diagnosis.counterfactuals
-    ]
+def verdict_on(entry: Counterfactual, noise: float) -> str:
+    """Return whether a setting that was tried helps; ``noise``: by how much a repeat differed."""
+    if entry.is_above(noise):
+        return "helps"
+    return "no significant difference" if entry.gain_high > -noise else "is slower"
 
 
-def _gain_cells(entry: Counterfactual) -> list[str]:
-    return [f"{entry.gain:+.1%}", f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}"]
-
-
-def tried_rows(tried: Sequence[TriedSetting]) -> list[list[str]]:
-    """Return table rows: the settings tried, and their effect."""
-    return [[entry.name, f"{entry.samples_per_s:.1f}", *_gain_cells(entry), verdict_on(entry)] for entry in tried]
-
-
-def verdict_on(entry: TriedSetting) -> str:
-    """Return whether a setting that was tried helps."""
-    return "helps" if entry.helps else "no significant difference" if entry.gain_high > -entry.noise else "is slower"
-
-
-def conclusion(tried: Sequence[TriedSetting] | None) -> str:
-    """Return what to use; empty if trials were not asked for."""
-    if tried is None:
-        return ""
+def conclusion(tried: Sequence[Counterfactual], noise: float) -> str:
+    """Return what to use; ``noise``: by how much a repeat differed."""
     if not tried:
         return "nothing was tried: no setting of this command removes this bottleneck; see the advice"
-    winner = max((entry for entry in tried if entry.helps), key=lambda entry: entry.gain, default=None)
+    winner = max((entry for entry in tried if entry.is_above(noise)), key=lambda entry: entry.gain, default=None)
     return "none of the settings tried helped; see the advice" if winner is None else f"use: {winner.name}"
 
 
@@ -93,17 +65,6 @@ class Suggestion(NamedTuple):
     options: str
     changes: dict[str, Any]
     twice: bool = False
-
-
-class TriedSetting(Counterfactual, frozen=True, kw_only=True):
-    """The run of a suggestion, named by its options, and the noise of a repeat of the baseline."""
-
-    noise: float = 0.0
-
-    @property
-    def helps(self) -> bool:
-        """Whether it is faster by more than noise, and by enough to be worth it."""
-        return self.is_above(self.noise)
 
 
 def suggestions(
@@ -135,8 +96,3 @@ def suggestions(
         "all-reduce": [Suggestion(f"--accumulation {doubled}", {"accumulation": doubled})],
     }
     return known.get(bound, [])
-
-
-def judge(suggestion: Suggestion, as_it_is: Report, tried: Report, noise: float = 0.0) -> TriedSetting:
-    """Return the effect of a suggestion; both reports have figures. ``noise``: by how much a repeat differed."""
-    return TriedSetting(**msgspec.structs.asdict(counterfactual(suggestion.options, as_it_is, tried)), noise=noise)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,22 +10,19 @@ import msgspec
 
 from fuelrail.bench.measure.occupancy import MIN_MEASURED_STEPS
 from fuelrail.bench.measure.processes import NOTHING_MEASURED, WAS_INTERRUPTED
-from fuelrail.bench.report.files import REPORT_JSON, created_now, prepare_folder
+from fuelrail.bench.report.files import created_now, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
-from fuelrail.bench.studies.diagnose.judge import Diagnosis, Evidence, Round, find_bound
+from fuelrail.bench.studies.diagnose.judge import Counterfactual, Diagnosis, Round, counterfactual, find_bound
 from fuelrail.bench.studies.diagnose.report import (
     SCHEMA,
     VERSION,
     DiagnoseReport,
-    RunMade,
     Suggestion,
-    TriedSetting,
-    judge,
     suggestions,
 )
-from fuelrail.bench.studies.train.run import TrainRun, measure_all
-from fuelrail.bench.studies.train.settings import RECORDS, LeaveOut, TrainOptions, TrainSettings, ask
+from fuelrail.bench.studies.train.run import measure_all
+from fuelrail.bench.studies.train.settings import RECORDS, Asked, LeaveOut, TrainOptions, TrainSettings, ask
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import Positive, flag, make_options
 from fuelrail.pipeline.storage.filesystem import is_url
@@ -122,15 +118,24 @@ class _Examination:
             if not self._made:
                 raise KeyboardInterrupt(NOTHING_MEASURED) from None
             cut_off, interrupted = WAS_INTERRUPTED, True
-        report = _report(self._made, diagnosis, tried, cut_off, interrupted=interrupted)
+        base = self._made[_AS_IT_IS]
+        # A cold cache is warm now, so trials are compared with the very first run.
+        noise = 0.0 if diagnosis is None or diagnosis.bound == "cold cache" else diagnosis.noise
+        report = DiagnoseReport(
+            schema=SCHEMA, version=VERSION, created=created_now(), cut_off=cut_off, interrupted=interrupted,
+            machine=base.machine, dataset=base.dataset, accelerator=base.accelerator, options=base.options,
+            num_ranks=base.num_ranks, diagnosis=diagnosis, tried=tried, tried_noise=noise, runs=list(self._made),
+            warnings=base.warnings,
+            disturbed=next((one.disturbed for one in self._made.values() if one.disturbed is not None), None),
+        )  # fmt: skip
         write_report(report, self._out, html=self._html)
         return report
 
-    def _run(self, name: str, **changes: object) -> TrainRun:
+    def _run(self, name: str, **changes: object) -> Asked:
         options = msgspec.structs.replace(_training(self._options), **changes)
-        return TrainRun(ask(self._dataset, options, self._out / name / RECORDS))
+        return ask(self._dataset, options, self._out / name / RECORDS)
 
-    def _round(self, prefix: str) -> dict[str, TrainRun]:
+    def _round(self, prefix: str) -> dict[str, Asked]:
         plan: dict[str, tuple[LeaveOut, ...]] = {
             _AS_IT_IS: (),
             **{name: (what,) for name, what in self._left_out.items()},
@@ -147,9 +152,9 @@ class _Examination:
             )
             for prefix in map(_prefix, range(1, num_rounds + 1))
         ]
-        return find_bound(Evidence(rounds, is_remote=is_url(self._dataset)))
+        return find_bound(rounds, is_remote=is_url(self._dataset))
 
-    def _measure(self, runs: dict[str, TrainRun]) -> None:
+    def _measure(self, runs: dict[str, Asked]) -> None:
         """Make the runs and add their reports to those made, each written into its folder; raises _CutOff."""
         for name in runs:
             prepare_folder(self._out / name, html=self._html)
@@ -165,7 +170,7 @@ class _Examination:
         if cut_off is not None:
             raise _CutOff(f"the runs after '{list(runs)[len(reports) - 1]}': {cut_off}", interrupted=interrupted)
 
-    def _try(self, diagnosis: Diagnosis) -> list[TriedSetting]:
+    def _try(self, diagnosis: Diagnosis) -> list[Counterfactual]:
         """Run what may help, after one more unchanged run: the machine may have drifted since the first."""
         facts = self._made[_AS_IT_IS].dataset
         found = suggestions(
@@ -184,11 +189,8 @@ class _Examination:
             ]
         runs = {"before-trials": self._run("before-trials")}
         self._measure(runs | {name: self._run(name, **one.changes) for name, one in plan})
-        # A cold cache is warm now, so a trial is compared with the very first run.
-        is_cold = diagnosis.bound == "cold cache"
-        base = self._made[_AS_IT_IS if is_cold else "before-trials"]
-        noise = 0.0 if is_cold else diagnosis.noise
-        return [judge(one, base, self._made[f"trial-{number}"], noise) for number, one in enumerate(found)]
+        base = self._made[_AS_IT_IS if diagnosis.bound == "cold cache" else "before-trials"]
+        return [counterfactual(one.options, base, self._made[f"trial-{number}"]) for number, one in enumerate(found)]
 
 
 def _training(options: DiagnoseOptions) -> TrainOptions:
@@ -198,47 +200,6 @@ def _training(options: DiagnoseOptions) -> TrainOptions:
 def _prefix(number: int) -> str:
     """Return the start of the folders' names in a round; the first round's have none."""
     return "" if number == 1 else f"round-{number}-"
-
-
-def _report(
-    made: Mapping[str, Report],
-    diagnosis: Diagnosis | None,
-    tried: list[TriedSetting] | None,
-    cut_off: str | None,
-    *,
-    interrupted: bool,
-) -> DiagnoseReport:
-    base = made[_AS_IT_IS]
-    runs = []
-    for name, report in made.items():
-        figures = report.figures
-        assert figures is not None, "runs without figures are refused"
-        runs.append(
-            RunMade(
-                name=name,
-                report=f"{name}/{REPORT_JSON}",
-                step_ms=figures.step_time.mean_ms,
-                occupancy=figures.occupancy.mean,
-                samples_per_s=figures.throughput.samples_per_s,
-            )
-        )
-    return DiagnoseReport(
-        schema=SCHEMA,
-        version=VERSION,
-        created=created_now(),
-        cut_off=cut_off,
-        interrupted=interrupted,
-        machine=base.machine,
-        dataset=base.dataset,
-        accelerator=base.accelerator,
-        options=base.options,
-        num_ranks=base.num_ranks,
-        diagnosis=diagnosis,
-        tried=tried,
-        runs=runs,
-        disturbed=next((report.disturbed for report in made.values() if report.disturbed is not None), None),
-        warnings=base.warnings,
-    )
 
 
 def _what_to_leave_out(settings: TrainSettings, num_ranks: int) -> list[LeaveOut]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from fuelrail.bench.planner.choice import USABLE, Fit, efficiency, named, peak, taught
-from fuelrail.bench.planner.formulas import schedule_order
+from fuelrail.bench.planner.formulas import checkpoint_interval_s, schedule_order
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scaling import Curve, data_seconds
 from fuelrail.bench.planner.scenario import Data, Scenario, questions
@@ -18,7 +18,6 @@ from fuelrail.bench.planner.step_time import Fitted, StepTime, slopes
 from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.plan.remedies import Remedy
 from fuelrail.bench.studies.plan.sweep import Planned
-from fuelrail.bench.studies.train.checkpoints import suggested_interval_s
 
 SCHEMA = "fuelrail-plan"
 VERSION = 3
@@ -131,7 +130,7 @@ def build_report(
     saved_gb, storage = checkpoint_gb(fit), data.storage_gb_per_s
     interval = None
     if asked.failures_per_day is not None:
-        interval = suggested_interval_s(saved_gb / storage, saved_gb / storage, asked.failures_per_day)
+        interval = checkpoint_interval_s(saved_gb / storage, asked.failures_per_day)
     images = rate * asked.cameras if asked.reads_images and asked.cameras else None
     read = None if asked.stored_bytes is None else rate * asked.stored_bytes
     how, pp = fit.settings.pipeline_schedule, fit.degrees.pp

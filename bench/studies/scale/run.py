@@ -31,8 +31,8 @@ from fuelrail.bench.studies.scale.report import (
     judged,
     make_curves,
 )
-from fuelrail.bench.studies.train.run import Made, TrainRun, measure_all
-from fuelrail.bench.studies.train.settings import TrainOptions, ask
+from fuelrail.bench.studies.train.run import Made, measure_all
+from fuelrail.bench.studies.train.settings import Asked, TrainOptions, ask
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.host import usable_cpus
@@ -130,11 +130,10 @@ class ScalePlan:
             raise ConfigError("bench scale runs on emulated accelerators: use --accelerator emulated:PROFILE")
         self.profile: AcceleratorProfile = profile
 
-    def _runs(self, count: int, records: Path) -> list[TrainRun]:
+    def _runs(self, count: int, records: Path) -> list[Asked]:
         sizes = sorted({self.batch_size, self.global_batch // count})
         return [
-            TrainRun(ask(self._dataset, self._training(count, size), records / f"ranks-{count}-batch-{size}"))
-            for size in sizes
+            ask(self._dataset, self._training(count, size), records / f"ranks-{count}-batch-{size}") for size in sizes
         ]
 
     def _training(self, count: int, batch_size: int) -> TrainOptions:

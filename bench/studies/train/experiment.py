@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,12 +11,11 @@ import numpy as np
 import torch
 
 from fuelrail.bench.measure.cuda import count_training_flop
-from fuelrail.bench.measure.records import DeviceTimes, InputFacts, StepRecord
+from fuelrail.bench.measure.records import InputFacts
 from fuelrail.bench.studies.train.costs import cost_model
 from fuelrail.bench.trainer.distill.teacher import LAYER
-from fuelrail.bench.trainer.loop import real_rows
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
+from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, find
 from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.loaders.batch.counterfactual import LoaderPart
 from fuelrail.pipeline.errors import ConfigError
@@ -31,7 +29,6 @@ from fuelrail.pipeline.settings import as_settings
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.bench.measure.clock import Clock
     from fuelrail.bench.measure.records import RankWriter
     from fuelrail.bench.studies.train.settings import TrainSettings
     from fuelrail.bench.trainer.models.settings import ModelSettings
@@ -72,7 +69,7 @@ def make_loader(
             "look_ahead_bytes": settings.look_ahead_bytes,
             "verify": settings.verify,
         },
-        transform=None if settings.transform is None else find_function(settings.transform),
+        transform=None if settings.transform is None else find(settings.transform, "transform"),
         device=device,
         world=mesh,
         trace=trace,
@@ -130,19 +127,6 @@ def transforms_of(settings: TrainSettings) -> Transforms:
     return msgspec.structs.replace(given, decoder=settings.decoder) if settings.decoder != "auto" else given
 
 
-def find_function(name: str) -> Callable[[dict[str, Any]], Any]:
-    """Import the function that ``MODULE:FUNCTION`` names. Raises ConfigError."""
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"transform '{name}' cannot be imported as MODULE:FUNCTION: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"transform '{name}' is not callable; name a function")
-    found: Callable[[dict[str, Any]], Any] = function
-    return found
-
-
 def from_memory(source: Iterator[Mapping[str, Any]], num_batches: int | None) -> Iterator[Mapping[str, Any]]:
     """Return ``num_batches`` of the first batches in turns, taken now, without end if that is None."""
     kept = list(itertools.islice(source, _NUM_BATCHES_KEPT))
@@ -175,22 +159,6 @@ def summing(
     return noted(), sums
 
 
-def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int | None = None) -> Iterator[StepRecord]:
-    """Take batches as fast as they come and drop them: the loader's own rate. A record a batch, all of it data wait."""
-    start_ns = clock.now_ns()
-    for step, batch in enumerate(batches):
-        (samples, images), epoch = real_rows(batch["valid"], batch["cam_valid"]), int(batch["epoch"])
-        end_ns = clock.now_ns()
-        del batch  # its buffer is free for another while we wait
-        yield StepRecord.of(
-            DeviceTimes(), start_ns=start_ns, end_ns=end_ns, data_wait_ns=end_ns - start_ns, loss=0.0,
-            step=step, epoch=epoch, num_samples=samples, num_images=images,
-        )  # fmt: skip
-        start_ns = end_ns
-        if step + 1 == num_steps:
-            return
-
-
 def noting_input(
     batches: Iterable[Mapping[str, Any]], writer: RankWriter, count_for: ModelSettings | None
 ) -> Iterator[Mapping[str, Any]]:
@@ -198,11 +166,8 @@ def noting_input(
     for number, batch in enumerate(batches):
         if number == 0:
             _, num_cameras, _, height, width = batch["img"].shape
-            labelled = any(len(boxes) for boxes in batch.get("gt_boxes_3d", ()))
             flop = None if count_for is None else _flop_a_sample(count_for, batch)
-            writer.write(
-                InputFacts(num_cameras=num_cameras, height=height, width=width, labelled=labelled, train_flop=flop)
-            )
+            writer.write(InputFacts(num_cameras=num_cameras, height=height, width=width, train_flop=flop))
         yield batch
         del batch  # or its buffer would not be free while the next one is waited for
 

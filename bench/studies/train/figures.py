@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.clock import NS_PER_S, Summary, summarise_ns
-from fuelrail.bench.measure.occupancy import Occupancy, RankPace, Window, measured_steps, occupancy_of, rank_paces
+from fuelrail.bench.measure.occupancy import Occupancy, Window, measured_steps, occupancy_of
 from fuelrail.bench.measure.records import PHASES, RankLog, StageSnapshot, StepRecord
 from fuelrail.bench.studies.train.costs import CostFit, Loss, cost_model, fit_cost, losses_of
 
@@ -39,7 +39,6 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     images_per_s: float
     demand_samples_per_s: float
     gpu_hours_per_million_samples: float
-    cost_per_million_samples: float | None
 
 
 class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +57,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``launch_share``: what the host took to queue the device's work, in parts of what the device took for it; near 1 the
     device waits for the host. ``mfu``: the model's arithmetic (the profile's, when emulated) over what the devices
-    could have done in the wall time; None where either isn't known. ``paces``: which rank the others wait for.
+    could have done in the wall time; None where either isn't known.
     ``losses``: what padding and imbalance take; ``cost_fit``: a cost model, where one was asked for.
     """
 
@@ -73,7 +72,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     overshoot_share: float
     launch_share: float = 0.0
     mfu: float | None = None
-    paces: list[RankPace] = []
     losses: dict[str, Loss] = {}
     cost_fit: CostFit | None = None
 
@@ -92,7 +90,7 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         fit = fit_cost([step.sums for step in inside], np.array(times, np.float64))
     return Figures(
         occupancy=occupancy,
-        throughput=_throughput(ranks, settings.price_per_gpu_hour),
+        throughput=_throughput(ranks),
         step_time=summarise_ns([step.wall_ns for step in inside]),
         phases=[
             Phase(
@@ -109,7 +107,6 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         overshoot_share=sum(step.overshoot_ns for step in inside) / wall_ns,
         launch_share=_launch_share(inside),
         mfu=_mfu(settings, logs, inside),
-        paces=rank_paces([log.steps for log in logs], window),
         losses=losses_of(ranks, cost_model(settings.order) or (None if fit is None else fit.cost)),
         cost_fit=fit,
     )
@@ -138,7 +135,7 @@ def _launch_share(steps: Sequence[StepRecord]) -> float:
     return sum(step.launch_ns for step in steps) / device_ns if device_ns else 0.0
 
 
-def _throughput(ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float | None) -> Throughput:
+def _throughput(ranks: Sequence[Sequence[StepRecord]]) -> Throughput:
     samples_per_s = images_per_s = demand = 0.0
     for steps in ranks:
         # Each rank by its own clock: ranks of different hosts share none.
@@ -148,13 +145,11 @@ def _throughput(ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float
         images_per_s += sum(step.num_images for step in steps) / wall_s
         busy_ns = sum(step.device_busy_ns for step in steps)
         demand += samples / (busy_ns / NS_PER_S) if busy_ns else 0.0
-    gpu_hours = len(ranks) / samples_per_s / _S_PER_HOUR * 1e6
     return Throughput(
         samples_per_s=samples_per_s,
         images_per_s=images_per_s,
         demand_samples_per_s=demand,
-        gpu_hours_per_million_samples=gpu_hours,
-        cost_per_million_samples=None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour,
+        gpu_hours_per_million_samples=len(ranks) / samples_per_s / _S_PER_HOUR * 1e6,
     )
 
 

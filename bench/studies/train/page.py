@@ -20,12 +20,12 @@ from fuelrail.bench.report.page import (
     document,
     marked,
 )
-from fuelrail.bench.studies.train.report import Report, learning_sentences
 from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Summary
     from fuelrail.bench.studies.train.figures import Figures
+    from fuelrail.bench.studies.train.report import Report
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens, waiting in orange.
 PHASE_COLOURS = {
@@ -67,10 +67,6 @@ _ON_A_GPU = (
     "On a GPU the phases are from CUDA events on the compute stream. The loader copies images on a stream of its own, "
     "ahead of the trainer; host to device is only what the step still had to wait for."
 )
-_EMULATED_PHASES = (
-    "In the emulation a phase is the emulated time, and only that counts as busy. What the stand-in’s real work takes "
-    "beyond it, and late wake-ups, are “other”: a slow or overloaded host lowers occupancy and never raises it."
-)
 
 
 def describe(report: Report, plots: Mapping[str, str]) -> Document:
@@ -84,14 +80,13 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
     )  # fmt: skip
     parts: list[Block | Section] = [
         *_verdict(report),
-        *_real_and_emulated(report),
         *_over_time(report, plots),
         *_step(report, plots),
         *_costs(report),
-        *_memory(report, plots),
-        *_learning(report),
+        *_checkpoints(report),
         *_loader(report, plots),
         *_ranks(report),
+        *_memory(report),
         *_gpus(report),
         _definitions(report),
     ]
@@ -99,17 +94,11 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
 
 
 def verdict(report: Report) -> str:
-    """Return the run in two or three sentences."""
+    """Return the run in one or two sentences."""
     figures = report.figures
     if figures is None:
         return f"No occupancy figure: {report.window.too_short}."
     share = {phase.phase: phase.share for phase in figures.phases}
-    device = "emulated accelerators" if _emulated(report) else "accelerators"
-    text = (
-        f"The {device} computed {figures.occupancy.mean:.1%} of the time. Waiting for data took "
-        f"{share['data_wait']:.1%}, copies to the device {share['host_to_device']:.1%} and exposed all-reduce "
-        f"{share['all_reduce']:.1%}. "
-    )
     losses = {
         "the loader, which delivers data more slowly than the accelerators take it": share["data_wait"],
         "the copies to the device": share["host_to_device"],
@@ -118,11 +107,11 @@ def verdict(report: Report) -> str:
     }
     worst, size = max(losses.items(), key=lambda entry: entry[1])
     if size < _NOTABLE:
-        return text + f"Nothing holds the accelerators up by more than {_NOTABLE:.0%}: this run is bound by compute."
+        return f"Nothing holds the accelerators up by more than {_NOTABLE:.0%}: this run is bound by compute."
     rate = figures.throughput
-    return text + (
-        f"The largest loss is {worst}. Fully busy, the accelerators would take {rate.demand_samples_per_s:.1f} "
-        f"samples/s; they got {rate.samples_per_s:.1f}."
+    return (
+        f"The largest loss is {worst}: {size:.1%} of the time. Fully busy, the accelerators would take "
+        f"{rate.demand_samples_per_s:.1f} samples/s; they got {rate.samples_per_s:.1f}."
     )
 
 
@@ -132,17 +121,14 @@ def _verdict(report: Report) -> list[Block]:
         return [Note(verdict(report))]
     segments = [(PHASE_LABELS[row.phase], PHASE_COLOURS[row.phase], row.share) for row in figures.phases]
     emulated = "emulated " if _emulated(report) else ""
-    source = "" if report.source is None else f" {report.source.sentence()}"
     meaning = f"{emulated}accelerator occupancy, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
-    return [Hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report) + source, segments), _tiles(figures)]
+    return [Hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report), segments), _tiles(figures)]
 
 
 def _tiles(figures: Figures) -> Tiles:
     rate = figures.throughput
     wait = next(phase for phase in figures.phases if phase.phase == "data_wait")
-    cost = rate.cost_per_million_samples
     entries = [
-        *([] if cost is None else [(f"{cost:,.2f}", "cost per million samples, in the price’s currency")]),
         (f"{rate.samples_per_s:.1f}", f"samples/s ({rate.images_per_s:.0f} images/s)"),
         (f"{figures.step_time.p50_ms:.1f} ms", f"step time p50; p99 {figures.step_time.p99_ms:.1f} ms"),
         (f"{wait.time.p50_ms:.2f} ms", f"data wait p50; p99 {wait.time.p99_ms:.1f} ms"),
@@ -151,30 +137,6 @@ def _tiles(figures: Figures) -> Tiles:
     if figures.mfu is not None:
         entries.append((f"{figures.mfu:.1%}", "model FLOP utilisation"))
     return Tiles(entries)
-
-
-def _real_and_emulated(report: Report) -> list[Section]:
-    accelerator = report.accelerator
-    if not _emulated(report):
-        return []
-    backend = next((rank.backend for rank in report.ranks if rank.backend), None)
-    reduce = f"gradients and their all-reduce ({backend})" if backend else "gradients (one rank: no all-reduce)"
-    real = (
-        "Reading, checking, decoding, augmenting and batching; every wait for data. A stand-in model of "
-        f"{report.model['num_parameters'] or 0:,} parameters trains on the batches: loss, {reduce}, optimiser."
-    )
-    emulated = (
-        f"The time of forward, backward and optimiser: published or derived for {accelerator['network']} on one "
-        f"{accelerator['device']} ({accelerator['forward_ms']:g} ms forward and {accelerator['backward_ms']:g} ms "
-        f"backward per {accelerator['per']}, {accelerator['optimiser_ms']:g} ms optimiser a step). Copies to the "
-        "device and the real network's gradient sizes are not emulated."
-    )
-    meaning = (
-        "This run used an emulated GPU: the figures say whether this host and dataset keep such an accelerator fed, "
-        "not how fast it trains."
-    )
-    table = Table(("real, measured", "emulated"), [(real, emulated)], prose=True)
-    return [Section("What is real here, and what is emulated", [Text(meaning), table])]
 
 
 def _over_time(report: Report, plots: Mapping[str, str]) -> list[Section]:
@@ -219,29 +181,21 @@ def _costs(report: Report) -> list[Section]:
     return [Section("Padding and imbalance", blocks)] if blocks else []
 
 
-def _memory(report: Report, plots: Mapping[str, str]) -> list[Section]:
-    if not report.memory:
+def _checkpoints(report: Report) -> list[Section]:
+    figures, lines = report.checkpoints, list[str]()
+    if figures is None:
         return []
-    on_gpu = report.memory[0].source == "allocator"
-    counted_as = "Activations include what is temporary" if on_gpu else "The optimiser’s temporary tensors count as its"
-    caption = f"Bytes by kind on rank 0. The step took longer than others, as each block was followed. {counted_as}."
-    rows = [
-        [
-            f"{rank}",
-            f"{line.peak_bytes / MIB:,.1f}",
-            "none" if line.reserved is None else f"{max(line.reserved) / MIB:,.1f}",
-            ", ".join(f"{kind} {max(values) / MIB:,.1f}" for kind, values in line.allocated.items()),
-        ]
-        for rank, line in enumerate(report.memory)
-    ]
-    header = ("rank", "peak [MiB]", "reserved [MiB]", "most of each kind [MiB]")
-    return [Section("Memory over a step", [Figure(plots.get("memory", ""), caption), Table(header, rows)])]
-
-
-def _learning(report: Report) -> list[Section]:
-    """Return the comparison of losses, targets and checkpoints, one sentence each."""
-    lines = learning_sentences(report)
-    return [Section("Learning and checkpoints", [Items(lines)])] if lines else []
+    if figures.restored is not None:
+        lines.append(
+            f"The run continued after step {figures.restored.step} from checkpoint {figures.restored.folder}, which "
+            f"{counted(figures.restored.world_size, 'rank')} saved."
+        )
+    if figures.stall is not None and figures.save is not None and figures.num_bytes is not None:
+        lines.append(
+            f"{counted(figures.num_saves, 'checkpoint')} of {figures.num_bytes / 1e6:,.1f} MB: each stalled the "
+            f"training for {figures.stall.mean_ms:.1f} ms and was visible after {figures.save.mean_ms:,.0f} ms."
+        )
+    return [Section("Checkpoints", [Items(lines)])] if lines else []
 
 
 def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
@@ -267,24 +221,26 @@ def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
 
 
 def _ranks(report: Report) -> list[Section]:
-    by_rank = {row.rank: row for row in report.figures.occupancy.ranks} if report.figures else {}
+    measured = {row.rank: row for row in report.figures.occupancy.ranks} if report.figures else {}
     emulated = "emulated " if _emulated(report) else ""
-    paces = {pace.rank: pace for pace in report.figures.paces} if report.figures else {}
-    rows = [
-        [
-            f"{rank.rank}",
-            emulated + rank.device,
-            rank.backend or "none",
-            f"{by_rank[rank.rank].occupancy:.1%}" if rank.rank in by_rank else "no figure",
-            f"{by_rank[rank.rank].including_all_reduce:.1%}" if rank.rank in by_rank else "no figure",
-            f"{paces[rank.rank].own_ms:.1f} ({paces[rank.rank].slower:+.1%})" if rank.rank in paces else "",
-            f"{paces[rank.rank].last_in:.0%}" if rank.rank in paces else "",
-            f"{rank.num_steps}" + ("" if rank.completed else " (cut off)"),
-            f"{rank.peak_rss_bytes / GIB:.2f}" if rank.peak_rss_bytes else "unknown",
-            f"{rank.peak_device_bytes / GIB:.2f}" if rank.peak_device_bytes else "none",
-        ]
-        for rank in report.ranks
-    ]
+    rows = []
+    for rank in report.ranks:
+        figures, cells = measured.get(rank.rank), ["no figure", "no figure", "", ""]
+        if figures is not None:
+            against = (f"{figures.own_ms:.1f} ({figures.slower:+.1%})", f"{figures.last_in:.0%}")
+            others = against if report.num_ranks > 1 else ("", "")
+            cells = [f"{figures.occupancy:.1%}", f"{figures.including_all_reduce:.1%}", *others]
+        rows.append(
+            [
+                f"{rank.rank}",
+                emulated + rank.device,
+                rank.backend or "none",
+                *cells,
+                f"{rank.num_steps}" + ("" if rank.completed else " (cut off)"),
+                f"{rank.peak_rss_bytes / GIB:.2f}" if rank.peak_rss_bytes else "unknown",
+                f"{rank.peak_device_bytes / GIB:.2f}" if rank.peak_device_bytes else "none",
+            ]
+        )
     header = [
         "rank",
         "device",
@@ -307,6 +263,22 @@ def _ranks(report: Report) -> list[Section]:
     return [Section("Ranks", [Table(header, rows), Text(legend, small=True)])]
 
 
+def _memory(report: Report) -> list[Section]:
+    """Return the bytes of each rank's state, and what else its GPU held at the peak."""
+    kinds = ("model", "gradients", "optimiser")
+    rows = [
+        [
+            f"{rank.rank}",
+            *(f"{rank.state_bytes[kind] / MIB:,.1f}" for kind in kinds),
+            f"{(rank.peak_device_bytes - sum(rank.state_bytes.values())) / MIB:,.1f}",
+        ]
+        for rank in report.ranks
+        if rank.peak_device_bytes and rank.state_bytes
+    ]
+    header = ("rank", *(f"{kind} [MiB]" for kind in kinds), "activations and others, at the peak [MiB]")
+    return [Section("Memory of the GPUs", [Table(header, rows)])] if rows else []
+
+
 def _gpus(report: Report) -> list[Section]:
     """Render the measurements of NVML."""
     if not report.gpus:
@@ -327,20 +299,22 @@ def _gpus(report: Report) -> list[Section]:
 
 
 def _definitions(report: Report) -> Section:
-    blocks: list[Block] = [Text(_OCCUPANCY), Text(_PHASES), Text(_EMULATED_PHASES if _emulated(report) else _ON_A_GPU)]
-    figures, accelerator = report.figures, report.accelerator
-    if _emulated(report) and figures is not None:
-        blocks.append(
-            Text(
-                "What the emulation itself cost: the stand-in worked on the host for "
-                f"{figures.stand_in_share:.1%} of the wall time, it outlasted the emulated phases by "
-                f"{figures.overrun_share:.2%}, and the host ended them {figures.overshoot_share:.2%} late."
-            )
-        )
-    if _emulated(report):
-        sources = "; ".join(accelerator["sources"])
-        blocks.append(Text(f"Step times: {accelerator['derivation']} Sources: {sources}.", small=True))
-    return Section("How these figures are made", blocks)
+    blocks, accelerator = [Text(_OCCUPANCY), Text(_PHASES)], report.accelerator
+    if not _emulated(report):
+        return Section("How these figures are made", [*blocks, Text(_ON_A_GPU)])
+    backend = next((rank.backend for rank in report.ranks if rank.backend), None)
+    emulated = (
+        "This run used an emulated GPU: the figures say whether this host and dataset keep such an accelerator fed, "
+        "not how fast it trains. Forward, backward and optimiser last as published or derived for "
+        f"{accelerator['network']} on one {accelerator['device']}: {accelerator['forward_ms']:g} ms and "
+        f"{accelerator['backward_ms']:g} ms for each {accelerator['per']}, and {accelerator['optimiser_ms']:g} ms a "
+        "step. Only that counts as busy. Loading and every wait are real, and so is a stand-in model of "
+        f"{report.model['num_parameters'] or 0:,} parameters with its "
+        f"{f'all-reduce by {backend}' if backend else 'gradients'}. What its work takes beyond the emulated time, and "
+        "late wake-ups, are “other”: a slow host lowers occupancy and never raises it."
+    )
+    source = f"Step times: {accelerator['derivation']} Sources: {'; '.join(accelerator['sources'])}."
+    return Section("How these figures are made", [Text(emulated), *blocks, Text(source, small=True)])
 
 
 def _emulated(report: Report) -> bool:

@@ -21,21 +21,9 @@ from fuelrail.bench.studies.train.page import PHASE_COLOURS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from fuelrail.bench.measure.records import MemoryLine
     from fuelrail.bench.studies.train.report import Report
 
 _RANK_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-# Of bytes by kind: what stays in blues and greens, what comes and goes in orange and grey.
-KIND_COLOURS = {
-    "parameters": "#0072b2",
-    "buffers": "#56b4e9",
-    "optimiser": "#009e73",
-    "gradients": "#cc79a7",
-    "activations": "#e69f00",
-    "temporary": "#d55e00",
-    "communication": "#f0e442",
-    "other": "#999999",
-}
 _MAX_BARS = 120
 _MAX_RANK_LINES = 8
 
@@ -58,8 +46,6 @@ def plots(report: Report) -> dict[str, str]:
                 ]
             )
         drawn["loss"] = _loss(report)
-        if report.memory:
-            drawn["memory"] = _memory(report.memory[0])
     return drawn
 
 
@@ -119,28 +105,6 @@ def _loss(report: Report) -> str:
     axes.set_ylabel("loss (mean of ranks)")
     axes.set_ylim(bottom=0)
     return to_svg(figure, "Training loss")
-
-
-def _memory(line: MemoryLine) -> str:
-    """Draw stacked bytes by kind over one step of one rank."""
-    mib = 2**20
-    figure, axes = new_figure(2.9)
-    # Each value holds until the next one.
-    axes.stackplot(
-        line.at_ms,
-        *(np.array(values) / mib for values in line.allocated.values()),
-        colors=[KIND_COLOURS[kind] for kind in line.allocated],
-        labels=list(line.allocated),
-        step="post",
-        linewidth=0,
-    )
-    if line.reserved is not None:
-        axes.step(line.at_ms, np.array(line.reserved) / mib, where="post", color="#333333", label="reserved")
-    axes.set_xlim(0, line.at_ms[-1])
-    axes.set_xlabel(f"time from the start of step {line.step} [ms]")
-    axes.set_ylabel("memory [MiB]")
-    legend_above(axes)
-    return to_svg(figure, "Memory by kind over a step")
 
 
 def _ranks(report: Report) -> list[tuple[Any, str]]:

@@ -10,17 +10,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
+from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import Window, rolling_occupancy, window_of
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.measure.records import PHASES, MemoryLine, RankLog, StepRecord
+from fuelrail.bench.measure.records import PHASES, CheckpointRestore, RankLog, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
-from fuelrail.bench.studies.train.checkpoints import CheckpointFigures, checkpoint_figures
-from fuelrail.bench.studies.train.convergence import LossComparison, Series, Target
 from fuelrail.bench.studies.train.figures import Figures, figures_of
-from fuelrail.bench.studies.train.warnings import DataSource, data_source, find_warnings, ranks_disagree
+from fuelrail.bench.studies.train.warnings import find_warnings, ranks_disagree
 from fuelrail.bench.trainer.strategies.settings import degrees_of
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "fuelrail-bench-train"
 
-VERSION = 3
+VERSION = 4
 
 _ROLLING_STEPS = 5
 
@@ -45,13 +43,12 @@ _SHOWN_ELSEWHERE = {
         "transforms",
         "ledger",
     ),
-    *("teacher", "teacher_layer", "distill", "temperature", "price_per_gpu_hour"),
-    *("against", "check_batch", "target_loss"),
+    *("teacher", "teacher_layer", "distill", "temperature"),
 }
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: what it ran on and how far it came."""
+    """One rank: what it ran on, how far it came, and what it held (`RankEnd`)."""
 
     rank: int
     device: str
@@ -60,6 +57,36 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     completed: bool
     peak_rss_bytes: int | None
     peak_device_bytes: int | None
+    state_bytes: dict[str, int]
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's steps, warm-up included, column by column. ``end_s`` counts from the first rank's start.
+
+    ``first_step`` is not 0 in a run that continues from a checkpoint.
+    """
+
+    rank: int
+    first_step: int = 0
+    end_s: list[float]
+    occupancy: list[float]
+    loss: list[float | None]
+    wall_ms: list[float]
+    phases_ms: dict[str, list[float]]
+
+
+class CheckpointFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Checkpoints of a run.
+
+    ``stall``: what each save took from the training, of the rank that lost most. ``save``: how long it took in the
+    background, until it was visible. The last three are None where none was saved.
+    """
+
+    restored: CheckpointRestore | None
+    num_saves: int
+    num_bytes: int | None
+    stall: Summary | None
+    save: Summary | None
 
 
 class Report(ReportHeader, frozen=True, kw_only=True):
@@ -69,9 +96,7 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     from the ranks' start to their end.
     ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
     ended with different weights, so the gradients were not the same on all of them. ``gpus`` is what NVML saw from the
-    ranks' start to their end, where there is a GPU and `pynvml`. ``source`` says where the bytes came from.
-    ``against`` compares the loss with that of another report, ``target`` says when it reached a value, ``memory`` has
-    a line for each rank that followed its memory.
+    ranks' start to their end, where there is a GPU and `pynvml`.
     """
 
     num_ranks: int
@@ -85,11 +110,7 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     ranks: list[RankFacts]
     series: list[Series]
     gpus: list[GpuUse] | None = None
-    source: DataSource | None = None
     checkpoints: CheckpointFigures | None = None
-    against: LossComparison | None = None
-    target: Target | None = None
-    memory: list[MemoryLine] | None = None
 
 
 def build_report(
@@ -110,7 +131,6 @@ def build_report(
     start_ns = min((rank[0].start_ns for rank in steps if rank), default=0)
     header = next((log.header for log in logs if log.header), None)
     profile = settings.profile
-    source = data_source(settings, logs, dataset)
     return Report(
         schema=SCHEMA,
         version=VERSION,
@@ -129,10 +149,8 @@ def build_report(
         window=window,
         figures=figures,
         disturbed=None if cpu is None else cpu.disturbed,
-        warnings=find_warnings(settings, logs, window, figures, source),
-        source=source,
-        checkpoints=checkpoint_figures(settings, logs, None if figures is None else figures.step_time.mean_ms),
-        memory=[log.memory for log in logs if log.memory is not None] or None,
+        warnings=find_warnings(settings, logs, window, figures, dataset),
+        checkpoints=None if settings.checkpoint is None else _checkpoints(logs),
         cpu=cpu,
         gpus=gpus,
         ranks_disagree=ranks_disagree(logs),
@@ -141,10 +159,16 @@ def build_report(
     )
 
 
-def learning_sentences(report: Report) -> list[str]:
-    """Return the report's sentences on loss and checkpoints."""
-    parts = [part.sentence() for part in (report.against, report.target) if part is not None]
-    return [*parts, *(report.checkpoints.sentences() if report.checkpoints else [])]
+def _checkpoints(logs: Sequence[RankLog]) -> CheckpointFigures:
+    # Ranks that were killed may lack the last ones.
+    saves = list(zip(*(log.saves for log in logs), strict=False))
+    return CheckpointFigures(
+        restored=logs[0].restored,
+        num_saves=len(saves),
+        num_bytes=saves[-1][0].num_bytes if saves else None,
+        stall=summarise_ns([max(save.stall_ns for save in ranks) for ranks in saves]) if saves else None,
+        save=summarise_ns([max(save.total_ns for save in ranks) for ranks in saves]) if saves else None,
+    )
 
 
 def step_ratios(before: Report, after: Report) -> NDArray[np.float64]:
@@ -180,6 +204,7 @@ def _rank_facts(rank: int, log: RankLog) -> RankFacts:
         completed=log.end is not None,
         peak_rss_bytes=log.end.peak_rss_bytes if log.end else None,
         peak_device_bytes=log.end.peak_device_bytes if log.end else None,
+        state_bytes=log.end.state_bytes if log.end else {},
     )
 
 

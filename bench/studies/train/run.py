@@ -20,9 +20,8 @@ from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
-from fuelrail.bench.studies.train.convergence import compare_losses, time_to
-from fuelrail.bench.studies.train.report import Report, build_report, load_report
-from fuelrail.bench.studies.train.settings import Asked, TrainOptions, ask_all
+from fuelrail.bench.studies.train.report import Report, build_report
+from fuelrail.bench.studies.train.settings import RECORDS, Asked, TrainOptions, ask
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import make_options
 
@@ -60,65 +59,17 @@ def bench_train(
         options = msgspec.structs.replace(options, ranks=world)
     if options.trace and out is None:
         raise ConfigError("trace=True writes a file: give out=FOLDER")
-    other = None if options.against is None else load_report(Path(options.against))
     with output_folder(out if is_first else None) as folder:
-        runs = [TrainRun(asked) for asked in ask_all(dataset, options, folder)]
+        run = ask(dataset, options, folder / RECORDS)
         prepare_folder(folder, html=html and out is not None and is_first)
-        measured = _measure_here(runs) if in_world else measure_all(runs).reports
-        if measured is None:
-            return None
-        report = _compared(measured, options, other)
-        if out is not None:
+        report = _measure_here(run) if in_world else measure_all([run]).reports[0]
+        if report is not None and out is not None:
             write_report(report, folder, html=html)
         if options.trace:
-            traces = runs[0].settings.traces
+            traces = run.settings.traces
             merge_traces(traces, folder / TRACE_JSON)
             shutil.rmtree(traces, ignore_errors=True)
     return report
-
-
-def _compared(reports: Sequence[Report], options: TrainOptions, other: Report | None) -> Report:
-    """Return the last report with what is said on its loss: compared with another run's, and with a target."""
-    report, name = reports[-1], options.against
-    if len(reports) > 1:
-        other, name = reports[0], f"the run with batch size {options.batch_size}"
-    batch = report.global_batch
-    if other is not None:
-        sides = (report.series, batch, other.series, other.global_batch)
-        report = msgspec.structs.replace(report, against=compare_losses(*sides, str(name)))
-    if options.target_loss is not None:
-        target = time_to(options.target_loss, report.series, batch)
-        report = msgspec.structs.replace(report, target=target)
-    return report
-
-
-class TrainRun:
-    """A training run that was asked for; :func:`measure_all` runs it."""
-
-    def __init__(self, asked: Asked) -> None:
-        self.settings, self._dataset = asked
-        self.num_ranks, self.records = self.settings.ranks, Path(self.settings.records)
-
-    def report(self, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None, gpus: list[GpuUse] | None) -> Report:
-        """Return the report of the ranks' records; raises FuelrailError, or KeyboardInterrupt, without any step."""
-        logs = [read_rank(rank_path(self.records, rank)) for rank in range(self.num_ranks)]
-        # Whole even if what came after it was not: the next run on the same ranks, or the ranks' end.
-        complete = all(log.end is not None for log in logs)
-        cut_off = None if complete else why_cut_off(outcome, logs)
-        if cut_off is not None and not any(log.steps for log in logs):
-            if outcome.interrupted:
-                raise KeyboardInterrupt
-            raise FuelrailError(f"no step was run: {cut_off}")
-        return build_report(
-            self.settings,
-            logs,
-            machine=machine,
-            dataset=self._dataset,
-            cut_off=cut_off,
-            cpu=cpu,
-            gpus=gpus,
-            interrupted=outcome.interrupted,
-        )
 
 
 class Made(NamedTuple):
@@ -131,28 +82,28 @@ class Made(NamedTuple):
     cut_off: str | None
 
 
-def measure_all(runs: Sequence[TrainRun]) -> Made:
+def measure_all(runs: Sequence[Asked]) -> Made:
     """Make several runs one after the other in the same processes, and return a report of each.
 
     The folder of the first one's records holds the ranks' log. A run that is cut off is reported too, as partial, if
-    it made a step; later runs are left out. Without any step, raises what :meth:`TrainRun.report`
-    raises. The use of the CPUs is reported for all runs together.
+    it made a step; later runs are left out. Raises KeyboardInterrupt or FuelrailError where none made one. The use of
+    the CPUs is reported for all runs together.
     """
     for run in runs:
-        _prepare(run.records)
-    first = runs[0]
-    settings_file = first.records / _SETTINGS_FILE
+        _prepare(run)
+    first = runs[0].settings
+    settings_file = Path(first.records) / _SETTINGS_FILE
     settings_file.write_bytes(msgspec.json.encode([run.settings for run in runs]))
     machine = machine_facts()
     watch = CpuWatch()
-    with NvmlWatch(first.num_ranks if first.settings.profile is None else 0) as gpus:
-        outcome = _launch(first.num_ranks, runs, settings_file)
+    with NvmlWatch(first.ranks if first.profile is None else 0) as gpus:
+        outcome = _launch(first.ranks, runs, settings_file)
     cpu = watch.use()
     reports: list[Report] = []
     cut_off = None
     for run in runs:
         try:
-            report = run.report(machine, outcome, cpu, gpus.use())
+            report = _report(run, machine, outcome, cpu, gpus.use())
         except (FuelrailError, KeyboardInterrupt) as error:
             if not reports:
                 raise
@@ -169,24 +120,42 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
     return Made(reports, cut_off)
 
 
-def _measure_here(runs: Sequence[TrainRun]) -> list[Report] | None:
-    """Make the runs as one rank of torchrun's world; the first one returns the reports."""
+def _measure_here(run: Asked) -> Report | None:
+    """Make the run as one rank of torchrun's world; the first one returns the report."""
     from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
 
-    for run in runs:
-        _prepare(run.records)
+    _prepare(run)
     machine, watch = machine_facts(), CpuWatch()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with NvmlWatch(local if runs[0].settings.profile is None else 0) as gpus:
-        run_in_world([run.settings for run in runs])
+    with NvmlWatch(local if run.settings.profile is None else 0) as gpus:
+        run_in_world(run.settings)
     if os.environ["RANK"] != "0":
         return None
-    cpu = watch.use()
-    return [run.report(machine, Outcome(0, False, []), cpu, gpus.use()) for run in runs]
+    return _report(run, machine, Outcome(0, False, []), watch.use(), gpus.use())
 
 
-def _prepare(records: Path) -> None:
+def _report(
+    run: Asked, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None, gpus: list[GpuUse] | None
+) -> Report:
+    """Return the report of the ranks' records; raise FuelrailError, or KeyboardInterrupt, without any step."""
+    records = Path(run.settings.records)
+    logs = [read_rank(rank_path(records, rank)) for rank in range(run.settings.ranks)]
+    # Whole even if what came after it was not: the next run on the same ranks, or the ranks' end.
+    complete = all(log.end is not None for log in logs)
+    cut_off = None if complete else why_cut_off(outcome, logs)
+    if cut_off is not None and not any(log.steps for log in logs):
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        raise FuelrailError(f"no step was run: {cut_off}")
+    return build_report(
+        run.settings, logs, machine=machine, dataset=run.dataset, cut_off=cut_off, cpu=cpu, gpus=gpus,
+        interrupted=outcome.interrupted,
+    )  # fmt: skip
+
+
+def _prepare(run: Asked) -> None:
     """Make the folder of the ranks' records; those of an earlier run must not be taken for this run's."""
+    records = Path(run.settings.records)
     try:
         if records.exists():
             shutil.rmtree(records)
@@ -197,7 +166,7 @@ def _prepare(records: Path) -> None:
         ) from error
 
 
-def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Outcome:
+def _launch(num_ranks: int, runs: Sequence[Asked], settings_file: Path) -> Outcome:
     program = ["fuelrail.bench.studies.train.worker", str(settings_file)]
     what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     with Progress(f"starting {what}") as progress:
@@ -205,14 +174,15 @@ def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Ou
         def show_progress() -> None:
             if not progress.due():
                 return
-            under_way = [run for run in runs if rank_path(run.records, 0).exists()] or runs[:1]
-            settings = under_way[-1].settings
-            done = len(read_rank(rank_path(under_way[-1].records, 0)).steps)
+            files = [file for run in runs if (file := rank_path(Path(run.settings.records), 0)).exists()]
+            number = max(1, len(files))
+            settings = runs[number - 1].settings
+            done = len(read_rank(files[-1]).steps) if files else 0
             target = f" of {settings.steps}" if settings.steps else ""
             without = f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
-            number = f"run {len(under_way)} of {len(runs)}, " if len(runs) > 1 else ""
-            share = (len(under_way) - 1 + done / settings.steps) / len(runs) if settings.steps else 0.0
-            progress.update(f"{number}{what}{without}: step {done}{target}", share)
+            which = f"run {number} of {len(runs)}, " if len(runs) > 1 else ""
+            share = (number - 1 + done / settings.steps) / len(runs) if settings.steps else 0.0
+            progress.update(f"{which}{what}{without}: step {done}{target}", share)
 
         return run_ranks(program, num_ranks, settings_file.with_name(_LOG_FILE), show_progress)
 

@@ -18,7 +18,7 @@ from fuelrail.loaders.storage import Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.settings import Above0, AtLeast0, Finite, NotNegative, Positive, as_settings, check_types, flag
+from fuelrail.pipeline.settings import Above0, NotNegative, Positive, as_settings, check_types, flag
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 
 RECORDS = "records"
@@ -26,7 +26,7 @@ _DEFAULT_STEPS = 60
 _TEACHERS = ("teacher", "teacher_layer")
 
 # What a counterfactual run leaves out, in the order of the data's way.
-LeaveOut = Literal["loading", "storage", "decompression", "decode", "transform", "all-reduce", "training"]
+LeaveOut = Literal["loading", "storage", "decompression", "decode", "transform", "all-reduce"]
 
 
 class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
@@ -92,23 +92,6 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     ledger: Annotated[str | None, flag("record in this file which samples the weights have seen", metavar="FILE")] = (
         None
     )
-    failures_per_day: Annotated[
-        Above0 | None, flag("failures of the whole job a day; adds the best interval of checkpoints")
-    ] = None
-    memory: Annotated[bool, flag("follow the memory of the third warm-up step, by kind")] = False
-    against: Annotated[str | None, flag("compare the loss with that of this report.json", metavar="REPORT")] = None
-    check_batch: Annotated[
-        Positive | None,
-        flag(
-            "train as many samples again with N in a batch and the learning rate scaled with it, and "
-            "compare the loss: a check before a larger batch"
-        ),
-    ] = None
-    target_loss: Annotated[Finite | None, flag("report when the loss was as low as this")] = None
-    price_per_gpu_hour: Annotated[
-        AtLeast0 | None,
-        flag("price of a GPU-hour; adds the cost per million samples, in the same currency", metavar="PRICE"),
-    ] = None
     timeout_s: Annotated[Positive, flag("seconds after which a rank that does not answer ends the run")] = 300
     trace: Annotated[
         bool,
@@ -138,8 +121,7 @@ class TrainSettings(TrainOptions, frozen=True, kw_only=True):
     ``profile`` is None on CUDA. The ranks' ``records`` have a folder of their own, beside that of their traces.
     ``leave_out`` makes a run a counterfactual: without ``loading`` the first batches are repeated and the loader is
     closed; without ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but skips that work;
-    without ``all-reduce`` each rank trains alone; without ``training`` batches are taken as fast as they come, and
-    dropped.
+    without ``all-reduce`` each rank trains alone.
     """
 
     dataset: str
@@ -168,8 +150,6 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     """
     if options.steps is not None and options.epochs is not None:
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
-    if options.memory and options.warmup < 3:
-        raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
     if options.ledger is not None and options.leave_out:
         raise ConfigError("ledger and leave_out exclude each other: a run without a part is not a run to record")
     if options.order is not None and options.window is not None:
@@ -211,39 +191,6 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
 
         make_decoder(settings.decoder)
     return Asked(settings, facts)
-
-
-def ask_all(dataset: str | os.PathLike[str], options: TrainOptions, folder: Path) -> list[Asked]:
-    """Answer what options leave open for the run that they ask for, and with ``check_batch`` for a second one.
-
-    ``folder`` is for the records of all of them. Raises as :func:`ask`.
-    """
-    asked = [ask(dataset, options, folder / RECORDS)]
-    if options.check_batch is not None:
-        larger = larger_batch(options, options.check_batch)
-        asked.append(ask(dataset, larger, folder / f"{RECORDS}-larger"))
-    return asked
-
-
-def larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
-    """Return options of as many samples in steps of another size; the learning rate is scaled with it.
-
-    With ``base_batch`` the ranks scale the rate themselves (Goyal et al. 2017). Raises ConfigError.
-    """
-    if options.checkpoint is not None or options.against is not None:
-        raise ConfigError("check_batch makes two runs of its own: leave out checkpoint and against")
-    if options.ledger is not None:
-        raise ConfigError("check_batch makes two runs, and a ledger is of one: leave out ledger")
-    if batch_size <= options.batch_size:
-        raise ConfigError(
-            f"check_batch={batch_size} must be above batch_size={options.batch_size}, which it is compared with"
-        )
-    scale = batch_size / options.batch_size
-    steps = None if options.epochs is not None else int((options.steps or _DEFAULT_STEPS) / scale)
-    if steps == 0:
-        raise ConfigError(f"steps={options.steps} are less than one step of check_batch={batch_size}: use more steps")
-    rate = options.learning_rate * (scale if options.base_batch is None else 1)
-    return msgspec.structs.replace(options, batch_size=batch_size, steps=steps, learning_rate=rate)
 
 
 def _absolute(place: str | None) -> str | None:

@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator
-from fuelrail.bench.measure.clock import MonotonicClock
+from fuelrail.bench.measure.clock import Clock
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
@@ -32,17 +32,18 @@ from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, Ran
 from fuelrail.bench.planner.state import check_memory, num_parameters
 from fuelrail.bench.ranks.elastic import end_with
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
-from fuelrail.bench.studies.train.experiment import from_memory, make_loader, noting_input, summing, take, transforms_of
+from fuelrail.bench.studies.train.experiment import from_memory, make_loader, noting_input, summing, transforms_of
 from fuelrail.bench.studies.train.settings import TrainSettings
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
+from fuelrail.bench.trainer.checkpoints.state import tensors_of
 from fuelrail.bench.trainer.distill.settings import DISTILL
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.loop import batches, train
 from fuelrail.bench.trainer.models.build import maker
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
+from fuelrail.bench.trainer.strategies.step import local, named_parameters
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.host import available_memory_bytes, ranks_on_host
 
@@ -50,10 +51,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.measure.accelerator import Accelerator
-    from fuelrail.bench.measure.clock import Clock
     from fuelrail.bench.trainer.strategies.step import Parallel
     from fuelrail.loaders import DataLoader
-    from fuelrail.pipeline.runtime.stages import StageClock
 
 # Between the first rank that gives up waiting and the last one.
 _SAY_SO_S = 3.0
@@ -61,31 +60,24 @@ _SAY_SO_S = 3.0
 
 def run_rank(
     settings: TrainSettings,
-    batches: Iterable[Mapping[str, Any]],
+    loader: DataLoader,
     writer: RankWriter,
-    stage_clocks: Callable[[], Sequence[StageClock]],
     trace: RankTrace | None = None,
     mesh: DeviceMesh | None = None,
-    loader: DataLoader | None = None,
 ) -> None:
-    """Train this rank on ``batches`` and write its records; with several ranks the process group is initialised.
+    """Train this rank on a loader's batches and write its records; with several ranks the process group is initialised.
 
-    ``mesh`` is that of a composed strategy, None otherwise. ``loader`` gives the batches; with checkpoints its position
-    is saved and restored.
+    ``mesh`` is that of a composed strategy, None otherwise.
     """
-    clock = MonotonicClock()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    clock = Clock()
     accelerator, device = _accelerator(settings, clock)
     if trace is not None:
         accelerator = cast("Accelerator", TracedAccelerator(accelerator, trace))
 
     writer.write(
         RankHeader(
-            rank=rank,
-            world_size=world,
             device=device,
             backend=dist.get_backend() if dist.is_initialized() else None,
-            model=settings.model,
             num_parameters=num_parameters(MODELS.get(settings.model, settings.model))[0],
             peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
         )
@@ -93,33 +85,31 @@ def run_rank(
     parallel = _divided(settings, mesh, accelerator, loader)
     checkpoints = _RunCheckpoints(settings, parallel, loader, writer)
     read_before = storage_bytes_read()
-    noted, sums = summing(batches, settings)
+    source = batches(loader, settings.epochs)
+    if "loading" in settings.leave_out:
+        source = from_memory(source, None if settings.epochs is None else settings.epochs * len(loader))
+        loader.close()
+    noted, sums = summing(source, settings)
     noted = noting_input(noted, writer, None if settings.profile is not None else MODELS.get(settings.model))
     first, accumulation = checkpoints.first_step, settings.accumulation
     steps = train(parallel, noted, clock, num_steps=settings.steps, accumulation=accumulation, first_step=first)
-    if "training" in settings.leave_out:
-        steps = take(noted, clock, num_steps=settings.steps)
-    elif settings.memory:
-        from fuelrail.bench.measure.memory import following_memory  # parts of torch that nothing else needs
-
-        steps = following_memory(steps, parallel.models, parallel.optimiser, writer)
     num_steps = 0
     for num_steps, record in enumerate(steps if trace is None else trace.of_steps(steps), start=1):
         record.sums = sums()
         writer.write(record)
         checkpoints.after(first + num_steps)
         if num_steps == settings.warmup:
-            writer.write(StageSnapshot(num_steps=num_steps, stages=list(stage_clocks())))
-    writer.write(StageSnapshot(num_steps=num_steps, stages=list(stage_clocks())))
+            writer.write(StageSnapshot(stages=list(loader.stats().stages)))
+    writer.write(StageSnapshot(stages=list(loader.stats().stages)))
     checkpoints.after(first + num_steps, last=True)
     read_after = storage_bytes_read()
     writer.write(
         RankEnd(
-            num_steps=num_steps,
             parameters_xxh3=parameters_digest(parallel),
             peak_rss_bytes=peak_memory_bytes(),
             peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
             read_bytes=None if read_before is None or read_after is None else read_after - read_before,
+            state_bytes=state_bytes(parallel),
         )
     )
 
@@ -141,8 +131,19 @@ def parameters_digest(parallel: Parallel) -> str:
     return xxhash.xxh3_64_hexdigest("".join(digests).encode())
 
 
+def state_bytes(parallel: Parallel) -> dict[str, int]:
+    """Return the bytes of this rank's part of the model, the gradients and the optimiser's state."""
+    found = dict.fromkeys(("model", "gradients", "optimiser"), 0)
+    for name, value in tensors_of(parallel, 0).items():
+        kind = name.partition(".")[0]
+        if kind in found:
+            found[kind] += local(value).nbytes
+    learnt = (one for _, one in named_parameters(parallel.models) if one.requires_grad)
+    return found | {"gradients": sum(local(one.detach()).nbytes for one in learnt)}
+
+
 def _divided(
-    settings: TrainSettings, mesh: DeviceMesh | None, accelerator: Accelerator, loader: DataLoader | None
+    settings: TrainSettings, mesh: DeviceMesh | None, accelerator: Accelerator, loader: DataLoader
 ) -> Parallel:
     """Make the model, with its teacher, divided over the ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -150,7 +151,6 @@ def _divided(
     make: Any = maker(settings.model)
     wrap, teacher = None, None
     if settings.teacher is not None or settings.teacher_layer is not None:
-        assert loader is not None, "a teacher's layer comes with the loader"
         wrap, teacher = distilled(
             MODELS[settings.model],
             loader,
@@ -161,14 +161,12 @@ def _divided(
             temperature=settings.temperature,
             tp=degrees.tp,
         )
-    global_batch = degrees.data * settings.batch_size * settings.accumulation
     parallel = parallelise(
         make if wrap is None else lambda: wrap(make()),
         msgspec.structs.replace(
             settings,
             alone="all-reduce" in settings.leave_out,
             micro_batches=settings.micro_batches or settings.batch_size,
-            learning_rate=scaled_rate(settings.learning_rate, settings, global_batch),
         ),
         mesh=mesh,
         accelerator=accelerator,
@@ -180,21 +178,19 @@ def _divided(
 class _RunCheckpoints:
     """The checkpoints that a run's settings ask for: restores the newest when made, then saves every N steps.
 
-    Without a place for checkpoints, or a loader, it does nothing. ``first_step`` is the number of steps that were done
+    Without a place for checkpoints it does nothing. ``first_step`` is the number of steps that were done
     before. Raises what :meth:`Checkpoints.restore` raises, and ConfigError where no step is left to do.
     """
 
-    def __init__(
-        self, settings: TrainSettings, parallel: Parallel, loader: DataLoader | None, writer: RankWriter
-    ) -> None:
+    def __init__(self, settings: TrainSettings, parallel: Parallel, loader: DataLoader, writer: RankWriter) -> None:
         self.first_step = self._saved_step = 0
         self._every, self._parallel, self._writer = settings.every, parallel, writer
-        self._run: tuple[Checkpoints, DataLoader] | None = None
-        if settings.checkpoint is None or loader is None:
+        self._loader, self._saver = loader, None
+        if settings.checkpoint is None:
             return
         identity = {"model": settings.model, "optimiser": settings.optimiser}
         saver = Checkpoints(settings.checkpoint, keep=settings.keep, identity=identity, timeout_s=settings.timeout_s)
-        self._run = saver, loader
+        self._saver = saver
         restored = saver.restore(parallel, loader)
         if restored is None:
             return
@@ -213,15 +209,14 @@ class _RunCheckpoints:
 
     def after(self, num_steps: int, *, last: bool = False) -> None:
         """Note that this number of steps is done, those before the run included; wait for the ``last`` save."""
-        if self._run is None:
+        if self._saver is None:
             return
-        saver, loader = self._run
         found = []
         if num_steps - self._saved_step >= (1 if last else self._every):
-            found.append(saver.save(num_steps, self._parallel, loader.state_dict()))
+            found.append(self._saver.save(num_steps, self._parallel, self._loader.state_dict()))
             self._saved_step = num_steps
         if last:
-            found.append(saver.close())
+            found.append(self._saver.close())
         for done in filter(None, found):
             self._writer.write(done)
 
@@ -245,23 +240,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run_in_world(runs: Sequence[TrainSettings]) -> None:
-    """Run this rank of a world that torchrun started, and bring all records into the folders of the first rank."""
-    run_all(runs)
-    for settings in runs:
-        own = rank_path(Path(settings.records), dist.get_rank()).read_bytes()
-        dist.barrier()
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (time.monotonic_ns(), own))
-        for rank, (now_ns, lines) in enumerate(found) if dist.get_rank() == 0 else ():
-            # Clocks of other hosts count from another moment.
-            late_ns = 0 if rank == 0 else found[0][0] - now_ns
+def run_in_world(settings: TrainSettings) -> None:
+    """Run this rank of a world that torchrun started, and bring all records into the folder of the first rank."""
+    run_all([settings])
+    own = rank_path(Path(settings.records), dist.get_rank()).read_bytes()
+    dist.barrier()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (time.monotonic_ns(), own))
+    for rank, (now_ns, lines) in enumerate(found) if dist.get_rank() == 0 else ():
+        # Clocks of other hosts count from another moment.
+        late_ns = 0 if rank == 0 else found[0][0] - now_ns
 
-            def shifted(match: re.Match[bytes], late_ns: int = late_ns) -> bytes:
-                return b"%s%d" % (match[1], int(match[2]) + late_ns)
+        def shifted(match: re.Match[bytes], late_ns: int = late_ns) -> bytes:
+            return b"%s%d" % (match[1], int(match[2]) + late_ns)
 
-            lines = re.sub(rb'("(?:start|end)_ns":)(\d+)', shifted, lines)
-            rank_path(Path(settings.records), rank).write_bytes(lines)
+        lines = re.sub(rb'("(?:start|end)_ns":)(\d+)', shifted, lines)
+        rank_path(Path(settings.records), rank).write_bytes(lines)
     _leave()
 
 
@@ -318,11 +312,7 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
         torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = None if trace is None else trace.recorder
     with make_loader(settings, device, recorder, mesh) as loader:
-        source = batches(loader, settings.epochs)
-        if "loading" in settings.leave_out:
-            source = from_memory(source, None if settings.epochs is None else settings.epochs * len(loader))
-            loader.close()
-        run_rank(settings, source, writer, lambda: loader.stats().stages, trace, mesh, loader)
+        run_rank(settings, loader, writer, trace, mesh)
     if trace is not None:
         trace.write()
 

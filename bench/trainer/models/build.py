@@ -19,7 +19,6 @@ from fuelrail.bench.trainer.models.gpt import Gpt
 from fuelrail.bench.trainer.models.resnet import ResNet
 from fuelrail.bench.trainer.models.settings import MODELS, BevSettings, GptSettings, ModelSettings, ResNetSettings, find
 from fuelrail.bench.trainer.models.vit import MultiCameraVit
-from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.staged import StagedModel
@@ -44,8 +43,6 @@ def maker(name: str) -> Callable[[], nn.Module]:
     if name in MODELS:
         return partial(build_model, MODELS[name])
     found: Callable[[], nn.Module] = find(name)
-    if not callable(found):
-        raise ConfigError(f"model {name!r} is {type(found).__name__}, not a function")
     return found
 
 

@@ -146,21 +146,27 @@ def feature_width(settings: ModelSettings) -> int:
     return settings.width
 
 
-def find(name: str) -> Any:  # noqa: ANN401 - the caller's
-    """Import what ``MODULE:NAME`` names, from the working folder too. Raises ConfigError, and StageError of its own."""
+def find(name: str, what: str = "model") -> Any:  # noqa: ANN401 - the caller's
+    """Import the function that ``MODULE:NAME`` names, from the working folder too.
+
+    Raises ConfigError, and StageError of its own; ``what`` is what they call it.
+    """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise ConfigError(f"model {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
+        raise ConfigError(f"{what} {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
     if "/" in module or module.startswith(".") or module.endswith(".py"):
-        raise ConfigError(f"model {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'")
+        raise ConfigError(f"{what} {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'")
     folder = os.getcwd()  # noqa: PTH109 - as the interpreter itself does for `python -m`
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
+        raise ConfigError(f"{what} {name!r} cannot be imported: {error}") from error
     except FuelrailError:
         raise
     except (Exception, SystemExit) as error:  # a script may end the process when it is imported
-        raise stage_error(f"model {name!r} cannot be made", error) from error
+        raise stage_error(f"{what} {name!r} cannot be made", error) from error
+    if not callable(found):
+        raise ConfigError(f"{what} {name!r} is {type(found).__name__}, not a function")
+    return found

@@ -66,11 +66,6 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def scaled_rate(rate: float, settings: ParallelSettings, global_batch: int) -> float:
-    """Return learning rate in proportion to the global batch (arXiv 1706.02677), where it is given for a base batch."""
-    return rate if settings.base_batch is None else rate * global_batch / settings.base_batch
-
-
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline: dist.ProcessGroup | None) -> None:
     """Scale all gradients so that their norm, over all ranks' parts and stages, is at most ``largest``."""
     found = [p for p in parameters if p.grad is not None]

@@ -60,14 +60,11 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     )
     optimiser: Annotated[Literal["adamw", "sgd"], flag("optimiser")] = "adamw"
     clip_norm: Annotated[Above0 | None, flag("largest norm of all gradients (default: no limit)")] = None
-    base_batch: Annotated[
-        Positive | None, flag("global batch of --learning-rate, which grows in proportion to the run's own")
-    ] = None
     rate_warmup: Annotated[NotNegative, flag("steps in which the learning rate grows from 0")] = 0
     max_skipped: Annotated[
         Positive, flag("stop after this number of steps in a row without finite gradients (fp16)")
     ] = 25
-    deterministic: Annotated[bool, flag("deterministic kernels; the report lists what can still differ")] = False
+    deterministic: Annotated[bool, flag("deterministic kernels, where torch has them")] = False
     precision: Annotated[
         Precision | None,
         flag("fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"),
@@ -198,15 +195,3 @@ def check_fits(
 def _divisors(name: str, size: int) -> str:
     found = [str(one) for one in range(1, min(size, 128) + 1) if size % one == 0]
     return f"{name} of {', '.join(found)} would"
-
-
-def not_promised(settings: ParallelSettings) -> list[str]:
-    """List what a deterministic run does not promise."""
-    points = [
-        "another number of ranks or another mesh sums gradients in another order: losses differ in the last digits",
-        "another device, driver or version of torch computes other last digits",
-        "the collective library may change its algorithm, and so the order of sums, with the ranks' placement",
-        "kernels without a deterministic version run as they are, and torch warns of each in the ranks' log",
-    ]
-    compiled = "torch.compile may choose other kernels after a change of its cache or version"
-    return [*points, compiled] if settings.compile != "none" else points

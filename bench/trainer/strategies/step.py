@@ -264,14 +264,6 @@ def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Para
             yield name.removeprefix(prefix), parameter
 
 
-def num_bytes(value: Any) -> int:  # noqa: ANN401 - of any shape
-    """Return the bytes of tensors, and of those in mappings, lists and tuples."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(num_bytes, parts))
-
-
 def to_device(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - of any shape
     """Return tensors, and those in mappings, lists and tuples, on a device; everything else as it is."""
     if isinstance(value, Tensor):

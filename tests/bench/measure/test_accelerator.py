@@ -126,7 +126,7 @@ def test_busy_time_is_the_profiles_whatever_the_host_does(real_ms, lateness_ns, 
 def test_what_is_copied_is_measured():
     clock = HandClock()
     accelerator = EmulatedAccelerator(PROFILE, clock)
-    with accelerator.host_to_device(1000):
+    with accelerator.host_to_device():
         clock.pass_ms(2)
     assert accelerator.finish_step().host_to_device_ns == 2 * MS
     assert accelerator.finish_step().host_to_device_ns == 0

@@ -79,17 +79,17 @@ def test_an_emulated_runs_utilisation_is_the_profiles_times_occupancy():
     # 31 ms for one sample in the records' steps of two: 100 GFLOP a sample on a device of 10 TFLOPS.
     profile = msgspec.structs.replace(PROFILE, train_gflop=100.0, peak_tflops=10.0)
     settings = msgspec.structs.replace(SETTINGS, profile=profile)
-    report = report_of([log(0, steps(20, wait_ms=9)), log(1, steps(20, wait_ms=9))], settings=settings)
+    report = report_of([log(steps(20, wait_ms=9)), log(steps(20, wait_ms=9))], settings=settings)
     assert report.figures.mfu == pytest.approx(2 * 100e9 / 0.040 / 10e12)
     # Of packs a row is counted, whatever it holds.
     packed = msgspec.structs.replace(settings, order=OrderSpec(pack=Pack(budget=8, cost="x")))
     sums = {"x": (7, 9.0, 30.0)}
-    ranks = [log(rank, steps(20, wait_ms=9, num_samples=7, sums=sums)) for rank in range(2)]
+    ranks = [log(steps(20, wait_ms=9, num_samples=7, sums=sums)) for rank in range(2)]
     assert report_of(ranks, settings=packed).figures.mfu == pytest.approx(report.figures.mfu)
 
 
 def test_without_the_arithmetic_there_is_no_figure():
-    assert report_of([log(0, steps(20))]).figures.mfu is None
+    assert report_of([log(steps(20))]).figures.mfu is None
 
 
 @pytest.mark.parametrize("name", profile_names())

@@ -87,8 +87,11 @@ def test_why_nvml_says_nothing_is_logged(caplog):
     with NvmlWatch(1, card) as watch:
         pass
     assert (watch.use(), card.calls) == (None, [])
-    assert watch.reason == "OSError: Driver Not Loaded; it needs nvidia-ml-py and a driver"
-    assert "no facts from NVML: OSError: Driver Not Loaded; it needs nvidia-ml-py and a driver" in caplog.text
+    assert watch.reason == "OSError: Driver Not Loaded; it needs nvidia-ml-py, a driver and a whole card"
+    assert (
+        "no facts from NVML: OSError: Driver Not Loaded; it needs nvidia-ml-py, a driver and a whole card"
+        in caplog.text
+    )
 
 
 def test_without_gpus_and_of_a_card_that_does_not_answer_there_is_nothing_to_say(monkeypatch):

@@ -22,7 +22,9 @@ def test_occupancy_is_busy_over_wall_of_the_measured_steps(wait_ms, reduce_ms, w
     records = first + steps(10, start, wait_ms=wait_ms, reduce_ms=reduce_ms)
     result = occupancy_of([records], window_of([records], warmup))
     assert result.mean == pytest.approx(31 / (31 + wait_ms + reduce_ms), rel=1e-6)
-    assert result.including_all_reduce == pytest.approx((31 + reduce_ms) / (31 + wait_ms + reduce_ms), rel=1e-6)
+    assert result.ranks[0].including_all_reduce == pytest.approx(
+        (31 + reduce_ms) / (31 + wait_ms + reduce_ms), rel=1e-6
+    )
 
 
 def test_occupancy_is_the_mean_over_ranks_and_names_the_lowest():

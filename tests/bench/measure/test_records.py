@@ -15,14 +15,14 @@ from fuelrail.bench.measure.records import (
 from fuelrail.pipeline.runtime.stages import StageClock
 from support.bench_runs import steps
 
-HEADER = RankHeader(rank=0, world_size=1, device="d", backend=None, model="m", num_parameters=1)
-INPUT = InputFacts(num_cameras=2, height=3, width=4, labelled=True)
-END = RankEnd(num_steps=2, parameters_xxh3="00", peak_rss_bytes=5, peak_device_bytes=None)
+HEADER = RankHeader(device="d", backend=None, num_parameters=1)
+INPUT = InputFacts(num_cameras=2, height=3, width=4)
+END = RankEnd(parameters_xxh3="00", peak_rss_bytes=5, peak_device_bytes=None)
 
 
 def test_what_is_written_comes_back(tmp_path):
     records = steps(2, wait_ms=3)
-    stages = StageSnapshot(num_steps=1, stages=[StageClock("decode", 2, 10, 1.0, 2.0, 3.0, 4, 5)])
+    stages = StageSnapshot(stages=[StageClock("decode", 2, 10, 1.0, 2.0, 3.0, 4, 5)])
     failure = RankFailure(kind="refused", message="no", at_ns=9)
     with RankWriter(rank_path(tmp_path, 0)) as writer:
         for record in (HEADER, INPUT, records[0], stages, records[1], END, failure):

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from fuelrail.bench.measure.occupancy import rank_paces, window_of
+from fuelrail.bench.measure.occupancy import occupancy_of, window_of
 from support.bench_runs import steps
 
 
 def paces(*ranks):
-    return rank_paces(ranks, window_of(ranks, 4))
+    return occupancy_of(ranks, window_of(ranks, 4)).ranks
 
 
 def test_the_rank_that_comes_last_is_named_with_the_phase_that_costs_it():
@@ -28,4 +28,5 @@ def test_ranks_that_take_turns_are_not_slow():
 
 
 def test_a_single_rank_waits_for_nobody():
-    assert paces(steps(30)) == []
+    (alone,) = paces(steps(30))
+    assert (alone.slower, alone.is_slow) == (0, False)

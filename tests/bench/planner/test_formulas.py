@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from fuelrail.bench.planner import formulas
@@ -29,3 +30,17 @@ def test_an_interleaved_first_stage_holds_the_papers_number_of_layers():
     assert chunks * 96 / 8 / 3 == first_stage_layers(96, 8, 3)
     assert formulas.chunks_in_flight(8, 7, 64, 3) == 17
     assert formulas.chunks_in_flight(8, 0, 1, 3) == 3, "no more than there are"
+
+
+@pytest.mark.parametrize("failures_per_day", [0.1, 1.0, 24.0, 200.0])
+@pytest.mark.parametrize("save_s", [0.05, 1.0, 20.0])
+def test_the_interval_of_checkpoints_costs_little_more_than_the_best_one(save_s, failures_per_day):
+    """The expected time of work with failures is Daly's equation 20, which has no closed minimum."""
+    mean_s = 86_400 / failures_per_day
+
+    def lost(interval_s):
+        return mean_s * np.expm1((interval_s + save_s) / mean_s) / interval_s
+
+    best = lost(np.geomspace(1e-2, 10 * mean_s, 200_000)).min()
+    assert lost(formulas.checkpoint_interval_s(save_s, failures_per_day)) < 1.001 * best
+    assert formulas.checkpoint_interval_s(1000.0, 864.0) == pytest.approx(1000.0), "saves do not overlap"

@@ -29,7 +29,7 @@ def compared(others):
 
 
 REPORTS = {
-    "train": lambda cpu: report_of([log(0, steps(20))], cpu=cpu),
+    "train": lambda cpu: report_of([log(steps(20))], cpu=cpu),
     "loader": lambda cpu: loader_report_of([loader_run(rate, cpu=cpu) for rate in (124.0, 125.0, 126.0)]),
     "compare": lambda cpu: compared(cpu.others),
     "scale": lambda cpu: scale_report(disturbed=cpu.disturbed),

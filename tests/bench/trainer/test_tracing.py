@@ -13,7 +13,7 @@ from support.bench_runs import PROFILE, HandClock, steps
 def traced_steps(trace, accelerator, records):
     """Steps whose phases the accelerator tells, with some work of torch in each."""
     for record in records:
-        with accelerator.host_to_device(1000):
+        with accelerator.host_to_device():
             pass
         with accelerator.forward(1, 2):
             torch.ones(4, 4) @ torch.ones(4, 4)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from fuelrail.bench.measure.processes import process_group
+from fuelrail.bench.studies.compare.group import process_group
 from fuelrail.bench.studies.compare.laps import LapProcess
 
 pytestmark = pytest.mark.process
@@ -81,7 +81,7 @@ def test_nothing_stays_stopped_for_ever_when_its_parent_is_killed(tmp_path):
     script = textwrap.dedent(f"""
         import os, pathlib, signal, sys, time
         from fuelrail.bench.studies.compare.laps import LapProcess
-        from fuelrail.bench.measure.processes import process_group
+        from fuelrail.bench.studies.compare.group import process_group
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and children inherit that
         command = [sys.executable, "-c", {TICKER!r}, {arrivals!r}, {worker!r}]
         with process_group(command, os.environ, pathlib.Path({log!r})) as process:

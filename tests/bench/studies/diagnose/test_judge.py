@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -13,9 +12,8 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.report.page import render_page
-from fuelrail.bench.studies.diagnose.judge import Bound, Evidence, Round, counterfactual, find_bound
+from fuelrail.bench.studies.diagnose.judge import Bound, Round, counterfactual, find_bound
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport, conclusion, suggestions, verdict_on
-from fuelrail.bench.studies.diagnose.report import judge as judge_trial
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.studies.train.settings import TrainOptions
 from support.bench_runs import MS, SETTINGS, log, report_of, step
@@ -35,7 +33,7 @@ def training(seed, *, ranks=2, leave_out=(), cpu=None, noise_ms=0.2, **times_ms)
                 for name, value in times_ms.items()
             }
             records.append(step(number, records[-1].end_ns, **own))
-        logs.append(log(rank, records, digest=f"{rank}" if leave_out else "same"))
+        logs.append(log(records, digest=f"{rank}" if leave_out else "same"))
     settings = msgspec.structs.replace(SETTINGS, leave_out=leave_out)
     return msgspec.structs.replace(report_of(logs, settings=settings), cpu=cpu)
 
@@ -50,7 +48,7 @@ def judge(base, *, without=None, again=None, **facts):
         name: training(number, leave_out=(name,), **times) for number, (name, times) in enumerate(runs.items(), 1)
     }
     second = base if again is None else training(99, **again)
-    return find_bound(Evidence([Round(base, reports, second)], **facts))
+    return find_bound([Round(base, reports, second)], **facts)
 
 
 def everywhere(**times):
@@ -113,7 +111,7 @@ def test_a_cache_that_was_cold():
     """Whatever comes after the first run is faster, by the same."""
     cold, warm = reading(training(0, **WAITS), 0.9), reading(training(1), 0.1)
     reports = {name: training(number, leave_out=(name,)) for number, name in enumerate(LOADER, 2)}
-    found = find_bound(Evidence([Round(cold, reports, warm)]))
+    found = find_bound([Round(cold, reports, warm)])
     assert found.bound == "cold cache"
     assert found.expected_gain == pytest.approx(46.2 / 31.2 - 1, abs=0.03)
 
@@ -172,7 +170,7 @@ def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
 @pytest.mark.parametrize("bound", [*get_args(Bound)])
 def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
     found = suggestions(bound, SETTINGS, num_shards=4, num_ranks=2, out=tmp_path)
-    line = conclusion([judge_trial(trial, training(0, **WAITS), training(1)) for trial in found])
+    line = conclusion([counterfactual(trial.options, training(0, **WAITS), training(1)) for trial in found], 0.0)
     assert line.startswith("use: " if found else "nothing was tried")
     for trial in found:
         msgspec.structs.replace(TrainOptions(), **trial.changes)
@@ -188,17 +186,17 @@ def test_the_command_runs_and_prints_what_its_report_and_page_say(dataset, tmp_p
     result = msgspec.json.decode((out / "report.json").read_bytes(), type=DiagnoseReport)
     left_out = ["loading", "storage", "decompression", "decode"]  # one rank reduces nothing
     assert [entry.name for entry in result.diagnosis.counterfactuals] == [*left_out, "again"]
-    assert [run.name for run in result.runs][:6] == [
+    assert result.runs[:6] == [
         "as-it-is",
         *(f"without-{name}" for name in left_out),
         "as-it-is-again",
     ]
     assert result.tried is not None
     for run in result.runs:
-        assert load_report(out / run.report).figures.occupancy.mean == run.occupancy
-        assert (out / run.name / "report.md").is_file()
+        assert load_report(out / run).cut_off is None
+        assert (out / run / "report.md").is_file()
     links = re.findall(r'href="([^"#]+)"', render_page(result))
-    assert links == [f"{run.name}/report.html" for run in result.runs]
+    assert links == [f"{run}/report.html" for run in result.runs]
     assert result.diagnosis.finding in (out / "report.md").read_text()
     assert f"{result.diagnosis.bound} " in capsys.readouterr().out
 
@@ -228,17 +226,16 @@ def test_further_rounds_tell_what_one_could_not():
         }
 
     first = Round(training(0, **waits), without(10), training(99, wait_ms=1.5, noise_ms=6.0))
-    assert find_bound(Evidence([first])).bound == "undecided"
+    assert find_bound([first]).bound == "undecided"
     more = [Round(training(n, **waits), without(n + 10), training(n + 99, **waits)) for n in (100, 200, 300, 400)]
-    found = find_bound(Evidence([first, *more]))
+    found = find_bound([first, *more])
     assert (found.bound, found.num_rounds) == ("CPU decode", 5)
     assert found.noise < 0.1
 
 
 def test_a_trial_within_noise_shows_no_difference():
     base, same = training(0, **WAITS), training(1, **WAITS)
-    trial = suggestions("CPU decode", SETTINGS, num_shards=2, num_ranks=1, out=Path())[0]
-    assert verdict_on(judge_trial(trial, base, same, 0.1)) == "no significant difference"
-    better = judge_trial(trial, base, training(2), 0.1)
-    assert verdict_on(better) == "helps"
-    assert not msgspec.structs.replace(better, noise=0.6).helps
+    assert verdict_on(counterfactual("--workers 2", base, same), 0.1) == "no significant difference"
+    better = counterfactual("--workers 2", base, training(2))
+    assert verdict_on(better, 0.1) == "helps"
+    assert verdict_on(better, 0.6) == "no significant difference"

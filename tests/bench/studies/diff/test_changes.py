@@ -20,7 +20,7 @@ def noisy(seed, *, slower_ms=0.0, count=60, settings=SETTINGS):
     records = [step(0, 0)]
     for number, wait_ms in enumerate(waits_ms, 1):
         records.append(step(number, records[-1].end_ns, wait_ms=wait_ms))
-    return report_of([log(0, records)], settings=settings)
+    return report_of([log(records)], settings=settings)
 
 
 def test_a_report_is_no_worse_than_itself():
@@ -94,7 +94,7 @@ def test_what_else_differs_is_reported():
 @pytest.fixture
 def reports(tmp_path):
     for name, report in {
-        "quick": noisy(0), "slow": noisy(1, slower_ms=4.0), "short": report_of([log(0, [step(0, 0)])]),
+        "quick": noisy(0), "slow": noisy(1, slower_ms=4.0), "short": report_of([log([step(0, 0)])]),
         "loader": loader_report_of([loader_run()]), "other": {"schema": "x", "version": 1},
     }.items():  # fmt: skip
         (tmp_path / name).mkdir()

@@ -164,7 +164,7 @@ def test_a_dataset_without_a_loaders_report_says_what_is_assumed(tmp_path):
 @pytest.mark.slow
 def test_efficiencies_are_fitted_to_training_on_the_cluster(tmp_path):
     settings = msgspec.structs.replace(SETTINGS, model="bev-tiny", profile=None)
-    report = report_of([log(0, steps(20)), log(1, steps(20))], settings=settings)
+    report = report_of([log(steps(20)), log(steps(20))], settings=settings)
     report = msgspec.structs.replace(report, model={"name": "bev-tiny", "num_parameters": None})
     path = tmp_path / "report.json"
     path.write_bytes(msgspec.json.encode(report))
@@ -174,7 +174,7 @@ def test_efficiencies_are_fitted_to_training_on_the_cluster(tmp_path):
     # A tiny model takes milliseconds, of which an H100 needs none: it goes as far as one step may move the numbers.
     assert found.efficiency.convolution < choice.efficiency(asked, cluster).convolution
     assert "4 numbers fitted to 1 measured step; identifiable by them: " in said[0]
-    emulated = report_of([log(0, steps(20))])
+    emulated = report_of([log(steps(20))])
     path.write_bytes(msgspec.json.encode(emulated))
     with pytest.raises(ConfigError, match="its accelerator was emulated, which says nothing of 'NVIDIA H100"):
         measured(asked, cluster, [str(path)])

@@ -15,7 +15,7 @@ def test_every_phase_has_a_colour_of_its_own_and_a_label():
 
 @pytest.mark.costly
 def test_a_whole_run_has_every_plot():
-    drawn = plots(report_of([log(0, steps(20, wait_ms=1)), log(1, steps(20))]))
+    drawn = plots(report_of([log(steps(20, wait_ms=1)), log(steps(20))]))
     assert set(drawn) == {"occupancy", "breakdown", "stages", "loss"}
     assert all(svg.startswith("<svg viewBox=") and svg.rstrip().endswith("</svg>") for svg in drawn.values())
 
@@ -24,11 +24,11 @@ def test_a_whole_run_has_every_plot():
 @pytest.mark.parametrize(
     ("logs", "drawn"),
     [
-        ([log(0, steps(1))], {"occupancy", "breakdown", "loss"}),
-        ([log(0, steps(3))], {"occupancy", "breakdown", "loss"}),
+        ([log(steps(1))], {"occupancy", "breakdown", "loss"}),
+        ([log(steps(3))], {"occupancy", "breakdown", "loss"}),
         ([RankLog()], set()),
-        ([log(0, steps(5)), RankLog()], {"occupancy", "breakdown", "loss"}),
-        ([log(0, [step(0, 0)])], {"occupancy", "breakdown", "loss"}),  # the warm-up is longer
+        ([log(steps(5)), RankLog()], {"occupancy", "breakdown", "loss"}),
+        ([log([step(0, 0)])], {"occupancy", "breakdown", "loss"}),  # the warm-up is longer
     ],
 )
 def test_a_short_run_has_what_there_is(logs, drawn):
@@ -37,6 +37,6 @@ def test_a_short_run_has_what_there_is(logs, drawn):
 
 @pytest.mark.costly
 def test_many_ranks_are_drawn_in_part():
-    svg = plots(report_of([log(rank, steps(20, wait_ms=rank)) for rank in range(16)]))["occupancy"]
+    svg = plots(report_of([log(steps(20, wait_ms=rank)) for rank in range(16)]))["occupancy"]
     assert "rank 7" in svg
     assert "rank 8" not in svg

@@ -21,27 +21,25 @@ from support.html_page import Page
 
 
 def test_rates_follow_from_samples_and_wall_time():
-    priced = msgspec.structs.replace(SETTINGS, price_per_gpu_hour=3.0)
-    figures = report_of([log(0, steps(20, wait_ms=9)), log(1, steps(20, wait_ms=9))], settings=priced).figures
+    figures = report_of([log(steps(20, wait_ms=9)), log(steps(20, wait_ms=9))]).figures
     rate = figures.throughput
     assert rate.samples_per_s == pytest.approx(2 * 2 / 0.040)
     assert rate.images_per_s == pytest.approx(2 * 4 / 0.040)
     assert rate.demand_samples_per_s == pytest.approx(2 * 2 / 0.031)
     assert rate.gpu_hours_per_million_samples == pytest.approx(2 * 1e6 / 100 / 3600)
-    assert rate.cost_per_million_samples == pytest.approx(3 * rate.gpu_hours_per_million_samples)
     assert figures.occupancy.mean == pytest.approx(31 / 40)
 
 
 @given(wait_ms=st.floats(0, 100), reduce_ms=st.floats(0, 100), other_ms=st.floats(0, 10))
 def test_shares_of_the_phases_add_up_to_one(wait_ms, reduce_ms, other_ms):
     records = steps(20, wait_ms=wait_ms, reduce_ms=reduce_ms, other_ms=other_ms)
-    figures = report_of([log(0, records)]).figures
+    figures = report_of([log(records)]).figures
     assert sum(phase.share for phase in figures.phases) == pytest.approx(1, abs=1e-6)
     assert {phase.phase: phase.time.p50_ms for phase in figures.phases}["data_wait"] == pytest.approx(wait_ms, abs=1e-5)
 
 
 def test_stage_figures_are_of_the_measured_window_summed_over_ranks():
-    figures = report_of([log(0, steps(20)), log(1, steps(20))]).figures
+    figures = report_of([log(steps(20)), log(steps(20))]).figures
     decode = figures.stages[0]
     assert (decode.name, decode.num_threads) == ("decode", 2)
     assert decode.busy == 1.0  # blocked time stood at one second at both ends
@@ -49,11 +47,11 @@ def test_stage_figures_are_of_the_measured_window_summed_over_ranks():
 
 
 def test_a_rank_without_its_last_snapshot_leaves_the_stages_out():
-    assert report_of([log(0, steps(20)), log(1, steps(20), complete=False)], cut_off="x").figures.stages == []
+    assert report_of([log(steps(20)), log(steps(20), complete=False)], cut_off="x").figures.stages == []
 
 
 def test_runs_without_figures_make_a_report():
-    short = report_of([log(0, steps(6))])
+    short = report_of([log(steps(6))])
     assert short.figures is None
     assert "6 steps - " in short.window.too_short
     nothing = report_of([RankLog(), RankLog()], cut_off="everybody died")
@@ -62,56 +60,44 @@ def test_runs_without_figures_make_a_report():
 
 
 def on_another_input():
-    other = log(0, steps(20))
-    other.input = InputFacts(num_cameras=6, height=32, width=64, labelled=True)
+    other = log(steps(20))
+    other.input = InputFacts(num_cameras=6, height=32, width=64)
     return [other]
 
 
 def fed_from_stock():
-    fed = log(0, steps(20))
+    fed = log(steps(20))
     first = fed.snapshots[0].stages
     first[-1] = msgspec.structs.replace(first[-1], waiting=2)
     return [fed]
 
 
-def short_epochs(turn_ms, other_ms):
-    """Epochs of four steps, whose first one waits for this long."""
-    records = [step(0, 0)]
-    for number in range(1, 20):
-        wait_ms = other_ms if number % 4 else turn_ms
-        records.append(step(number, records[-1].end_ns, wait_ms=wait_ms, epoch=number // 4))
-    return [log(0, records)]
-
-
 def alike(**changes):
-    return [log(0, [step(n, 5_000 + n, **changes) for n in range(20)])]
+    return [log([step(n, 5_000 + n, **changes) for n in range(20)])]
 
 
 @pytest.mark.parametrize(
     ("logs", "said"),
     [
         (alike(overrun_ns=5_000_000), "outlasted"),
-        (alike(overshoot_ns=5_000_000), "ended late"),
-        ([log(0, steps(20), digest="a"), log(1, steps(20), digest="b")], "different weights"),
-        ([log(0, steps(20), labelled=False)], "no boxes"),
+        (alike(overshoot_ns=5_000_000), "late"),
+        ([log(steps(20), digest="a"), log(steps(20), digest="b")], "different weights"),
         (alike(loss=None), "not finite"),
         (on_another_input(), r"2 x 64x32.*6 x 64x32|6 x 64x32.*2 x 64x32"),
-        (short_epochs(20, 0.1), "first step of an epoch.*has only 4 steps|has only 4 steps.*first step of an epoch"),
         (fed_from_stock(), "were prefetched"),
     ],
-    ids=["overrun", "overshoot", "weights", "labels", "loss", "input", "epochs", "stock"],
+    ids=["overrun", "overshoot", "weights", "loss", "input", "stock"],
 )
 def test_doubts_are_said(logs, said):
     assert any(re.search(said, warning) for warning in report_of(logs).warnings)
 
 
 def test_a_healthy_run_has_no_warning():
-    assert report_of([log(0, steps(20)), log(1, steps(20))]).warnings == []
-    assert not any("first step of an epoch" in warning for warning in report_of(short_epochs(4, 4)).warnings)
+    assert report_of([log(steps(20)), log(steps(20))]).warnings == []
 
 
 def test_a_report_survives_its_file_and_names_no_place(tmp_path):
-    report = report_of([log(0, steps(20)), log(1, steps(20))], cut_off="the run was interrupted")
+    report = report_of([log(steps(20)), log(steps(20))], cut_off="the run was interrupted")
     path = tmp_path / "report.json"
     publish_json(path, report)
     assert load_report(path) == report
@@ -130,14 +116,14 @@ def test_other_files_are_refused(tmp_path, text):
 
 def test_a_run_on_cuda_names_its_device():
     cuda = msgspec.structs.replace(SETTINGS, profile=None)
-    assert report_of([log(0, steps(20))], settings=cuda).accelerator == {"kind": "cuda", "device": "Test GPU"}
-    assert report_of([log(0, steps(20))]).accelerator["sources"] == PROFILE.sources
+    assert report_of([log(steps(20))], settings=cuda).accelerator == {"kind": "cuda", "device": "Test GPU"}
+    assert report_of([log(steps(20))]).accelerator["sources"] == PROFILE.sources
 
 
 def on_data(read_bytes, *, ranks=2, leave_out=(), num_samples=10):
     """Ranks that took 20 steps of 2 samples of 1 MB each, for which storage read that much."""
     dataset = msgspec.structs.replace(DATASET, num_samples=num_samples, mean_sample_bytes=1e6)
-    logs = [log(rank, steps(20)) for rank in range(ranks)]
+    logs = [log(steps(20)) for rank in range(ranks)]
     for each in logs:
         each.end = msgspec.structs.replace(each.end, read_bytes=read_bytes)
     settings = msgspec.structs.replace(SETTINGS, leave_out=leave_out)
@@ -147,31 +133,27 @@ def on_data(read_bytes, *, ranks=2, leave_out=(), num_samples=10):
 @pytest.mark.costly
 def test_a_run_from_the_page_cache_says_so():
     report = on_data(0)
-    source = report.source
-    assert (source.num_taken, source.num_distinct, source.passes, source.stored_bytes) == (80, 10, 8.0, 80_000_000)
     (warning,) = [warning for warning in report.warnings if "page cache" in warning]
-    assert "80 samples, 10 distinct ones, 8.0 times through the split" in warning
+    assert "0% of the bytes of 80 samples, 8.0 times through the split" in warning
     for text in (render_markdown(report), Page(render_page(report)).text):
-        assert "80 samples, 10 distinct ones: 8.0 times through the split" in text
+        assert warning in text
 
 
 @pytest.mark.parametrize(
-    ("read_bytes", "share", "said"),
+    ("read_bytes", "said"),
     [
-        (40_000_000, 1.0, "Storage read 100% of these bytes"),
-        (10_000_000, 0.25, "Storage read 25% of these bytes"),
-        (None, None, "It is unknown whether"),
+        (40_000_000, None),
+        (10_000_000, "Storage read 25% of the bytes"),
+        (None, "may have been read from a cache"),
     ],
 )
-def test_what_storage_read_is_reported(read_bytes, share, said):
+def test_what_storage_read_is_reported(read_bytes, said):
     report = on_data(read_bytes)
-    assert report.source.from_storage == share
-    assert said in report.source.sentence()
-    assert any("page cache" in warning for warning in report.warnings) is (share == 0.25)
+    assert [said] == [said for warning in report.warnings if said in warning] if said else report.warnings == []
 
 
 def test_a_run_without_loading_has_no_source():
-    assert on_data(0, leave_out=("loading",)).source is None
+    assert not any("bytes" in warning for warning in on_data(0, leave_out=("loading",)).warnings)
 
 
 def test_headline_bar_and_sentence_agree_on_a_loaded_host():
@@ -191,7 +173,7 @@ def test_headline_bar_and_sentence_agree_on_a_loaded_host():
         durations = {name: getattr(device, name) for name in device.__struct_fields__}
         other_ns = clock.now - start_ns - device.forward_ns - device.backward_ns - device.optimiser_ns
         records.append(step(number, start_ns, **durations, other_ns=other_ns, end_ns=clock.now))
-    report = report_of([log(0, records)])
+    report = report_of([log(records)])
     share = {phase.phase: phase.share for phase in report.figures.phases}
     bar = share["forward"] + share["backward"] + share["optimiser"]
     assert bar == pytest.approx(report.figures.occupancy.mean)

@@ -10,7 +10,6 @@ from fuelrail.bench.trainer.strategies.settings import (
     ParallelSettings,
     check_fits,
     degrees_of,
-    not_promised,
 )
 from fuelrail.pipeline.errors import ConfigError
 
@@ -86,7 +85,3 @@ def test_sizes_and_numbers_of_blocks_are_those_of_the_models():
             if name in billions:
                 count = sum(p.numel() for p in model.parameters()) / 1e9
                 assert count == pytest.approx(billions[name], rel=0.06), name
-
-
-def test_a_deterministic_run_says_what_it_does_not_promise():
-    assert len(not_promised(ParallelSettings(compile="inductor"))) == len(not_promised(ParallelSettings())) + 1

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from fuelrail.bench.measure.processes import process_group, signal_group
+from fuelrail.bench.studies.compare.group import process_group, signal_group
 
 pytestmark = pytest.mark.process
 
