@@ -39,6 +39,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     images_per_s: float
     demand_samples_per_s: float
     gpu_hours_per_million_samples: float
+    cost_per_million_samples: float | None
 
 
 class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +91,7 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         fit = fit_cost([step.sums for step in inside], np.array(times, np.float64))
     return Figures(
         occupancy=occupancy,
-        throughput=_throughput(ranks),
+        throughput=_throughput(ranks, settings.price_per_gpu_hour),
         step_time=summarise_ns([step.wall_ns for step in inside]),
         phases=[
             Phase(
@@ -135,7 +136,7 @@ def _launch_share(steps: Sequence[StepRecord]) -> float:
     return sum(step.launch_ns for step in steps) / device_ns if device_ns else 0.0
 
 
-def _throughput(ranks: Sequence[Sequence[StepRecord]]) -> Throughput:
+def _throughput(ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float | None) -> Throughput:
     samples_per_s = images_per_s = demand = 0.0
     for steps in ranks:
         # Each rank by its own clock: ranks of different hosts share none.
@@ -145,11 +146,13 @@ def _throughput(ranks: Sequence[Sequence[StepRecord]]) -> Throughput:
         images_per_s += sum(step.num_images for step in steps) / wall_s
         busy_ns = sum(step.device_busy_ns for step in steps)
         demand += samples / (busy_ns / NS_PER_S) if busy_ns else 0.0
+    gpu_hours = len(ranks) / samples_per_s / _S_PER_HOUR * 1e6
     return Throughput(
         samples_per_s=samples_per_s,
         images_per_s=images_per_s,
         demand_samples_per_s=demand,
-        gpu_hours_per_million_samples=len(ranks) / samples_per_s / _S_PER_HOUR * 1e6,
+        gpu_hours_per_million_samples=gpu_hours,
+        cost_per_million_samples=None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour,
     )
 
 

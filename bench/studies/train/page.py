@@ -134,6 +134,8 @@ def _tiles(figures: Figures) -> Tiles:
         (f"{wait.time.p50_ms:.2f} ms", f"data wait p50; p99 {wait.time.p99_ms:.1f} ms"),
         (f"{rate.gpu_hours_per_million_samples:.1f}", "GPU-hours per million samples"),
     ]
+    if rate.cost_per_million_samples is not None:
+        entries.append((f"{rate.cost_per_million_samples:,.2f}", "cost per million samples, in the price’s currency"))
     if figures.mfu is not None:
         entries.append((f"{figures.mfu:.1%}", "model FLOP utilisation"))
     return Tiles(entries)

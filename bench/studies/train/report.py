@@ -43,7 +43,7 @@ _SHOWN_ELSEWHERE = {
         "transforms",
         "ledger",
     ),
-    *("teacher", "teacher_layer", "distill", "temperature"),
+    *("teacher", "teacher_layer", "distill", "temperature", "price_per_gpu_hour"),
 }
 
 

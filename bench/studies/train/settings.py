@@ -18,7 +18,7 @@ from fuelrail.loaders.storage import Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.settings import Above0, NotNegative, Positive, as_settings, check_types, flag
+from fuelrail.pipeline.settings import Above0, AtLeast0, NotNegative, Positive, as_settings, check_types, flag
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 
 RECORDS = "records"
@@ -92,6 +92,10 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     ledger: Annotated[str | None, flag("record in this file which samples the weights have seen", metavar="FILE")] = (
         None
     )
+    price_per_gpu_hour: Annotated[
+        AtLeast0 | None,
+        flag("price of a GPU-hour; adds the cost per million samples, in the same currency", metavar="PRICE"),
+    ] = None
     timeout_s: Annotated[Positive, flag("seconds after which a rank that does not answer ends the run")] = 300
     trace: Annotated[
         bool,

@@ -12,7 +12,7 @@ REFUSED = {
         (("--batch-size", -1), "--batch-size -1: Expected `int` >= 1"),
         (("--warmup", -1), "--warmup -1: Expected `int` >= 0"),
         (("--learning-rate", "nan"), "--learning-rate nan: Expected `float` >= 0.0"),
-        (("--bucket-mib", "inf"), "--bucket-mib inf: Expected `float` <= 1000000000.0"),
+        (("--price-per-gpu-hour", "inf"), "--price-per-gpu-hour inf: Expected `float` <= 1000000000.0"),
         (("--steps", 9, "--epochs", 1), "steps=9 and epochs=1 exclude each other"),
         (("--ranks", 5, "--batch-size", 5), "has 24 samples, one step takes 25"),
         (("--split", "test"), "no split 'test'"),

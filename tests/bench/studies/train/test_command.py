@@ -31,7 +31,7 @@ def bench(dataset, out, *options):
 
 def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, capsys):
     out = tmp_path / "out"
-    options = ("--ranks", 2, "--batch-size", 1, "--steps", 14, "--warmup", 3, "--workers", 1)
+    options = ("--ranks", 2, "--batch-size", 1, "--steps", 14, "--warmup", 3, "--workers", 1, "--price-per-gpu-hour", 2)
     assert bench(dataset, out, *options) == 0
     report = load_report(out / "report.json")
     assert report.cut_off is None

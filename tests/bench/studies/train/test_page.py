@@ -24,7 +24,10 @@ RUNS = {
     "with memory and checkpoints": report_of(
         [LEARNED], settings=msgspec.structs.replace(SETTINGS, checkpoint="/private")
     ),
-    "two ranks": report_of([log(steps(20, wait_ms=3)), log(steps(20, wait_ms=3, reduce_ms=2))]),
+    "two ranks": report_of(
+        [log(steps(20, wait_ms=3)), log(steps(20, wait_ms=3, reduce_ms=2))],
+        settings=msgspec.structs.replace(SETTINGS, price_per_gpu_hour=2.5),
+    ),
     "three hundred steps": report_of([log(steps(300, wait_ms=3))]),
     "a first step that towers": report_of([log([step(0, 0, wait_ms=9_000), *steps(30, 9_031_000_000)])]),
     "too short": report_of([log(steps(3))]),

@@ -21,12 +21,14 @@ from support.html_page import Page
 
 
 def test_rates_follow_from_samples_and_wall_time():
-    figures = report_of([log(steps(20, wait_ms=9)), log(steps(20, wait_ms=9))]).figures
+    priced = msgspec.structs.replace(SETTINGS, price_per_gpu_hour=3.0)
+    figures = report_of([log(steps(20, wait_ms=9)), log(steps(20, wait_ms=9))], settings=priced).figures
     rate = figures.throughput
     assert rate.samples_per_s == pytest.approx(2 * 2 / 0.040)
     assert rate.images_per_s == pytest.approx(2 * 4 / 0.040)
     assert rate.demand_samples_per_s == pytest.approx(2 * 2 / 0.031)
     assert rate.gpu_hours_per_million_samples == pytest.approx(2 * 1e6 / 100 / 3600)
+    assert rate.cost_per_million_samples == pytest.approx(3 * rate.gpu_hours_per_million_samples)
     assert figures.occupancy.mean == pytest.approx(31 / 40)
 
 
