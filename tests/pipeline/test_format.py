@@ -89,7 +89,7 @@ class TestTables:
             for name in re.findall(r"`([^`]+)`", cells[1]):
                 stated[name] = (dtype, re.findall(r"\w+", shape))
         assert stated == {
-            name: (names[dtype.str], [str(n) for n in shape]) for name, dtype, shape in schema._SPECS[kind]
+            name: (names[dtype.str], [str(n) for n in shape]) for name, dtype, shape in schema.ARRAYS[kind]
         }
         assert list(stated) == [f.name for f in fields(kind)]
 
