@@ -18,12 +18,12 @@ from fuelrail.pipeline.format import rules
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.rules import Rig, are_rigid, broken_boxes, broken_calibration, broken_names
 from fuelrail.pipeline.sample.schema import (
+    ARRAYS,
     BOXES,
     GEOMETRY,
     META,
     Boxes,
     Geometry,
-    array_specs,
     decode_arrays,
     encode_arrays,
     encode_points,
@@ -436,7 +436,7 @@ def test_one_look_at_all_values_finds_what_the_rules_find_one_by_one(monkeypatch
     whole = {Geometry: make_geometry(rng, 64, 48, 10**18, (1, 1)), Boxes: make_boxes(rng, 4)}
     found: list[bool] = []
     for kind, record in whole.items():
-        names = [spec[0] for spec in array_specs(kind) if "timestamp" not in spec[0]]
+        names = [spec[0] for spec in ARRAYS[kind] if "timestamp" not in spec[0]]
         for _ in range(600):
             name = rng.choice(names)
             array = getattr(record, name).copy()
