@@ -92,7 +92,8 @@ class SampleReader:
             and (name not in rig.fields or name in self._fields)
             and (name in rig.fields or name.partition(".")[0] not in {*rig.cameras} - {*self.cameras})
         )
-        self._reads_whole = self.storage.needs_whole_spans or self._wanted.issuperset(dataset.index.names)
+        whole = self.storage.needs_whole_spans
+        self._left_out = frozenset() if whole else frozenset(dataset.index.names) - self._wanted
 
     def fetch(self, index: int) -> FetchedSpan:
         """Return a sample's stored bytes; raises OrderError outside the dataset, ShardError for bad bytes."""
@@ -102,11 +103,12 @@ class SampleReader:
     def row(self, index: int) -> IndexRow:
         """Return the row of the index for the part of a sample that is read; raise OrderError outside the dataset.
 
-        Lidars and channels that are not selected are not in it: its span ends with the last member that may be read,
-        and begins with the first.
+        Lidars and channels that are not selected are not in it: its span ends with the last member that may be read.
         """
         row = self._dataset.index.row(index)
-        return row if self._reads_whole or is_framed(self._dataset.shards.name_of(row)) else row.only(self._wanted)
+        if not self._left_out or is_framed(self._dataset.shards.name_of(row)):
+            return row
+        return row.without(self._left_out)
 
     def rows(self, indices: Sequence[int]) -> tuple[IndexRow, ...]:
         """Return the rows of the index for all that is read for a sample; raise OrderError outside the dataset.

@@ -129,6 +129,20 @@ class IndexRow(NamedTuple):
         names, offsets, stored_bytes, raw_bytes, codecs, _ = columns
         return MemberColumns(member_kinds(names, codecs), offsets, stored_bytes, raw_bytes)
 
+    def without(self, names: Collection[str]) -> IndexRow:
+        """Return the row of the beginning of the span, up to the last member that is not one of ``names``.
+
+        Members of these names are not in it. Without any of them it is the row itself.
+        """
+        kept = tuple([entry for entry in self.members if entry.name not in names])
+        if not kept or len(kept) == len(self.members):
+            return self
+        end = max([entry.offset + entry.stored_bytes for entry in kept])
+        length = end + -end % BLOCK_BYTES
+        if not 0 < length <= self.length:
+            return self  # a damaged entry, which is reported when the whole span is read
+        return self._replace(length=length, members=kept, is_part=True)
+
     def only(self, names: Collection[str]) -> IndexRow:
         """Return the row of the part of the span from the first to the last member of these names, with these alone.
 
@@ -139,7 +153,7 @@ class IndexRow(NamedTuple):
         length = max([entry.offset + entry.stored_bytes for entry in kept], default=0) - start
         if not 0 <= start < start + length <= self.length:
             return self
-        members = tuple([entry._replace(offset=entry.offset - start) for entry in kept] if start else kept)
+        members = tuple([entry._replace(offset=entry.offset - start) for entry in kept])
         return self._replace(offset=self.offset + start, length=length, members=members, is_part=True)
 
 
