@@ -244,11 +244,9 @@ def _resolved(value: object, annotation: object, name: str) -> object:
     if not isinstance(value, Mapping | str | os.PathLike):
         return value
     kinds = list(_variants([inspect.type_info(annotation)]))
-    if any(isinstance(kind, inspect.StrType | inspect.LiteralType) for kind in kinds):
-        if isinstance(value, os.PathLike):
-            return os.fspath(value)
-        if isinstance(value, str):
-            return value
+    takes_text = any(isinstance(kind, inspect.StrType | inspect.LiteralType) for kind in kinds)
+    if takes_text and isinstance(value, str | os.PathLike):
+        return os.fspath(value)
     structs = [kind.cls for kind in kinds if isinstance(kind, inspect.StructType)]
     if len(structs) == 1:
         return as_settings(value, structs[0], name)
