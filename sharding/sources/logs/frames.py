@@ -100,10 +100,10 @@ class FrameMaker:
             parts: Iterable[list[Reference]]
             if channel.name in self._given.radars:
                 parts = self._radar(channel, rows[channel.name], times)
+            elif channel.source_name in self._index.signals and not self._given.series:
+                parts = signals(channel, *self._index.signals[channel.source_name], times)
             else:
-                stamps, values = map(np.concatenate, zip(*self._index.signals[channel.source_name], strict=True))
-                order = np.argsort(stamps, kind="stable")
-                parts = signals(channel, stamps[order], values[order], times)
+                continue
             for own, more in zip(found, parts, strict=True):
                 own += more
         return found

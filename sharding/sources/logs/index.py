@@ -94,7 +94,7 @@ class LogIndex:
         self.fixes: list[Fix] = []
         self.marks = {topic: list[Marks]() for topic in options.boxes2d.values()}
         self._marked = dict[tuple[str, str], dict[int, Marks]]()
-        self.signals = {topic: list[_Signals]() for topic in options.signals.values()}
+        self._signals = {topic: list[_Signals]() for topic in options.signals.values()}
         self.tree = FrameTree(f"log '{name}'")
         sensors = (*cameras, *lidars)
         self._found: dict[str, list[tuple[int, int, Shot | LogSweep]]] = {topic: [] for topic in sensors}
@@ -109,6 +109,7 @@ class LogIndex:
                 self._read(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
         self.series = {topic: self._sorted(topic) for topic in sensors}
+        self.signals = {topic: _in_order(parts) for topic, parts in self._signals.items() if parts}
 
     def _read(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
         topics = file.topics
@@ -118,7 +119,7 @@ class LogIndex:
             if name in cameras
             or name in lidars
             or name in (poses, self._gps)
-            or name in self.signals
+            or name in self._signals
             or name in self.marks
             or topic.type in CALIBRATIONS | TRANSFORMS
         }
@@ -162,10 +163,10 @@ class LogIndex:
             reader = readers[name]
             if not messages:
                 continue
-            if name in self.signals:
+            if name in self._signals:
                 stamps, values = reader.signals(messages)
                 kept = self._kept_of(name, messages, stamps := self._stamps(name, messages, stamps), " (signals)")
-                self.signals[name].append((stamps[kept], values[kept]))
+                self._signals[name].append((stamps[kept], values[kept]))
             if name in self.marks:
                 self._mark(name, messages, [reader.marks(message) for message in messages])
             elif name == poses:
@@ -344,3 +345,9 @@ class LogIndex:
                 "clock=log_time takes the times of the recording"
             )
         return stamp_ns
+
+
+def _in_order(parts: Sequence[_Signals]) -> _Signals:
+    stamps, values = map(np.concatenate, zip(*parts, strict=True))
+    order = np.argsort(stamps, kind="stable")
+    return stamps[order], values[order]

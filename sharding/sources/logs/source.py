@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.channels import signal_series
 from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors, thinned
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.source import FrameSource
@@ -95,7 +96,12 @@ class LogSource(FrameSource[LogSettings]):
             for number, part in enumerate(parts):
                 clip = name if len(parts) == 1 else f"{name}-{number:04d}"
                 self._cuts[clip] = name, part
-                yield Clip(name=clip, log_id=name, files=tuple(files))
+                series = {
+                    f"can_{channel}": signal_series(*index.signals[topic], part.tolist())
+                    for channel, topic in given.signals.items()
+                    if given.series and topic in index.signals
+                }
+                yield Clip(name=clip, log_id=name, files=tuple(files), series=series)
             self.noted.update(index.noted)
 
     def poses(self, clip: Clip) -> Trajectory | None:

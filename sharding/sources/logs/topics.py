@@ -70,7 +70,7 @@ class LogTopics:
                 listed = ", ".join(sorted(topics))
                 raise ConfigError(f"signals: '{topic}' of {name} is not a topic with numbers; topics: {listed}")
             units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
-            found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True))
+            found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True, series=self.given.series))
         return (*found, *self._radars())
 
     def _radars(self) -> list[Channel]:
