@@ -73,7 +73,8 @@ class Series(NamedTuple):
 
 
 class LogIndex:
-    """One log: files in the order of recording. ``noted`` counts what was found odd on the way.
+    """One log: files in the order of recording. ``noted`` counts what was found odd on the way, and
+    ``videos`` the packets of video and their bytes by topic.
 
     ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``levels`` are topics whose
     pictures may have 16 bits. ``options`` are the source's: its
@@ -88,6 +89,7 @@ class LogIndex:
         self._clock_jumps, self._latest = options.clock_jumps, dict[str, tuple[int, int]]()
         self._only_keyframes, self._gps, self._levels = options.frames == "keyframes", gps, levels
         self.noted = Counter[str]()
+        self.videos = dict[str, tuple[int, int]]()
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[tuple[int, CameraInfo]]] = {}
         self.poses: list[Edges] = []
@@ -243,6 +245,8 @@ class LogIndex:
 
     def _frame(self, file: LogFile, topic: Topic, message: Message, picture: Picture, where: str) -> Shot:
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
+        number, num_bytes = self.videos.get(topic.name, (0, 0))
+        self.videos[topic.name] = number + 1, num_bytes + picture.length
         codec = self._codec(file, topic, message)
         if is_keyframe(data, codec, where):
             self._keys[topic.name] = message.place

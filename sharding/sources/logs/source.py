@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -25,6 +26,7 @@ from fuelrail.sharding.sources.logs.settings import LogSettings
 from fuelrail.sharding.sources.logs.topics import LogTopics
 from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.video import libraries
+from fuelrail.sharding.sources.source import VideoStart
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
@@ -55,6 +57,7 @@ class LogSource(FrameSource[LogSettings]):
         self.topics = LogTopics(self.recordings, self.given)
         self._index: LogIndex | None = None
         self._cuts: dict[str, tuple[str, NDArray[np.int64]]] = {}
+        self._videos: dict[tuple[str, str], tuple[int, int]] = {}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class LogSource(FrameSource[LogSettings]):
                 }
                 yield Clip(name=clip, log_id=name, files=tuple(files), series=series)
             self.noted.update(index.noted)
+            self._videos |= {(name, topic): facts for topic, facts in index.videos.items()}
 
     def poses(self, clip: Clip) -> Trajectory | None:
         """Return the poses of the log's transforms, or of the Odometry topic."""
@@ -140,6 +144,20 @@ class LogSource(FrameSource[LogSettings]):
         jobs = {Job.of(ref): ref for ref in refs}
         for job, data in self._members.read(list(jobs)):
             yield jobs[job], data
+
+    def videos(self, refs: Iterable[str], number: int) -> list[VideoStart]:
+        """Return the video of each log and topic."""
+        first, kept = dict[tuple[str, str], Job](), Counter[tuple[str, str]]()
+        for job in map(Job.of, refs):
+            if job.kind == "video":
+                kept[job.log, job.topic] += 1
+                first.setdefault((job.log, job.topic), job)
+
+        new = partial(LogMembers, self.recordings, self.topics, JpegForm())
+        return [
+            VideoStart(*self._videos[name], kept[name], new().following(job, number), new)
+            for name, job in first.items()
+        ]
 
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Yield members in the order of the recording, so that a chunk is decompressed once."""
@@ -179,13 +197,7 @@ class LogSource(FrameSource[LogSettings]):
 
     @cached_property
     def _members(self) -> LogMembers:
-        return LogMembers(
-            self.recordings.log_file,
-            lambda: self.recordings.topics,
-            lambda: dict(self.recordings.logs),
-            self.stored or JpegForm(self.given.video_quality),
-            self.topics.levels,
-        )
+        return LogMembers(self.recordings, self.topics, self.stored or JpegForm(self.given.video_quality))
 
 
 class Rosbag2Source(LogSource):
