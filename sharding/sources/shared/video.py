@@ -282,7 +282,9 @@ class StreamDecoder:
     def __init__(self, codec: str, form: JpegForm, where: str) -> None:
         import av
 
-        self._context: Any = av.CodecContext.create(_codec(codec, where), "r")
+        name = _codec(codec, where)
+        # FFmpeg's own decoder of AV1 needs hardware for it.
+        self._context: Any = av.CodecContext.create("libdav1d" if name == "av1" else name, "r")
         self._where, self._encoder = where, _Encoder(form, where)
         self.num_decoded = 0
 
