@@ -19,13 +19,11 @@ from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, cam
 from fuelrail.sharding.sources.logs.index import LogIndex, LogSweep, Shot
 from fuelrail.sharding.sources.logs.members import Job
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, RadarSweep
-from fuelrail.sharding.sources.logs.messages.records import RAWS, VIDEOS
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.adapter.poses import Trajectory
-    from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.logs.messages.records import Marks
     from fuelrail.sharding.sources.logs.topics import LogTopics
 
@@ -41,11 +39,10 @@ class FrameMaker:
         self,
         index: LogIndex,
         chosen: LogTopics,
-        topics: Mapping[str, Topic],
         noted: dict[str, int],
         poses: Trajectory | None,
     ) -> None:
-        self._index, self._given, self._topics, self._noted = index, chosen.given, topics, noted
+        self._index, self._given, self._noted = index, chosen.given, noted
         self._channels, self._poses = chosen.channels, poses
         self._apart = dict[str, float]()
         self._cameras, self._lidars, self._reference = chosen.cameras, chosen.lidars, chosen.reference
@@ -200,25 +197,21 @@ class FrameMaker:
             )
         shot, stamp_ns = self._index.series[topic].items[row], stamps[row]
         assert isinstance(shot, Shot), "a topic of pictures"
-        kind = self._topics[topic].type
-        if kind in VIDEOS and shot.key is None:
+        if shot.kind == "video" and shot.key is None:
             return Absent("no keyframe before it")
         model = models[-1]
         if model.stamp_ns > stamp_ns:
             model = next((model for model in reversed(models) if model.stamp_ns <= stamp_ns), models[0])
         model.check_size(shot.width, shot.height)
+        log = self._index.name if shot.kind == "video" else ""
+        ref = Job(shot.kind, topic, shot.place, shot.key, log).ref
         if shot.offset >= 0:
-            ref, num_bytes = f"{shot.place.file}#{shot.offset}+{shot.length}", shot.length
-        elif kind in VIDEOS:
-            ref = Job("video", topic, shot.place, shot.key, self._index.name).ref
-            num_bytes = shot.width * shot.height // 5
-        elif kind in RAWS:
-            ref, num_bytes = Job("raw", topic, shot.place).ref, shot.width * shot.height // 2
-        else:
-            ref, num_bytes = Job("bytes", topic, shot.place).ref, shot.length
+            ref = f"{shot.place.file}#{shot.offset}+{shot.length}"
+        pixels = shot.width * shot.height
+        num_bytes = {"video": pixels // 5, "raw": pixels // 2}.get(shot.kind, shot.length)
         return Image(
             ref=ref, timestamp_ns=stamp_ns, intrinsics=model.intrinsics, cam2ego=model.cam2ego, width=shot.width,
-            height=shot.height, num_bytes=max(num_bytes, 1), made=shot.offset < 0, extension=shot.extension or "jpg",
+            height=shot.height, num_bytes=max(num_bytes, 1), made=shot.offset < 0, extension=shot.extension,
             dist=model.dist, dist_model=model.dist_model,
         )  # fmt: skip
 

@@ -45,8 +45,8 @@ _AT_ONCE: Final = 4096
 class Shot(msgspec.Struct, frozen=True, gc=False):
     """A picture: its message, size [px] and bytes; ``offset`` is in its file, -1 where they are not in it as they are.
 
-    ``extension`` is "" of a raw picture and of video, whose ``key`` is the keyframe to decode from: None if there is
-    none.
+    ``kind`` is that of the job which makes it: "bytes", "raw", or "video", whose ``key`` is the keyframe to decode
+    from: None if there is none.
     """
 
     place: Locator
@@ -54,7 +54,8 @@ class Shot(msgspec.Struct, frozen=True, gc=False):
     length: int
     width: int
     height: int
-    extension: str
+    extension: str = "jpg"
+    kind: str = "bytes"
     key: Locator | None = None
 
 
@@ -230,7 +231,7 @@ class LogIndex:
             return stamp_ns, self._frame(file, topic, message, picture, where)
         if topic.type in RAWS:
             check_encoding(picture.encoding, where, has_levels=topic.name in self._levels)
-            return stamp_ns, Shot(message.place, -1, picture.length, picture.width, picture.height, "")
+            return stamp_ns, Shot(message.place, -1, picture.length, picture.width, picture.height, kind="raw")
 
         def first_bytes(number: int) -> memoryview:
             data = message.data
@@ -254,7 +255,8 @@ class LogIndex:
                 whole = memoryview(file.read(message.place).data)[picture.offset : picture.offset + picture.length]
                 self._sizes[topic.name] = stream_size(whole, codec, where)
         key = self._keys.get(topic.name)
-        return Shot(message.place, -1, picture.length, *self._sizes.get(topic.name, (0, 0)), "", key)
+        size = self._sizes.get(topic.name, (0, 0))
+        return Shot(message.place, -1, picture.length, *size, kind="video", key=key)
 
     def _codec(self, file: LogFile, topic: Topic, message: Message) -> str:
         """Read the codec of a topic from its first message, which states it behind the picture."""

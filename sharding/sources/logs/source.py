@@ -126,14 +126,8 @@ class LogSource(FrameSource[LogSettings]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each remaining message of the reference."""
         log, times = self._cuts[clip.name]
-        maker = FrameMaker(
-            self._indexed(log),
-            self.topics,
-            self.recordings.topics,
-            self.noted,
-            self.poses(clip) if self.given.radars else None,
-        )
-        return maker.frames(times)
+        poses = self.poses(clip) if self.given.radars else None
+        return FrameMaker(self._indexed(log), self.topics, self.noted, poses).frames(times)
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read a sweep."""

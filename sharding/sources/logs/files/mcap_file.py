@@ -91,8 +91,10 @@ class McapFile:
     @cached_property
     def reads_in_order(self) -> bool:
         """Whether chunks are compressed: another order than that of the recording is much slower to read then."""
-        chunks = self._found_chunks() if self._summary is None else self._summary.chunks
-        return any(not chunk.is_plain for chunk in chunks)
+        if self._summary is not None:
+            return any(not chunk.is_plain for chunk in self._summary.chunks)
+        records = self._records(RECORD.size + CHUNK.size + 8)
+        return any(op == CHUNK_OP and not self._chunk_at(at, head).is_plain for at, op, _, head in records)
 
     def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
         """Yield the messages of these topics in the order of their recording; of ``heads`` the first bytes may do."""
@@ -197,14 +199,10 @@ class McapFile:
 
     def _walk_records(self, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
         """Yield the messages of a file without a summary, perhaps cut off; note its schemas and channels."""
-        at = len(MAGIC)
-        while at < self._size:
-            head = self._files.read(self._name, at, MESSAGE.size + HEAD_BYTES)
-            op, length = RECORD.unpack_from(head) if len(head) >= RECORD.size else (0, 0)
+        end = len(MAGIC)
+        for at, op, length, head in self._records(MESSAGE.size + HEAD_BYTES):
             if op == DATA_END_OP:
                 return
-            if not op or at + RECORD.size + length > self._size:
-                break
             if op == CHUNK_OP:
                 yield from sorted(self._walk_chunk(self._chunk_at(at, head), wanted, whole), key=attrgetter("log_ns"))
             elif op == MESSAGE_OP:
@@ -215,20 +213,19 @@ class McapFile:
                     yield Message(topic.name, log_ns, Locator(self._name, -1, at), data, length - _HEAD, start)
             elif op in (SCHEMA_OP, CHANNEL_OP):
                 self._channels.take(op, self._files.read(self._name, at + RECORD.size, length))
-            at += RECORD.size + length
-        if at < self._size:
-            self.lost["bytes after a cut"] = self._size - at
+            end = at + RECORD.size + length
+        if end < self._size:
+            self.lost["bytes after a cut"] = self._size - end
 
-    def _found_chunks(self) -> Iterator[Chunk]:
-        """Yield the whole chunks of a file without a summary."""
+    def _records(self, num_bytes: int) -> Iterator[tuple[int, int, int, bytes]]:
+        """Yield place, kind and length of each whole record, with the first bytes from there on."""
         at = len(MAGIC)
         while at < self._size:
-            head = self._files.read(self._name, at, RECORD.size + CHUNK.size + 8)
+            head = self._files.read(self._name, at, num_bytes)
             op, length = RECORD.unpack_from(head) if len(head) >= RECORD.size else (0, 0)
             if not op or at + RECORD.size + length > self._size:
                 return
-            if op == CHUNK_OP:
-                yield self._chunk_at(at, head)
+            yield at, op, length, head
             at += RECORD.size + length
 
     @staticmethod
