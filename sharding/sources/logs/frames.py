@@ -45,6 +45,7 @@ class FrameMaker:
         self._index, self._given, self._noted = index, chosen.given, noted
         self._channels, self._poses = chosen.channels, poses
         self._apart = dict[str, float]()
+        self._gps = chosen.gps
         self._cameras, self._lidars, self._reference = chosen.cameras, chosen.lidars, chosen.reference
         self._all = {**self._cameras, **self._lidars, **self._given.radars}
 
@@ -134,17 +135,16 @@ class FrameMaker:
 
     def _fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
         """Return the position nearest to each time, at most ``max_gap_s`` away; None where there is none."""
-        fixes = sorted(self._index.fixes)
-        if not fixes:
+        if self._gps not in self._index.signals:
             return []
-        stamps = np.array([fix.stamp_ns for fix in fixes], np.int64)
-        found: list[dict[str, float | None]] = []
-        for time, row in zip(times.tolist(), sync.nearest(stamps, times).tolist(), strict=True):
-            _, *place = fixes[row]
-            near = abs(fixes[row].stamp_ns - time) <= self._given.max_gap_s * 1e9
-            known = near and not np.isnan(place).any()
-            found.append(dict(zip(FIX_COLUMNS, place if known else (None,) * 3, strict=True)))
-        return found
+        stamps, values = self._index.signals[self._gps]
+        column = self._index.columns[self._gps].index
+        places = values[:, [column(name) for name in ("latitude", "longitude", "altitude")]]
+        rows = sync.nearest(stamps, times)
+        known = (np.abs(stamps[rows] - times) <= self._given.max_gap_s * 1e9) & ~np.isnan(places[rows]).any(1)
+        known &= values[rows, column("status.status")] >= 0  # -1 is no fix
+        both = zip(known.tolist(), places[rows].tolist(), strict=True)
+        return [dict(zip(FIX_COLUMNS, place if there else (None,) * 3, strict=True)) for there, place in both]
 
     def _matched(self, channel: str, topic: str, times: NDArray[np.int64]) -> NDArray[np.intp]:
         """Return the row of a channel's message for each time, -1 for none. Note the delay that was estimated."""

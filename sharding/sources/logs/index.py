@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -23,7 +23,6 @@ from fuelrail.sharding.sources.logs.messages.records import (
     VIDEOS,
     CameraInfo,
     Edges,
-    Fix,
     Marks,
     Picture,
 )
@@ -34,7 +33,7 @@ from fuelrail.sharding.sources.shared.video import is_keyframe, stream_size
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
     from fuelrail.sharding.sources.logs.files.recordings import LogFile
-    from fuelrail.sharding.sources.logs.settings import LogSettings
+    from fuelrail.sharding.sources.logs.topics import LogTopics
 
 
 _Signals: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.float64]]"
@@ -74,31 +73,28 @@ class Series(NamedTuple):
 
 
 class LogIndex:
-    """One log: files in the order of recording. ``noted`` counts what was found odd on the way, and
-    ``videos`` the packets of video and their bytes by topic.
+    """One log: files in the order of recording; ``topics`` says which of its topics count. Raises SourceError.
 
-    ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``levels`` are topics whose
-    pictures may have 16 bits. ``options`` are the source's: its
-    ``poses``, ``signals``, ``clock``, ``clock_jumps``, ``frames`` and ``max_gap_s`` count here. Raises SourceError.
+    ``noted`` counts what was found odd on the way, ``videos`` the packets of video and their bytes by topic. By topic,
+    ``signals`` are stamps [ns] and numbers in time order, also those of the position; ``columns`` are their names.
     """
 
-    def __init__(
-        self, name: str, files: Sequence[LogFile], *, cameras: Sequence[str], lidars: Sequence[str], gps: str,
-        levels: Collection[str], options: LogSettings,
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, files: Sequence[LogFile], topics: LogTopics) -> None:
+        options = topics.given
         self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
         self._clock_jumps, self._latest = options.clock_jumps, dict[str, tuple[int, int]]()
-        self._only_keyframes, self._gps, self._levels = options.frames == "keyframes", gps, levels
+        self._only_keyframes, self._levels = options.frames == "keyframes", topics.levels
         self.noted = Counter[str]()
         self.videos = dict[str, tuple[int, int]]()
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[tuple[int, CameraInfo]]] = {}
         self.poses: list[Edges] = []
-        self.fixes: list[Fix] = []
         self.marks = {topic: list[Marks]() for topic in options.boxes2d.values()}
         self._marked = dict[tuple[str, str], dict[int, Marks]]()
-        self._signals = {topic: list[_Signals]() for topic in options.signals.values()}
+        self._signals = {topic: list[_Signals]() for topic in (*options.signals.values(), *filter(None, [topics.gps]))}
+        self.columns = dict[str, list[str]]()
         self.tree = FrameTree(f"log '{name}'")
+        cameras, lidars = topics.cameras.values(), (*topics.lidars.values(), *options.radars.values())
         sensors = (*cameras, *lidars)
         self._found: dict[str, list[tuple[int, int, Shot | LogSweep]]] = {topic: [] for topic in sensors}
         self._items: dict[str, list[Any]] = {topic: [] for topic in sensors}
@@ -121,7 +117,7 @@ class LogIndex:
             for name, topic in topics.items()
             if name in cameras
             or name in lidars
-            or name in (poses, self._gps)
+            or name == poses
             or name in self._signals
             or name in self.marks
             or topic.type in CALIBRATIONS | TRANSFORMS
@@ -167,18 +163,13 @@ class LogIndex:
             if not messages:
                 continue
             if name in self._signals:
-                stamps, values = reader.signals(messages)
+                self.columns[name], (stamps, values) = reader.columns, reader.signals(messages)
                 kept = self._kept_of(name, messages, stamps := self._stamps(name, messages, stamps), " (signals)")
                 self._signals[name].append((stamps[kept], values[kept]))
             if name in self.marks:
                 self._mark(name, messages, [reader.marks(message) for message in messages])
             elif name == poses:
                 self.poses += self._moved(name, messages, reader.poses(messages))
-            elif name == self._gps:
-                fixes = [reader.fix(message) for message in messages]
-                stamps = self._stamps(name, messages, np.array([fix.stamp_ns for fix in fixes], np.int64))
-                kept = self._kept_of(name, messages, stamps)
-                self.fixes += [fixes[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()]
             elif topics[name].type in CALIBRATIONS:
                 self.calibrations.setdefault(name, []).extend(reader.calibrations(messages))
             elif topics[name].type in TRANSFORMS:

@@ -181,12 +181,7 @@ class LogSource(FrameSource[LogSettings]):
         """Return the index of a log; keep that of the last one."""
         if self._index is None or self._index.name != log:
             files = next(files for name, files in self.recordings.logs if name == log)
-            self._index = LogIndex(
-                log, [self.recordings.log_file(name) for name in files],
-                cameras=list(self.topics.cameras.values()),
-                lidars=[*self.topics.lidars.values(), *self.given.radars.values()],
-                gps=self.topics.gps, levels=self.topics.levels, options=self.given,
-            )  # fmt: skip
+            self._index = LogIndex(log, [self.recordings.log_file(name) for name in files], self.topics)
         return self._index
 
     @cached_property
