@@ -142,7 +142,7 @@ class FrameMaker:
         places = values[:, [column(name) for name in ("latitude", "longitude", "altitude")]]
         rows = sync.nearest(stamps, times)
         known = (np.abs(stamps[rows] - times) <= self._given.max_gap_s * 1e9) & ~np.isnan(places[rows]).any(1)
-        known &= values[rows, column("status.status")] >= 0  # -1 is no fix
+        known &= values[rows, column("status.status")] >= 0  # -1 is without a fix
         both = zip(known.tolist(), places[rows].tolist(), strict=True)
         return [dict(zip(FIX_COLUMNS, place if there else (None,) * 3, strict=True)) for there, place in both]
 

@@ -31,8 +31,7 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.shared.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
-    from fuelrail.sharding.sources.logs.files.recordings import LogFile
+    from fuelrail.sharding.sources.logs.files.log_file import LogFile, Message, Topic
     from fuelrail.sharding.sources.logs.topics import LogTopics
 
 

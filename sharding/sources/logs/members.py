@@ -15,7 +15,6 @@ import msgspec
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
-from fuelrail.sharding.sources.adapter.members import MADE, POINTS
 from fuelrail.sharding.sources.logs.files.log_file import Locator
 from fuelrail.sharding.sources.logs.messages.clouds import RadarSweep, points_of, radar_points
 from fuelrail.sharding.sources.logs.messages.pictures import FULL, raw_jpeg
@@ -76,18 +75,6 @@ class LogMembers:
         self._reader = cache(lambda topic: Reader(recordings.topics[topic]))
         self._all_places = cache(self._places)
         self.num_decoded = 0
-
-    @staticmethod
-    def split(refs: Sequence[str]) -> tuple[dict[Job, str], list[str]]:
-        """Split references into jobs with their references, and references that are bytes of files."""
-        jobs: dict[Job, str] = {}
-        rest = []
-        for ref in refs:
-            if ref.startswith((MADE, POINTS)):
-                jobs[Job.of(ref.removeprefix(MADE).removeprefix(POINTS))] = ref
-            else:
-                rest.append(ref)
-        return jobs, rest
 
     def points(self, job: Job) -> NDArray[np.float32]:
         """Read a sweep: (P, 6), or that of a radar."""

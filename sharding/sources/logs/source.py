@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.channels import signal_series
 from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors, thinned
+from fuelrail.sharding.sources.adapter.members import MADE, POINTS
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.logs import sync
@@ -62,14 +63,14 @@ class LogSource(FrameSource[LogSettings]):
     @property
     def options(self) -> dict[str, Any]:
         """All options; the versions of libraries where there is video."""
-        return {**super().options, "libraries": libraries() if self.topics.has_video else ""}
+        return {**super().options, "libraries": libraries() if self.topics.videos else ""}
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these logs, not of the kind
         """ "clip" where chunks are compressed, or where there is video."""
         found = self.recordings
         in_order = any(found.log_file(name).reads_in_order for _, files in found.logs for name in files)
-        return "clip" if in_order or self.topics.has_video else "random"
+        return "clip" if in_order or self.topics.videos else "random"
 
     def sensors(self) -> Sensors:
         """Return cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
@@ -155,11 +156,13 @@ class LogSource(FrameSource[LogSettings]):
 
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Yield members in the order of the recording, so that a chunk is decompressed once."""
-        jobs, rest = LogMembers.split(refs)
+        made = [ref for ref in refs if ref.startswith((MADE, POINTS))]
+        jobs = {Job.of(ref.removeprefix(MADE).removeprefix(POINTS)): ref for ref in made}
         for job, data in self._members.read(list(jobs)):
             yield jobs[job], data
-        for ref in rest:
-            yield ref, self.open(ref)
+        for ref in refs:
+            if not ref.startswith((MADE, POINTS)):
+                yield ref, self.open(ref)
 
     @property
     def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs, not of the kind

@@ -7,7 +7,6 @@ leaves it that was killed, is walked from its beginning, and its whole chunks ar
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import cached_property
 from operator import attrgetter, itemgetter
@@ -17,6 +16,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import (
     HEAD_BYTES,
     Locator,
+    LogFile,
     Message,
     Topic,
     by_time,
@@ -50,23 +50,23 @@ if TYPE_CHECKING:
 _HEAD = MESSAGE.size - RECORD.size
 
 
-class McapFile:
-    """One MCAP file. Errors are SourceError naming the file.
+class McapFile(LogFile):
+    """One MCAP file.
 
     ``skip_damaged`` leaves out a chunk whose checksum is wrong, counted in ``lost``, where else it is an error.
-    ``check_all`` checks uncompressed chunks also, which reads the whole file. ``lost`` is what could not be read, and
-    was left out: kind to bytes or messages.
+    ``check_all`` checks uncompressed chunks also, which reads the whole file.
     """
 
-    def __init__(self, files: SourceFiles, name: str, *, skip_damaged: bool = False, check_all: bool = False) -> None:
-        self._files, self._name = files, name
-        self._where = f"file '{files.shown}/{name}'"
+    def __init__(
+        self, files: SourceFiles, name: str, *, is_packed: bool = False, skip_damaged: bool = False,
+        check_all: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(files, name, is_packed=is_packed)
         self._skip_damaged, self._check_all = skip_damaged, check_all
         self._channels = Channels(self._where)
         self._chunk: tuple[int, Buffer] = (-1, b"")
         self._lengths: dict[str, int] = {}
         self.num_decompressed = 0
-        self.lost = Counter[str]()
 
     @cached_property
     def _size(self) -> int:
@@ -90,14 +90,15 @@ class McapFile:
 
     @cached_property
     def reads_in_order(self) -> bool:
-        """Whether chunks are compressed: another order than that of the recording is much slower to read then."""
+        """Whether chunks or messages are compressed."""
+        if self._is_packed:
+            return True
         if self._summary is not None:
             return any(not chunk.is_plain for chunk in self._summary.chunks)
         records = self._records(RECORD.size + CHUNK.size + 8)
         return any(op == CHUNK_OP and not self._chunk_at(at, head).is_plain for at, op, _, head in records)
 
-    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
-        """Yield the messages of these topics in the order of their recording; of ``heads`` the first bytes may do."""
+    def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
         summary = self._summary
         wanted = frozenset(heads) | frozenset(whole)
         self.lost.clear()
@@ -126,8 +127,7 @@ class McapFile:
             found += [(log_ns, self._place(chunk, offset)) for log_ns, offset, _ in offsets]
         return [place for _, place in sorted(found, key=itemgetter(0))]
 
-    def read(self, place: Locator, most: int | None = None) -> Message:
-        """Read a whole message, or its first bytes."""
+    def _read(self, place: Locator, most: int | None = None) -> Message:
         with parsing(f"{self._where}: the message at {place.chunk}:{place.at}"):
             if place.chunk < 0:
                 head = self._files.read(self._name, place.at, MESSAGE.size)
