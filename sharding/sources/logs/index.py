@@ -111,15 +111,11 @@ class LogIndex:
 
     def _read(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
         topics = file.topics
+        chosen = {*cameras, *lidars, *self._signals, *self.marks, poses}
         readers = {
             name: Reader(topic)
             for name, topic in topics.items()
-            if name in cameras
-            or name in lidars
-            or name == poses
-            or name in self._signals
-            or name in self.marks
-            or topic.type in CALIBRATIONS | TRANSFORMS
+            if name in chosen or topic.type in CALIBRATIONS | TRANSFORMS
         }
         heads, num_lost = readers.keys() & (cameras | lidars), 0
         pending: dict[str, list[Message]] = {name: [] for name in readers.keys() - heads}
@@ -163,7 +159,7 @@ class LogIndex:
                 continue
             if name in self._signals:
                 self.columns[name], (stamps, values) = reader.columns, reader.signals(messages)
-                kept = self._kept_of(name, messages, stamps := self._stamps(name, messages, stamps), " (signals)")
+                stamps, kept = self._timed(name, messages, stamps, " (signals)")
                 self._signals[name].append((stamps[kept], values[kept]))
             if name in self.marks:
                 self._mark(name, messages, [reader.marks(message) for message in messages])
@@ -184,8 +180,7 @@ class LogIndex:
             if len(stamped) < len(marks):
                 self.noted[f"{topic}: messages without boxes or stamp"] += len(marks) - len(stamped)
             messages, marks = [messages[at] for at in stamped], [marks[at] for at in stamped]
-        stamps = self._stamps(topic, messages, np.array([one.stamp_ns for one in marks], np.int64))
-        kept = self._kept_of(topic, messages, stamps)
+        stamps, kept = self._timed(topic, messages, np.array([one.stamp_ns for one in marks], np.int64))
         self.marks[topic] += [marks[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()]
 
     def marks_of(self, pictures: str, topic: str, offset_ns: int, tolerance_ns: int) -> dict[int, Marks]:
@@ -292,13 +287,6 @@ class LogIndex:
         self.noted[f"{what}: messages after the clock was set back"] += int(np.count_nonzero(~kept))
         return kept
 
-    def _kept_of(
-        self, topic: str, messages: Sequence[Message], stamps: NDArray[np.int64], part: str = ""
-    ) -> NDArray[np.bool_]:
-        """Do :meth:`_kept` for messages with these stamps."""
-        log_ns = np.array([message.log_ns for message in messages], np.int64)
-        return self._kept(topic + part, stamps, log_ns, [message.place for message in messages])
-
     def _sorted(self, topic: str) -> Series:
         items, stamps = self._items.pop(topic), np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
         if self._only_keyframes and topic in self._codecs:
@@ -318,19 +306,24 @@ class LogIndex:
         found = []
         for part in parts:
             own = [messages[row] for row in part.row.tolist()]
-            stamps = self._stamps(topic, own, part.stamp_ns)
-            kept = self._kept_of(topic, own, stamps, f" ({part.child})")
+            stamps, kept = self._timed(topic, own, part.stamp_ns, f" ({part.child})")
             if kept.any():
                 found.append(part._replace(stamp_ns=stamps).rows(kept))
         return found
 
-    def _stamps(self, topic: str, messages: Sequence[Message], stamp_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the times that count (N,) [ns]; raise SourceError for a stamp of 0 where stamps count."""
+    def _timed(
+        self, topic: str, messages: Sequence[Message], stamp_ns: NDArray[np.int64], part: str = ""
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the times that count (N,) [ns], and which messages to keep, as :meth:`_kept`.
+
+        Raises SourceError also for a stamp of 0 where stamps count.
+        """
+        log_ns = np.array([message.log_ns for message in messages], np.int64)
         if self._clock == "log_time":
-            return np.array([message.log_ns for message in messages], np.int64)
-        if not stamp_ns.all():
+            stamp_ns = log_ns
+        elif not stamp_ns.all():
             self._stamp(topic, messages[int(np.argmin(stamp_ns != 0))], 0)
-        return stamp_ns
+        return stamp_ns, self._kept(topic + part, stamp_ns, log_ns, [message.place for message in messages])
 
     def _stamp(self, topic: str, message: Message, stamp_ns: int) -> int:
         if self._clock == "log_time":

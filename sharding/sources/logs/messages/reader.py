@@ -55,6 +55,7 @@ class Reader:
 
     def poses(self, messages: Sequence[Message]) -> list[Edges]:
         """Read whole Odometry or PoseStamped messages; the child frame of a PoseStamped is ""."""
+        assert isinstance(self._form, Ros), "a type of ROS"
         return Edges.of(enumerate(self._guard(self._form.pose, message.data) for message in messages))
 
     def marks(self, message: Message) -> Marks:
