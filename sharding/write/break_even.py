@@ -102,10 +102,11 @@ def _measured(video: VideoStart, form: JpegForm) -> tuple[float, float, float, f
     """Return of the first frames of a video: their number, bytes as JPEG, and CPU time [s] to decode and to encode."""
     times, decoded, sizes, count = [], [], [0], len(video.frames)
     for wanted in (video.frames[-1:], video.frames):
-        reader, started = video.open(), time.process_time()
+        reader = video.open()
+        before, started = reader.num_decoded, time.process_time()
         sizes = [len(jpeg) for _, jpeg in reader.jpegs(wanted, form)]
         times.append(time.process_time() - started)
-        decoded.append(reader.num_decoded)
+        decoded.append(reader.num_decoded - before)
     # Two equations: the time of a run is that of the frames that it decodes and that of its JPEGs.
     ratio = decoded[1] / decoded[0]
     encode_s = max(0.0, (times[1] - times[0] * ratio) / max(count - ratio, 1)) * count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -148,9 +148,9 @@ class LogSource(FrameSource[LogSettings]):
                 kept[job.log, job.topic] += 1
                 first.setdefault((job.log, job.topic), job)
 
-        new = partial(LogMembers, self.recordings, self.topics, JpegForm())
+        members = LogMembers(self.recordings, self.topics, JpegForm())  # one, for it keeps where messages are
         return [
-            VideoStart(*self._videos[name], kept[name], new().following(job, number), new)
+            VideoStart(*self._videos[name], kept[name], members.following(job, number), lambda: members)
             for name, job in first.items()
         ]
 
