@@ -178,7 +178,7 @@ def checked_source(spec: SourceSpec, recipe: Recipe | None = None) -> tuple[Scan
         check_rows(table, _rig(info), f"{spec.kind}:{spec.location}")
         if recipe is None or not isinstance(source, FrameSource):
             return info, None
-        return info, break_even(table, source.files, recipe.images)
+        return info, break_even(table, source, recipe.images)
 
 
 def _rig(info: ScanInfo) -> Rig:

@@ -19,22 +19,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numpy as np
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.source import list_files, make_dataroot
-from fuelrail.bench.micro.timing import QUICK, Effort, TimedContest, TimingReport, compare, render
+from fuelrail.bench.micro.timing import (
+    QUICK,
+    Effort,
+    LapClock,
+    Quartiles,
+    TimedContest,
+    TimingReport,
+    compare,
+    render,
+)
 from fuelrail.bench.micro.writers import FLOORS, candidates, fuelrail_with
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.runtime.workers import in_threads
@@ -80,14 +87,6 @@ CASES = {
 OWN_SOURCE = Case(lidar=False, num_frames=0, num_files=0, num_rounds=3)
 
 
-class Quartiles(NamedTuple):
-    """The quartiles of a ratio over the rounds."""
-
-    q25: float
-    median: float
-    q75: float
-
-
 class RestartCost(msgspec.Struct, frozen=True, kw_only=True):
     """What ``--jpeg restart`` costs when shards are made: the rewriting alone, on all CPUs, and the bytes it leaves."""
 
@@ -115,31 +114,6 @@ class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
     share_of_floor: dict[str, Quartiles]
     """Fuelrail's rate over that of the floor that takes the same digests, in the same round."""
     comparisons: list[TimedContest]
-
-
-class _Clock:
-    """Calls something, and keeps the time that it took, and the CPU time with that of processes it waited for."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
-        self.taken_s: list[float] = []
-        self.cpu_s: list[float] = []
-
-    def __call__(self) -> None:
-        before, started = _cpu_s(), time.perf_counter()
-        self._work()
-        self.taken_s.append(time.perf_counter() - started)
-        self.cpu_s.append(_cpu_s() - before)
-
-    def over(self, other: _Clock, num_rounds: int) -> Quartiles:
-        """Return how many times as fast as another one it is, by round; the calls before the first only warm up."""
-        ratios = np.divide(other.taken_s[-num_rounds:], self.taken_s[-num_rounds:])
-        return Quartiles(*np.quantile(ratios, (0.25, 0.5, 0.75)).tolist())
-
-
-def _cpu_s() -> float:
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def touch_memory(folder: Path, num_bytes: int) -> None:
@@ -231,7 +205,7 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
         files = list_files(root)
         num_bytes = sum(path.stat().st_size for _, paths in files for path in paths)
         works, missing = candidates(root, files, work, num_cpus)
-        clocks = {name: _Clock(call) for name, call in works.items() if name not in case.leave_out}
+        clocks = {name: LapClock(call) for name, call in works.items() if name not in case.leave_out}
         touch_memory(work, 2 * num_bytes)
         effort = QUICK if options.quick else Effort(num_rounds=case.num_rounds, min_lap_s=0.0)
         comparison = compare(title, clocks, effort)

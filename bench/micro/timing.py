@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -134,6 +136,44 @@ def render(report: TimingReport) -> str:
             for entry in comparison.entries
         ]
     return "\n".join(lines)
+
+
+class Quartiles(NamedTuple):
+    """The quartiles of a ratio over the rounds."""
+
+    q25: float
+    median: float
+    q75: float
+
+
+class LapClock:
+    """Calls something, and keeps the time that it took, and the CPU time with that of processes it waited for."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self.taken_s: list[float] = []
+        self.cpu_s: list[float] = []
+
+    def __call__(self) -> None:
+        """Call it once."""
+        before, started = _cpu_s(), time.perf_counter()
+        self._work()
+        self.taken_s.append(time.perf_counter() - started)
+        self.cpu_s.append(_cpu_s() - before)
+
+    def over(self, other: LapClock, num_rounds: int, *, cpu: bool = False) -> Quartiles:
+        """Return how many times as fast as another one it is, by round; the calls before the first only warm up.
+
+        ``cpu``: by CPU time.
+        """
+        ours, theirs = (self.cpu_s, other.cpu_s) if cpu else (self.taken_s, other.taken_s)
+        ratios = np.divide(theirs[-num_rounds:], ours[-num_rounds:])
+        return Quartiles(*np.quantile(ratios, (0.25, 0.5, 0.75)).tolist())
+
+
+def _cpu_s() -> float:
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def _duration(seconds: float) -> str:

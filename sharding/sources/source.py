@@ -6,7 +6,7 @@ methods. All kinds are in :mod:`fuelrail.sharding.sources.registry`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -133,4 +133,26 @@ class ClipSource(Protocol):
 
         ``refs`` are in the order of the scan table. A member's bytes may be overwritten when the next one is asked for.
         """
+        ...
+
+
+class VideoStart(NamedTuple):
+    """A video of a source, to estimate its cost by its first ``frames``; ``num_kept`` of all are images of samples.
+
+    ``open()`` returns what has ``jpegs(frames, form)`` and ``num_decoded``, as ``VideoFile``.
+    """
+
+    num_frames: int
+    num_bytes: int
+    num_kept: int
+    frames: Sequence[Any]
+    open: Callable[[], Any]
+
+
+@runtime_checkable
+class OwnVideos(Protocol):
+    """A source with video that is not in files of its own."""
+
+    def videos(self, refs: Iterable[str], number: int) -> list[VideoStart]:
+        """Return the videos of these made images, with up to ``number`` frames each."""
         ...

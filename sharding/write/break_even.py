@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -14,10 +15,12 @@ from fuelrail.sharding.planning.recipe import ImageRecipe
 from fuelrail.sharding.sources.adapter.members import MADE
 from fuelrail.sharding.sources.adapter.videos import FRAME, frame_of
 from fuelrail.sharding.sources.shared.pictures import JpegForm
-from fuelrail.sharding.sources.shared.video import VideoFacts, VideoFile
+from fuelrail.sharding.sources.shared.video import VideoFile
+from fuelrail.sharding.sources.source import OwnVideos, VideoStart
 from fuelrail.sharding.write.images import stored_size
 
 if TYPE_CHECKING:
+    from fuelrail.sharding.sources.adapter.source import FrameSource
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.shared.scan_table import ScanTable
 
@@ -35,7 +38,7 @@ class BreakEvenOption(msgspec.Struct, frozen=True):
 
 
 class BreakEven(msgspec.Struct, frozen=True):
-    """The video files of a source, and what JPEGs of their frames cost, by estimate."""
+    """The video of a source, by file or topic, and what JPEGs of its frames cost, by estimate."""
 
     num_videos: int
     num_frames: int
@@ -44,7 +47,7 @@ class BreakEven(msgspec.Struct, frozen=True):
 
     def lines(self) -> list[str]:
         """Return the report for people."""
-        about = f"{counted(self.num_videos, 'file')} of {self.num_frames:,} frames, {self.num_bytes / 1e6:,.1f} MB"
+        about = f"{counted(self.num_videos, 'stream')} of {self.num_frames:,} frames, {self.num_bytes / 1e6:,.1f} MB"
         return [f"video: {about}"] + [
             f"  as JPEG, {one.what}: {one.num_images:,} images, {one.num_bytes / 1e6:,.1f} MB, "
             f"{one.num_bytes / max(self.num_bytes, 1):.2f} of the video; {one.cpu_hours:.3g} CPU hours, once"
@@ -52,30 +55,40 @@ class BreakEven(msgspec.Struct, frozen=True):
         ]
 
 
-def break_even(table: ScanTable, files: SourceFiles, images: ImageRecipe | None) -> BreakEven | None:
+def break_even(table: ScanTable, source: FrameSource[Any], images: ImageRecipe | None) -> BreakEven | None:
     """Estimate what the frames of video in a scan table cost; None where there are none in files of this machine.
 
     ``images`` is how they would be stored. The first frames of a few videos are decoded and encoded.
     """
     refs = (member.ref for number in range(len(table)) for member in table.row(number).members)
-    kept = Counter(frame_of(ref.removeprefix(MADE))[0] for ref in refs if ref.startswith(MADE) and FRAME in ref)
-    paths = {name: path for name in sorted(kept) if (path := files.path(name)) is not None}
-    if not paths:
+    made = (ref.removeprefix(MADE) for ref in refs if ref.startswith(MADE))
+    videos = source.videos(made, _FRAMES) if isinstance(source, OwnVideos) else _in_files(source.files, made)
+    if not videos:
         return None
-    facts_of = {path: VideoFile(path).facts() for path in paths.values()}
-    num_bytes = sum(facts.num_bytes for name in paths if (facts := files.facts(name)) is not None)
-    measured, num_all = list(facts_of)[:: -(-len(paths) // _VIDEOS)], sum(one.num_frames for one in facts_of.values())
+    num_all, num_bytes, num_kept = (sum(column) for column in list(zip(*videos, strict=True))[:3])
     options = []
     for what, number, recipe in (
         ("all frames", num_all, None),
-        *(("the kept frames", sum(kept.values()), one) for one in (None, _HALF, images)[: 3 if images else 2]),
+        *(("the kept frames", num_kept, one) for one in (None, _HALF, images)[: 3 if images else 2]),
     ):
         form = JpegForm() if recipe is None else JpegForm(recipe.quality, partial(stored_size, recipe))
-        runs = [_measured(path, facts_of[path], form) for path in measured]
-        made, size, decode_s, encode_s = map(sum, zip(*runs, strict=True))
-        hours = (decode_s * num_all + encode_s * number) / made / 3600
-        options.append(BreakEvenOption(f"{what}, {_said(recipe)}", number, round(size / made * number), hours))
-    return BreakEven(len(paths), num_all, num_bytes, options)
+        runs = [_measured(video, form) for video in videos[:: -(-len(videos) // _VIDEOS)]]
+        made_of, size, decode_s, encode_s = map(sum, zip(*runs, strict=True))
+        hours = (decode_s * num_all + encode_s * number) / made_of / 3600
+        options.append(BreakEvenOption(f"{what}, {_said(recipe)}", number, round(size / made_of * number), hours))
+    return BreakEven(len(videos), num_all, num_bytes, options)
+
+
+def _in_files(files: SourceFiles, refs: Iterable[str]) -> list[VideoStart]:
+    kept, found = Counter(frame_of(ref)[0] for ref in refs if FRAME in ref), []
+    for name in sorted(kept):
+        path, about = files.path(name), files.facts(name)
+        if path is not None and about is not None:
+            video = partial(VideoFile, path)
+            facts = video().facts()
+            frames = range(facts.first_frame, min(facts.first_frame + _FRAMES, facts.num_frames))
+            found.append(VideoStart(facts.num_frames, about.num_bytes, kept[name], frames, video))
+    return found
 
 
 def _said(images: ImageRecipe | None) -> str:
@@ -85,16 +98,15 @@ def _said(images: ImageRecipe | None) -> str:
     return f"{size},quality={images.quality}"
 
 
-def _measured(path: str, facts: VideoFacts, form: JpegForm) -> tuple[float, float, float, float]:
+def _measured(video: VideoStart, form: JpegForm) -> tuple[float, float, float, float]:
     """Return of the first frames of a video: their number, bytes as JPEG, and CPU time [s] to decode and to encode."""
-    times, decoded, sizes = [], [], [0]
-    numbers = range(facts.first_frame, min(facts.first_frame + _FRAMES, facts.num_frames))
-    count = len(numbers)
-    for wanted in (numbers[-1:], numbers):
-        video, started = VideoFile(path), time.process_time()
-        sizes = [len(jpeg) for _, jpeg in video.jpegs(wanted, form)]
+    times, decoded, sizes, count = [], [], [0], len(video.frames)
+    for wanted in (video.frames[-1:], video.frames):
+        reader = video.open()
+        before, started = reader.num_decoded, time.process_time()
+        sizes = [len(jpeg) for _, jpeg in reader.jpegs(wanted, form)]
         times.append(time.process_time() - started)
-        decoded.append(video.num_decoded)
+        decoded.append(reader.num_decoded - before)
     # Two equations: the time of a run is that of the frames that it decodes and that of its JPEGs.
     ratio = decoded[1] / decoded[0]
     encode_s = max(0.0, (times[1] - times[0] * ratio) / max(count - ratio, 1)) * count

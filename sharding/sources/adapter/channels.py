@@ -7,13 +7,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.sensors import RESERVED
-from fuelrail.pipeline.channels.series import one_of_series
-from fuelrail.pipeline.channels.table import DTYPES, MAX_RANK, ArraySpec, Channel, Law
+from fuelrail.pipeline.channels.series import one_of_series, series_channel
+from fuelrail.pipeline.channels.table import DTYPES, MAX_RANK, MAX_TEXT, ArraySpec, Channel, Law
 from fuelrail.pipeline.errors import MemberError, SchemaError, SourceError
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.sharding.sources.adapter.boxes import stable_id
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 COMPUTED: Final = "computed:"
 """Begins the reference of a member that the scan computed."""
-_FIRST_NS: Final = 500_000_000
+SIGNALS_AS_SERIES: Final = "true stores signals as series, at their own rate: windows in seconds read them by time"
+"""Describes the option ``series`` of sources with signals."""
+_BESIDE_NS: Final = 500_000_000
+"""How long before and after its samples a clip has signals."""
 _EMPTY: Final = ("float64", (0,))
 """The form of an empty list."""
 _NONE: Final = ("float64", (None,))
@@ -115,7 +119,7 @@ def _common(
 def clip_series(
     channels: Sequence[Channel], clip: Clip, frames: Sequence[Frame]
 ) -> dict[str, tuple[NDArray[np.int64], NDArray[Any]]]:
-    """Return times and values of each series of a clip: its own, or those of its frames, also of frames to leave out.
+    """Return times and values of each series that a clip has: its own, or of its frames, also of frames to leave out.
 
     Raises SourceError for times that do not ascend, and for measurements that are not of the channel's form.
     """
@@ -134,7 +138,8 @@ def clip_series(
                 f"clip '{clip.name}': series '{channel.name}' has {len(stamps)} times and values of "
                 f"{list(array.shape)}; times must ascend, and each value be of {list(one.shape)}"
             )
-        found[channel.name] = stamps, array.astype(one.numpy_dtype)
+        if len(stamps):
+            found[channel.name] = stamps, array.astype(one.numpy_dtype)
     return found
 
 
@@ -193,12 +198,19 @@ def boxes2d_channel(camera: str, description: str) -> Channel:
     )
 
 
-def signals_channel(name: str, units: Mapping[str, str], source_name: str, *, has_unknown: bool = False) -> Channel:
+def signals_channel(
+    name: str, units: Mapping[str, str], source_name: str, *, has_unknown: bool = False, series: bool = False
+) -> Channel:
     """Return the entry of the table for messages of numbers, such as CAN's: columns to units, after ``dt_s``.
 
     With ``has_unknown`` numbers may be NaN, or infinite, as they were measured. A member has the messages since the
-    sample before it, as :func:`signals` makes it.
+    sample before it, as :func:`signals` makes it. With ``series`` it is one of :func:`signal_series` instead, whose
+    measurements are the columns without ``dt_s``.
     """
+    if series:
+        columns = ", ".join(f"{column} [{unit}]" if unit else column for column, unit in units.items())
+        found = series_channel(name, "float64", (len(units),), description=f"columns: {columns}"[:MAX_TEXT])
+        return msgspec.structs.replace(found, source_name=source_name, allows_nan=has_unknown, allows_inf=has_unknown)
     return Channel(
         name=name,
         kind="points",
@@ -226,12 +238,27 @@ def signals(
     Of the first sample they are those of the last 0.5 s. A sample without a message has no member.
     """
     ends = np.searchsorted(stamp_ns, times_ns, "right").tolist()
-    first = int(np.searchsorted(stamp_ns, times_ns[0] - _FIRST_NS, "right"))
+    first = int(np.searchsorted(stamp_ns, times_ns[0] - _BESIDE_NS, "right"))
     found: list[list[Reference]] = []
     for begin, end, time_ns in zip([first, *ends], ends, times_ns, strict=False):
         rows = np.concatenate([(time_ns - stamp_ns[begin:end, None]) * 1e-9, values[begin:end]], 1)
         found.append([computed(channel, KINDS[channel.kind].encode(rows, channel))] if begin < end else [])
     return found
+
+
+def signal_series(
+    stamp_ns: NDArray[np.int64], values: NDArray[np.float64], times_ns: Sequence[int] = ()
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return times and values of a clip's series: of messages (N, C) with stamps (N,), one of each stamp, the first.
+
+    With ``times_ns``, those of its samples that ascend, they are from 0.5 s before the first one to 0.5 s after the
+    last one.
+    """
+    stamps, rows = np.unique(stamp_ns, return_index=True)
+    if times_ns:
+        first, end = np.searchsorted(stamps, (times_ns[0] - _BESIDE_NS, times_ns[-1] + _BESIDE_NS + 1))
+        stamps, rows = stamps[first:end], rows[first:end]
+    return stamps, values[rows]
 
 
 def image_boxes(

@@ -19,13 +19,11 @@ from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, cam
 from fuelrail.sharding.sources.logs.index import LogIndex, LogSweep, Shot
 from fuelrail.sharding.sources.logs.members import Job
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS, RadarSweep
-from fuelrail.sharding.sources.logs.messages.records import RAWS, VIDEOS
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.adapter.poses import Trajectory
-    from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.logs.messages.records import Marks
     from fuelrail.sharding.sources.logs.topics import LogTopics
 
@@ -41,13 +39,13 @@ class FrameMaker:
         self,
         index: LogIndex,
         chosen: LogTopics,
-        topics: Mapping[str, Topic],
         noted: dict[str, int],
         poses: Trajectory | None,
     ) -> None:
-        self._index, self._given, self._topics, self._noted = index, chosen.given, topics, noted
+        self._index, self._given, self._noted = index, chosen.given, noted
         self._channels, self._poses = chosen.channels, poses
         self._apart = dict[str, float]()
+        self._gps = chosen.gps
         self._cameras, self._lidars, self._reference = chosen.cameras, chosen.lidars, chosen.reference
         self._all = {**self._cameras, **self._lidars, **self._given.radars}
 
@@ -100,10 +98,10 @@ class FrameMaker:
             parts: Iterable[list[Reference]]
             if channel.name in self._given.radars:
                 parts = self._radar(channel, rows[channel.name], times)
+            elif channel.source_name in self._index.signals and not self._given.series:
+                parts = signals(channel, *self._index.signals[channel.source_name], times)
             else:
-                stamps, values = map(np.concatenate, zip(*self._index.signals[channel.source_name], strict=True))
-                order = np.argsort(stamps, kind="stable")
-                parts = signals(channel, stamps[order], values[order], times)
+                continue
             for own, more in zip(found, parts, strict=True):
                 own += more
         return found
@@ -137,17 +135,16 @@ class FrameMaker:
 
     def _fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
         """Return the position nearest to each time, at most ``max_gap_s`` away; None where there is none."""
-        fixes = sorted(self._index.fixes)
-        if not fixes:
+        if self._gps not in self._index.signals:
             return []
-        stamps = np.array([fix.stamp_ns for fix in fixes], np.int64)
-        found: list[dict[str, float | None]] = []
-        for time, row in zip(times.tolist(), sync.nearest(stamps, times).tolist(), strict=True):
-            _, *place = fixes[row]
-            near = abs(fixes[row].stamp_ns - time) <= self._given.max_gap_s * 1e9
-            known = near and not np.isnan(place).any()
-            found.append(dict(zip(FIX_COLUMNS, place if known else (None,) * 3, strict=True)))
-        return found
+        stamps, values = self._index.signals[self._gps]
+        column = self._index.columns[self._gps].index
+        places = values[:, [column(name) for name in ("latitude", "longitude", "altitude")]]
+        rows = sync.nearest(stamps, times)
+        known = (np.abs(stamps[rows] - times) <= self._given.max_gap_s * 1e9) & ~np.isnan(places[rows]).any(1)
+        known &= values[rows, column("status.status")] >= 0  # -1 is without a fix
+        both = zip(known.tolist(), places[rows].tolist(), strict=True)
+        return [dict(zip(FIX_COLUMNS, place if there else (None,) * 3, strict=True)) for there, place in both]
 
     def _matched(self, channel: str, topic: str, times: NDArray[np.int64]) -> NDArray[np.intp]:
         """Return the row of a channel's message for each time, -1 for none. Note the delay that was estimated."""
@@ -200,25 +197,21 @@ class FrameMaker:
             )
         shot, stamp_ns = self._index.series[topic].items[row], stamps[row]
         assert isinstance(shot, Shot), "a topic of pictures"
-        kind = self._topics[topic].type
-        if kind in VIDEOS and shot.key is None:
+        if shot.kind == "video" and shot.key is None:
             return Absent("no keyframe before it")
         model = models[-1]
         if model.stamp_ns > stamp_ns:
             model = next((model for model in reversed(models) if model.stamp_ns <= stamp_ns), models[0])
         model.check_size(shot.width, shot.height)
+        log = self._index.name if shot.kind == "video" else ""
+        ref = Job(shot.kind, topic, shot.place, shot.key, log).ref
         if shot.offset >= 0:
-            ref, num_bytes = f"{shot.place.file}#{shot.offset}+{shot.length}", shot.length
-        elif kind in VIDEOS:
-            ref = Job("video", topic, shot.place, shot.key, self._index.name).ref
-            num_bytes = shot.width * shot.height // 5
-        elif kind in RAWS:
-            ref, num_bytes = Job("raw", topic, shot.place).ref, shot.width * shot.height // 2
-        else:
-            ref, num_bytes = Job("bytes", topic, shot.place).ref, shot.length
+            ref = f"{shot.place.file}#{shot.offset}+{shot.length}"
+        pixels = shot.width * shot.height
+        num_bytes = {"video": pixels // 5, "raw": pixels // 2}.get(shot.kind, shot.length)
         return Image(
             ref=ref, timestamp_ns=stamp_ns, intrinsics=model.intrinsics, cam2ego=model.cam2ego, width=shot.width,
-            height=shot.height, num_bytes=max(num_bytes, 1), made=shot.offset < 0, extension=shot.extension or "jpg",
+            height=shot.height, num_bytes=max(num_bytes, 1), made=shot.offset < 0, extension=shot.extension,
             dist=model.dist, dist_model=model.dist_model,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -23,7 +23,6 @@ from fuelrail.sharding.sources.logs.messages.records import (
     VIDEOS,
     CameraInfo,
     Edges,
-    Fix,
     Marks,
     Picture,
 )
@@ -32,9 +31,8 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.shared.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
-    from fuelrail.sharding.sources.logs.files.recordings import LogFile
-    from fuelrail.sharding.sources.logs.settings import LogSettings
+    from fuelrail.sharding.sources.logs.files.log_file import LogFile, Message, Topic
+    from fuelrail.sharding.sources.logs.topics import LogTopics
 
 
 _Signals: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.float64]]"
@@ -45,8 +43,8 @@ _AT_ONCE: Final = 4096
 class Shot(msgspec.Struct, frozen=True, gc=False):
     """A picture: its message, size [px] and bytes; ``offset`` is in its file, -1 where they are not in it as they are.
 
-    ``extension`` is "" of a raw picture and of video, whose ``key`` is the keyframe to decode from: None if there is
-    none.
+    ``kind`` is that of the job which makes it: "bytes", "raw", or "video", whose ``key`` is the keyframe to decode
+    from: None if there is none.
     """
 
     place: Locator
@@ -54,7 +52,8 @@ class Shot(msgspec.Struct, frozen=True, gc=False):
     length: int
     width: int
     height: int
-    extension: str
+    extension: str = "jpg"
+    kind: str = "bytes"
     key: Locator | None = None
 
 
@@ -73,29 +72,28 @@ class Series(NamedTuple):
 
 
 class LogIndex:
-    """One log: files in the order of recording. ``noted`` counts what was found odd on the way.
+    """One log: files in the order of recording; ``topics`` says which of its topics count. Raises SourceError.
 
-    ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``levels`` are topics whose
-    pictures may have 16 bits. ``options`` are the source's: its
-    ``poses``, ``signals``, ``clock``, ``clock_jumps``, ``frames`` and ``max_gap_s`` count here. Raises SourceError.
+    ``noted`` counts what was found odd on the way, ``videos`` the packets of video and their bytes by topic. By topic,
+    ``signals`` are stamps [ns] and numbers in time order, also those of the position; ``columns`` are their names.
     """
 
-    def __init__(
-        self, name: str, files: Sequence[LogFile], *, cameras: Sequence[str], lidars: Sequence[str], gps: str,
-        levels: Collection[str], options: LogSettings,
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, files: Sequence[LogFile], topics: LogTopics) -> None:
+        options = topics.given
         self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
         self._clock_jumps, self._latest = options.clock_jumps, dict[str, tuple[int, int]]()
-        self._only_keyframes, self._gps, self._levels = options.frames == "keyframes", gps, levels
+        self._only_keyframes, self._levels = options.frames == "keyframes", topics.levels
         self.noted = Counter[str]()
+        self.videos = dict[str, tuple[int, int]]()
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[tuple[int, CameraInfo]]] = {}
         self.poses: list[Edges] = []
-        self.fixes: list[Fix] = []
         self.marks = {topic: list[Marks]() for topic in options.boxes2d.values()}
         self._marked = dict[tuple[str, str], dict[int, Marks]]()
-        self.signals = {topic: list[_Signals]() for topic in options.signals.values()}
+        self._signals = {topic: list[_Signals]() for topic in (*options.signals.values(), *filter(None, [topics.gps]))}
+        self.columns = dict[str, list[str]]()
         self.tree = FrameTree(f"log '{name}'")
+        cameras, lidars = topics.cameras.values(), (*topics.lidars.values(), *options.radars.values())
         sensors = (*cameras, *lidars)
         self._found: dict[str, list[tuple[int, int, Shot | LogSweep]]] = {topic: [] for topic in sensors}
         self._items: dict[str, list[Any]] = {topic: [] for topic in sensors}
@@ -109,18 +107,15 @@ class LogIndex:
                 self._read(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
         self.series = {topic: self._sorted(topic) for topic in sensors}
+        self.signals = {topic: _in_order(parts) for topic, parts in self._signals.items() if parts}
 
     def _read(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
         topics = file.topics
+        chosen = {*cameras, *lidars, *self._signals, *self.marks, poses}
         readers = {
             name: Reader(topic)
             for name, topic in topics.items()
-            if name in cameras
-            or name in lidars
-            or name in (poses, self._gps)
-            or name in self.signals
-            or name in self.marks
-            or topic.type in CALIBRATIONS | TRANSFORMS
+            if name in chosen or topic.type in CALIBRATIONS | TRANSFORMS
         }
         heads, num_lost = readers.keys() & (cameras | lidars), 0
         pending: dict[str, list[Message]] = {name: [] for name in readers.keys() - heads}
@@ -162,19 +157,14 @@ class LogIndex:
             reader = readers[name]
             if not messages:
                 continue
-            if name in self.signals:
-                stamps, values = reader.signals(messages)
-                kept = self._kept_of(name, messages, stamps := self._stamps(name, messages, stamps), " (signals)")
-                self.signals[name].append((stamps[kept], values[kept]))
+            if name in self._signals:
+                self.columns[name], (stamps, values) = reader.columns, reader.signals(messages)
+                stamps, kept = self._timed(name, messages, stamps, " (signals)")
+                self._signals[name].append((stamps[kept], values[kept]))
             if name in self.marks:
                 self._mark(name, messages, [reader.marks(message) for message in messages])
             elif name == poses:
                 self.poses += self._moved(name, messages, reader.poses(messages))
-            elif name == self._gps:
-                fixes = [reader.fix(message) for message in messages]
-                stamps = self._stamps(name, messages, np.array([fix.stamp_ns for fix in fixes], np.int64))
-                kept = self._kept_of(name, messages, stamps)
-                self.fixes += [fixes[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()]
             elif topics[name].type in CALIBRATIONS:
                 self.calibrations.setdefault(name, []).extend(reader.calibrations(messages))
             elif topics[name].type in TRANSFORMS:
@@ -190,8 +180,7 @@ class LogIndex:
             if len(stamped) < len(marks):
                 self.noted[f"{topic}: messages without boxes or stamp"] += len(marks) - len(stamped)
             messages, marks = [messages[at] for at in stamped], [marks[at] for at in stamped]
-        stamps = self._stamps(topic, messages, np.array([one.stamp_ns for one in marks], np.int64))
-        kept = self._kept_of(topic, messages, stamps)
+        stamps, kept = self._timed(topic, messages, np.array([one.stamp_ns for one in marks], np.int64))
         self.marks[topic] += [marks[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()]
 
     def marks_of(self, pictures: str, topic: str, offset_ns: int, tolerance_ns: int) -> dict[int, Marks]:
@@ -227,7 +216,7 @@ class LogIndex:
             return stamp_ns, self._frame(file, topic, message, picture, where)
         if topic.type in RAWS:
             check_encoding(picture.encoding, where, has_levels=topic.name in self._levels)
-            return stamp_ns, Shot(message.place, -1, picture.length, picture.width, picture.height, "")
+            return stamp_ns, Shot(message.place, -1, picture.length, picture.width, picture.height, kind="raw")
 
         def first_bytes(number: int) -> memoryview:
             data = message.data
@@ -242,6 +231,8 @@ class LogIndex:
 
     def _frame(self, file: LogFile, topic: Topic, message: Message, picture: Picture, where: str) -> Shot:
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
+        number, num_bytes = self.videos.get(topic.name, (0, 0))
+        self.videos[topic.name] = number + 1, num_bytes + picture.length
         codec = self._codec(file, topic, message)
         if is_keyframe(data, codec, where):
             self._keys[topic.name] = message.place
@@ -249,7 +240,8 @@ class LogIndex:
                 whole = memoryview(file.read(message.place).data)[picture.offset : picture.offset + picture.length]
                 self._sizes[topic.name] = stream_size(whole, codec, where)
         key = self._keys.get(topic.name)
-        return Shot(message.place, -1, picture.length, *self._sizes.get(topic.name, (0, 0)), "", key)
+        size = self._sizes.get(topic.name, (0, 0))
+        return Shot(message.place, -1, picture.length, *size, kind="video", key=key)
 
     def _codec(self, file: LogFile, topic: Topic, message: Message) -> str:
         """Read the codec of a topic from its first message, which states it behind the picture."""
@@ -295,13 +287,6 @@ class LogIndex:
         self.noted[f"{what}: messages after the clock was set back"] += int(np.count_nonzero(~kept))
         return kept
 
-    def _kept_of(
-        self, topic: str, messages: Sequence[Message], stamps: NDArray[np.int64], part: str = ""
-    ) -> NDArray[np.bool_]:
-        """Do :meth:`_kept` for messages with these stamps."""
-        log_ns = np.array([message.log_ns for message in messages], np.int64)
-        return self._kept(topic + part, stamps, log_ns, [message.place for message in messages])
-
     def _sorted(self, topic: str) -> Series:
         items, stamps = self._items.pop(topic), np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
         if self._only_keyframes and topic in self._codecs:
@@ -321,19 +306,24 @@ class LogIndex:
         found = []
         for part in parts:
             own = [messages[row] for row in part.row.tolist()]
-            stamps = self._stamps(topic, own, part.stamp_ns)
-            kept = self._kept_of(topic, own, stamps, f" ({part.child})")
+            stamps, kept = self._timed(topic, own, part.stamp_ns, f" ({part.child})")
             if kept.any():
                 found.append(part._replace(stamp_ns=stamps).rows(kept))
         return found
 
-    def _stamps(self, topic: str, messages: Sequence[Message], stamp_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the times that count (N,) [ns]; raise SourceError for a stamp of 0 where stamps count."""
+    def _timed(
+        self, topic: str, messages: Sequence[Message], stamp_ns: NDArray[np.int64], part: str = ""
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the times that count (N,) [ns], and which messages to keep, as :meth:`_kept`.
+
+        Raises SourceError also for a stamp of 0 where stamps count.
+        """
+        log_ns = np.array([message.log_ns for message in messages], np.int64)
         if self._clock == "log_time":
-            return np.array([message.log_ns for message in messages], np.int64)
-        if not stamp_ns.all():
+            stamp_ns = log_ns
+        elif not stamp_ns.all():
             self._stamp(topic, messages[int(np.argmin(stamp_ns != 0))], 0)
-        return stamp_ns
+        return stamp_ns, self._kept(topic + part, stamp_ns, log_ns, [message.place for message in messages])
 
     def _stamp(self, topic: str, message: Message, stamp_ns: int) -> int:
         if self._clock == "log_time":
@@ -344,3 +334,9 @@ class LogIndex:
                 "clock=log_time takes the times of the recording"
             )
         return stamp_ns
+
+
+def _in_order(parts: Sequence[_Signals]) -> _Signals:
+    stamps, values = map(np.concatenate, zip(*parts, strict=True))
+    order = np.argsort(stamps, kind="stable")
+    return stamps[order], values[order]

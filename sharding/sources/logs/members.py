@@ -7,7 +7,7 @@ once, from the keyframe before it on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,6 @@ import msgspec
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
-from fuelrail.sharding.sources.adapter.members import MADE, POINTS
 from fuelrail.sharding.sources.logs.files.log_file import Locator
 from fuelrail.sharding.sources.logs.messages.clouds import RadarSweep, points_of, radar_points
 from fuelrail.sharding.sources.logs.messages.pictures import FULL, raw_jpeg
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.logs.files.log_file import Topic
-    from fuelrail.sharding.sources.logs.files.recordings import LogFile
+    from fuelrail.sharding.sources.logs.files.recordings import Recordings
+    from fuelrail.sharding.sources.logs.topics import LogTopics
     from fuelrail.sharding.sources.shared.pictures import JpegForm
 
 
@@ -68,31 +67,14 @@ class _Group(NamedTuple):
 
 
 class LogMembers:
-    """Reads members of logs. ``logs`` are names to files; ``num_decoded`` counts frames of video."""
+    """Reads members of logs; ``num_decoded`` counts frames of video."""
 
-    def __init__(
-        self, file: Callable[[str], LogFile], topics: Callable[[], Mapping[str, Topic]],
-        logs: Callable[[], Mapping[str, Sequence[str]]], form: JpegForm,
-        levels: Mapping[str, tuple[int, int]],
-    ) -> None:  # fmt: skip
-        """Take ``levels``, black and white of raw pictures of 16 bits, by topic."""
-        self._levels = levels
-        self._file, self._logs, self._form = file, logs, form
-        self._reader = cache(lambda topic: Reader(topics()[topic]))
+    def __init__(self, recordings: Recordings, topics: LogTopics, form: JpegForm) -> None:
+        self._recordings, self._topics, self._form = recordings, topics, form
+        self._file = recordings.log_file
+        self._reader = cache(lambda topic: Reader(recordings.topics[topic]))
         self._all_places = cache(self._places)
         self.num_decoded = 0
-
-    @staticmethod
-    def split(refs: Sequence[str]) -> tuple[dict[Job, str], list[str]]:
-        """Split references into jobs with their references, and references that are bytes of files."""
-        jobs: dict[Job, str] = {}
-        rest = []
-        for ref in refs:
-            if ref.startswith((MADE, POINTS)):
-                jobs[Job.of(ref.removeprefix(MADE).removeprefix(POINTS))] = ref
-            else:
-                rest.append(ref)
-        return jobs, rest
 
     def points(self, job: Job) -> NDArray[np.float32]:
         """Read a sweep: (P, 6), or that of a radar."""
@@ -101,6 +83,17 @@ class LogMembers:
         if job.kind == "points":
             return points_of(cloud, where)
         return radar_points(cloud, msgspec.json.decode(job.log, type=RadarSweep), where)
+
+    def following(self, first: Job, number: int) -> list[Job]:
+        """Return up to ``number`` frames of the video of this one, from its keyframe on."""
+        places = self._all_places(first.log, first.topic)
+        at = places.index(first.key or first.place)
+        return [first._replace(place=place) for place in places[at : at + number]]
+
+    def jpegs(self, jobs: Sequence[Job], form: JpegForm) -> Iterator[tuple[Job, Buffer]]:
+        """Read frames of video as JPEGs of this form."""
+        self._form = form
+        return self.read(jobs)
 
     def read(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Buffer]]:
         """Yield each member with its job, in the order of the recording."""
@@ -112,7 +105,7 @@ class LogMembers:
             for number in range(group.first, group.last + 1):
                 todo.setdefault(group.places[number], []).append((group, number))
         decoders: dict[int, StreamDecoder] = {}
-        rank = {name: at for at, name in enumerate(name for files in self._logs().values() for name in files)}
+        rank = {name: at for at, name in enumerate(name for _, files in self._recordings.logs for name in files)}
         for place in sorted(todo, key=lambda place: (rank[place.file], place.chunk, place.at)):
             for one in todo[place]:
                 if isinstance(one, Job):
@@ -127,7 +120,7 @@ class LogMembers:
         picture = self._reader(job.topic).picture(message)
         if job.kind == "raw":
             where = f"topic '{job.topic}', message {job.place}"
-            return raw_jpeg(message.data, picture, where, self._levels.get(job.topic, FULL))
+            return raw_jpeg(message.data, picture, where, self._topics.levels.get(job.topic, FULL))
         return memoryview(message.data)[picture.offset : picture.offset + picture.length]
 
     def _decoded(self, group: _Group, number: int, decoders: dict[int, StreamDecoder]) -> Iterator[tuple[Job, Buffer]]:
@@ -170,7 +163,7 @@ class LogMembers:
         return found
 
     def _places(self, log: str, topic: str) -> list[Locator]:
-        parts = [self._file(name).places(topic) for name in self._logs()[log]]
+        parts = [self._file(name).places(topic) for name in dict(self._recordings.logs)[log]]
         if any(part != sorted(part) for part in parts):
             raise SourceError(
                 f"log '{log}': the video of topic '{topic}' is not stored in the order of its times: sort the file, as "

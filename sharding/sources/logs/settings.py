@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from fuelrail.sharding.sources.adapter.channels import SIGNALS_AS_SERIES
 from fuelrail.sharding.sources.shared.video import VideoSettings
 
 
@@ -66,6 +67,7 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
             "stores the channel can_imu"
         ),
     ] = msgspec.field(default_factory=dict)
+    series: Annotated[bool, Meta(description=SIGNALS_AS_SERIES)] = False
     boxes2d: Annotated[
         dict[str, str],
         Meta(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -10,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.channels import signal_series
 from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors, thinned
+from fuelrail.sharding.sources.adapter.members import MADE, POINTS
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.logs import sync
@@ -24,6 +27,7 @@ from fuelrail.sharding.sources.logs.settings import LogSettings
 from fuelrail.sharding.sources.logs.topics import LogTopics
 from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.video import libraries
+from fuelrail.sharding.sources.source import VideoStart
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
@@ -54,18 +58,19 @@ class LogSource(FrameSource[LogSettings]):
         self.topics = LogTopics(self.recordings, self.given)
         self._index: LogIndex | None = None
         self._cuts: dict[str, tuple[str, NDArray[np.int64]]] = {}
+        self._videos: dict[tuple[str, str], tuple[int, int]] = {}
 
     @property
     def options(self) -> dict[str, Any]:
         """All options; the versions of libraries where there is video."""
-        return {**super().options, "libraries": libraries() if self.topics.has_video else ""}
+        return {**super().options, "libraries": libraries() if self.topics.videos else ""}
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these logs, not of the kind
         """ "clip" where chunks are compressed, or where there is video."""
         found = self.recordings
         in_order = any(found.log_file(name).reads_in_order for _, files in found.logs for name in files)
-        return "clip" if in_order or self.topics.has_video else "random"
+        return "clip" if in_order or self.topics.videos else "random"
 
     def sensors(self) -> Sensors:
         """Return cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
@@ -95,8 +100,14 @@ class LogSource(FrameSource[LogSettings]):
             for number, part in enumerate(parts):
                 clip = name if len(parts) == 1 else f"{name}-{number:04d}"
                 self._cuts[clip] = name, part
-                yield Clip(name=clip, log_id=name, files=tuple(files))
+                series = {
+                    f"can_{channel}": signal_series(*index.signals[topic], part.tolist())
+                    for channel, topic in given.signals.items()
+                    if given.series and topic in index.signals
+                }
+                yield Clip(name=clip, log_id=name, files=tuple(files), series=series)
             self.noted.update(index.noted)
+            self._videos |= {(name, topic): facts for topic, facts in index.videos.items()}
 
     def poses(self, clip: Clip) -> Trajectory | None:
         """Return the poses of the log's transforms, or of the Odometry topic."""
@@ -116,14 +127,8 @@ class LogSource(FrameSource[LogSettings]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each remaining message of the reference."""
         log, times = self._cuts[clip.name]
-        maker = FrameMaker(
-            self._indexed(log),
-            self.topics,
-            self.recordings.topics,
-            self.noted,
-            self.poses(clip) if self.given.radars else None,
-        )
-        return maker.frames(times)
+        poses = self.poses(clip) if self.given.radars else None
+        return FrameMaker(self._indexed(log), self.topics, self.noted, poses).frames(times)
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read a sweep."""
@@ -135,13 +140,29 @@ class LogSource(FrameSource[LogSettings]):
         for job, data in self._members.read(list(jobs)):
             yield jobs[job], data
 
+    def videos(self, refs: Iterable[str], number: int) -> list[VideoStart]:
+        """Return the video of each log and topic."""
+        first, kept = dict[tuple[str, str], Job](), Counter[tuple[str, str]]()
+        for job in map(Job.of, refs):
+            if job.kind == "video":
+                kept[job.log, job.topic] += 1
+                first.setdefault((job.log, job.topic), job)
+
+        members = LogMembers(self.recordings, self.topics, JpegForm())  # one, for it keeps where messages are
+        return [
+            VideoStart(*self._videos[name], kept[name], members.following(job, number), lambda: members)
+            for name, job in first.items()
+        ]
+
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Yield members in the order of the recording, so that a chunk is decompressed once."""
-        jobs, rest = LogMembers.split(refs)
+        made = [ref for ref in refs if ref.startswith((MADE, POINTS))]
+        jobs = {Job.of(ref.removeprefix(MADE).removeprefix(POINTS)): ref for ref in made}
         for job, data in self._members.read(list(jobs)):
             yield jobs[job], data
-        for ref in rest:
-            yield ref, self.open(ref)
+        for ref in refs:
+            if not ref.startswith((MADE, POINTS)):
+                yield ref, self.open(ref)
 
     @property
     def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs, not of the kind
@@ -163,23 +184,12 @@ class LogSource(FrameSource[LogSettings]):
         """Return the index of a log; keep that of the last one."""
         if self._index is None or self._index.name != log:
             files = next(files for name, files in self.recordings.logs if name == log)
-            self._index = LogIndex(
-                log, [self.recordings.log_file(name) for name in files],
-                cameras=list(self.topics.cameras.values()),
-                lidars=[*self.topics.lidars.values(), *self.given.radars.values()],
-                gps=self.topics.gps, levels=self.topics.levels, options=self.given,
-            )  # fmt: skip
+            self._index = LogIndex(log, [self.recordings.log_file(name) for name in files], self.topics)
         return self._index
 
     @cached_property
     def _members(self) -> LogMembers:
-        return LogMembers(
-            self.recordings.log_file,
-            lambda: self.recordings.topics,
-            lambda: dict(self.recordings.logs),
-            self.stored or JpegForm(self.given.video_quality),
-            self.topics.levels,
-        )
+        return LogMembers(self.recordings, self.topics, self.stored or JpegForm(self.given.video_quality))
 
 
 class Rosbag2Source(LogSource):

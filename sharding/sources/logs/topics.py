@@ -44,9 +44,9 @@ class LogTopics:
         return self.given.reference or next(iter(self.lidars), "") or next(iter(self.cameras))
 
     @property
-    def has_video(self) -> bool:
-        """Whether a camera records video."""
-        return any(self._recordings.topics[topic].type in VIDEOS for topic in self.cameras.values())
+    def videos(self) -> list[str]:
+        """The topics of cameras that record video."""
+        return [topic for topic in self.cameras.values() if self._recordings.topics[topic].type in VIDEOS]
 
     @property
     def levels(self) -> dict[str, tuple[int, int]]:
@@ -70,7 +70,7 @@ class LogTopics:
                 listed = ", ".join(sorted(topics))
                 raise ConfigError(f"signals: '{topic}' of {name} is not a topic with numbers; topics: {listed}")
             units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
-            found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True))
+            found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True, series=self.given.series))
         return (*found, *self._radars())
 
     def _radars(self) -> list[Channel]:
@@ -126,6 +126,5 @@ class LogTopics:
             if topic is None or topic.type not in POSES:
                 names = sorted(name for name, one in self._recordings.topics.items() if one.type in POSES)
                 raise ConfigError(f"poses: '{self.given.poses}' is not tf, none or one of: {', '.join(names) or '-'}")
-        needs_video = [topic for topic in self.cameras.values() if self._recordings.topics[topic].type in VIDEOS]
-        if needs_video:
-            check_decoder(f"topic '{needs_video[0]}'")
+        if self.videos:
+            check_decoder(f"topic '{self.videos[0]}'")

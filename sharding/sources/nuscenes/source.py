@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.channels.sensors import lies_on
 from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.sources.adapter.channels import SIGNALS_AS_SERIES
 from fuelrail.sharding.sources.adapter.classes import NUSCENES10, ClassMap, ClassOption, count_column
 from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors
 from fuelrail.sharding.sources.adapter.rows import attribute_types, clip_id
@@ -28,10 +29,10 @@ from fuelrail.sharding.sources.adapter.source import FrameSettings
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
 from fuelrail.sharding.sources.nuscenes.boxes import CATEGORIES, Annotations
 from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, OwnChannels, load_channels
-from fuelrail.sharding.sources.nuscenes.extras.can import CanMessages
+from fuelrail.sharding.sources.nuscenes.extras.can import CanBus, CanMessages
 from fuelrail.sharding.sources.nuscenes.extras.groups import Group, GroupName, chosen_groups
 from fuelrail.sharding.sources.nuscenes.extras.maps import LAYERS, Maps, parse_map
-from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
+from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes
 from fuelrail.sharding.sources.nuscenes.joined import KEYFRAMES, Joined
 from fuelrail.sharding.sources.nuscenes.scenes import POINT_COLUMNS, TableSource, scene_frames
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
@@ -136,6 +137,7 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
             "of ego vehicle and boxes), description (text), map (vectors of the map expansion about the ego vehicle)"
         ),
     ] = ()
+    series: Annotated[bool, Meta(description=SIGNALS_AS_SERIES)] = False
     radar_sweeps: Annotated[
         int,
         Meta(
@@ -148,6 +150,8 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
         """Check that the options go together."""
         if self.radar_sweeps < 0 or (self.radar_sweeps and "radar" not in self.channels):
             raise ConfigError(f"radar_sweeps={self.radar_sweeps} must be 0 or more, and 0 without channels=[radar]")
+        if self.series and "can" not in self.channels:
+            raise ConfigError("series=true needs signals: channels=[can]")
         if self.sweeps < 0 or (self.sweeps and not self.points):
             raise ConfigError(f"sweeps={self.sweeps} must be 0 or more, and 0 without points")
 
@@ -171,6 +175,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
+        self._can = CanBus(has_series=self.given.series)
         if "map" in self.given.channels:
             self.maps = MapWindows(LAYERS, lambda file: parse_map(self.files.read(file), file))
 
@@ -202,7 +207,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             rig = [name.lower() for name in keyframes.cameras]
             own = OwnChannels(tuple(channel for channel in load_channels(tables) if lies_on(channel, rig)))
             groups = chosen_groups(
-                given.channels, tables, out.database, keyframes, annotations, given.radar_sweeps, self.maps
+                given.channels, tables, out.database, keyframes, annotations, given.radar_sweeps, self.maps, self._can
             )
             self._groups = [own, *groups.values()]
             if given.sweeps:
@@ -251,9 +256,12 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             for own in samples[[0, -1]].tolist():
                 check_time(int(keyframes.timestamp_us[own]), joined["sample"].tokens[own])
             tags = {"location": log.location, "description": scene.description, **_conditions(scene, log)}
+            times_ns = (keyframes.timestamp_us[samples] * NS_PER_US).tolist()
+            files, series = self._can.series(self.files, scene.name, times_ns)
             yield _SceneClip(
                 name=scene.name, token=scene.token, log_id=log.logfile or log.token, vehicle=log.vehicle, tags=tags,
                 attributes=tags, id=clip_id(scene.name, scene.token, is_taken=count[scene.name] > 1), samples=samples,
+                files=files, series=series,
             )  # fmt: skip
 
     def _check_chain(self, scene: Scene, samples: NDArray[np.int64]) -> None:

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.adapter.channels import SIGNALS_AS_SERIES, signal_series, signals
 from fuelrail.sharding.sources.adapter.frame import (
     Absent,
     BoxRows,
@@ -43,6 +44,9 @@ from fuelrail.sharding.sources.shared.joins import Database
 if TYPE_CHECKING:
     import os
     from collections import Counter
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.shared.files import SourceFiles
@@ -80,6 +84,7 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     vehicle_state: Annotated[
         bool, Meta(description="true stores pedals, steering, indicators and speed as the channel can_vehicle_state")
     ] = False
+    series: Annotated[bool, Meta(description=SIGNALS_AS_SERIES)] = False
     map: Annotated[bool, Meta(description="true stores the Lanelet2 map about ego as the channel map")] = False
     radars: Annotated[
         bool, Meta(description="true stores radars (PCD with nuScenes' 18 fields) as channels of their names")
@@ -97,6 +102,7 @@ class T4(TableSource[T4Settings]):
         super().__init__(location, options)
         read_map = partial(_read_map, self.files, self.noted)
         self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map) if self.given.map else None
+        self._state_channel = vehicle_state.state_channel(series=self.given.series)
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Write a row for each frame that is kept; columns of the tables are on the disk of the scan table."""
@@ -150,7 +156,7 @@ class T4(TableSource[T4Settings]):
         self.box_attributes = list(attributes)
         self.image_boxes = {name.lower(): _BOXES2D for name in cameras} if self.given.boxes2d else {}
         self.channels = tuple(map(radar_channel, sorted(radars))) if self.given.radars else ()
-        self.channels += (vehicle_state.CHANNEL,) if self.given.vehicle_state else ()
+        self.channels += (self._state_channel,) if self.given.vehicle_state else ()
         return Sensors.of(in_rig_order(cameras), dict.fromkeys(sorted(lidars), POINT_COLUMNS))
 
     def clips(self) -> Iterator[Clip]:
@@ -163,10 +169,13 @@ class T4(TableSource[T4Settings]):
                 raise SourceError(f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, expected one")
             (scene,), log = scenes, joined["log"].records[int(joined["scene"].links["log_token"][0])]
             maps = _map_file(self.files, dataset) if self.given.map else ()
+            series = {}
+            if self.given.vehicle_state and self.given.series:
+                series[self._state_channel.name] = signal_series(*self._states(dataset))
             yield Clip(
                 name=dataset.partition("/")[0] or scene.name, token=dataset or scene.token, log_id=log.logfile,
                 vehicle=log.vehicle, tags={"description": scene.description, "location": log.location},
-                files=tuple(maps),
+                files=tuple(maps), series=series,
             )  # fmt: skip
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -184,7 +193,10 @@ class T4(TableSource[T4Settings]):
             self.noted["datasets without a map"] += 1
         for token, timestamp_us in zip(rows.tokens, rows.timestamp_us, strict=True):
             check_time(timestamp_us, token)
-        states = self._states(dataset, [timestamp_us * NS_PER_US for timestamp_us in rows.timestamp_us])
+        states: list[list[Reference]] = [[] for _ in rows.timestamp_us]
+        if self.given.vehicle_state and not self.given.series:
+            times_ns = [timestamp_us * NS_PER_US for timestamp_us in rows.timestamp_us]
+            states = signals(self._state_channel, *self._states(dataset), times_ns)
         for at, own_boxes in enumerate(boxes):
             ego2global = rows.ego2global[at] if rows.poses[at] >= 0 else None
             images: dict[str, Image | Absent] = {}
@@ -209,14 +221,14 @@ class T4(TableSource[T4Settings]):
                 boxes=own_boxes, boxes2d=boxes2d, members=members, token=rows.tokens[at],
             )  # fmt: skip
 
-    def _states(self, dataset: str, times_ns: list[int]) -> list[list[Reference]]:
-        """Return the members of the vehicle's states at these times, with the option; note a dataset without them."""
+    def _states(self, dataset: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return times [ns] and numbers of the vehicle's states; note a dataset without them."""
         rows = []
-        if self.given.vehicle_state and f"{vehicle_state.TABLE}.json" in self.files.listed(f"{dataset}{_FOLDER}"):
+        if f"{vehicle_state.TABLE}.json" in self.files.listed(f"{dataset}{_FOLDER}"):
             rows = self._tables(dataset).all(vehicle_state.TABLE, vehicle_state.VehicleState)
-        if self.given.vehicle_state and not rows:
+        if not rows:
             self.noted[f"datasets without {vehicle_state.TABLE}"] += 1
-        return vehicle_state.state_members(rows, times_ns)
+        return vehicle_state.state_signals(rows)
 
     def _radars(self, rows: SceneRows, at: int, dataset: str) -> Iterator[FileMember]:
         """Yield the radars of a sample, in ego at its time; note files of JSON, and leave them out."""

@@ -145,9 +145,8 @@ class VideoFile:
         if not wanted:
             return
         order, has_times = self.order
-        if wanted[-1] >= len(order) or wanted[0] < 0:
-            bad = wanted[0] if wanted[0] < 0 else wanted[-1]
-            raise SourceError(f"{self._where} has {len(order)} frames, and no frame {bad}")
+        if wanted[-1] >= len(order):
+            raise SourceError(f"{self._where} has {len(order)} frames, and no frame {wanted[-1]}")
         if not has_times:
             yield from self._from_the_start(wanted, form)
             return
@@ -282,7 +281,9 @@ class StreamDecoder:
     def __init__(self, codec: str, form: JpegForm, where: str) -> None:
         import av
 
-        self._context: Any = av.CodecContext.create(_codec(codec, where), "r")
+        name = _codec(codec, where)
+        # FFmpeg's own decoder of AV1 needs hardware for it.
+        self._context: Any = av.CodecContext.create("libdav1d" if name == "av1" else name, "r")
         self._where, self._encoder = where, _Encoder(form, where)
         self.num_decoded = 0
 
@@ -425,8 +426,7 @@ def _converted(planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool) 
     own size. So no plane goes through RGB.
     """
     luma, blue, red = planes
-    step = _ycc2rgb(_BT601)
-    change = np.linalg.inv(step) @ _ycc2rgb(matrix)
+    change = np.linalg.inv(_ycc2rgb(_BT601)) @ _ycc2rgb(matrix)
     y_scale, c_scale = (1.0, 1.0) if is_full else (255 / 219, 255 / 224)
     black = 0 if is_full else 16
 

@@ -275,8 +275,15 @@ def stored_logits() -> Iterator[str]:
     assert 500 < off["DistillKit, budget"] / off["topk, uint8"] < 2000, "a thousand times as far"
 
 
+def video_of_logs() -> Iterator[str]:
+    codecs = result("video")["codecs"]
+    rates = {name: one["cpu_rate"]["ffmpeg, decode and scale"][1] for name, one in codecs.items()}
+    yield f"at {rates['h264']:.2f} (H.264), {rates['hevc']:.2f} (HEVC) and {rates['av1']:.2f} (AV1) times the rate"
+    assert all(one["num_frames"] == 3 * one["num_kept"] for one in codecs.values())
+
+
 CLAIMS = {
-    "docs/loader.md": shared_batches,
+    "docs/loader.md": shared_batches, "docs/sources.md": video_of_logs,
     "README.md": readme, "bench/RESULTS.md": lambda: chain(compared(), scaled(), sharded(), stored_logits()),
     "docs/sharding.md": sharding_page, "docs/guides/your-dataset.md": your_dataset,
     "configs/recipes/README.md": recipes,
@@ -288,7 +295,7 @@ CONDITIONS = {
         "200 times", "2 of 2 CPUs usable", "lies above 1:", "34 boxes and 77 sensor rows", "--rounds 0", "--rounds 3",
         "128,256 words", "50 of 1,024 words", "8 windows of 32", "10,000 draws", "250 steps", "pull request 5019",
     ],
-    "docs/sharding.md": ["1600x900"],
+    "docs/sharding.md": ["1600x900"], "docs/sources.md": ["from 1080p at 30 Hz to JPEGs of 576x320 at 10 Hz"],
     "docs/guides/your-dataset.md": ["250,000 rows in batches of 64"],
     "configs/recipes/README.md": [
         "1,000,000 GB take 972 CPU-hours", "reads 1 and writes 1 byte", "50 Gb/s port 80 %", "5 GB/s", "16 CPUs",

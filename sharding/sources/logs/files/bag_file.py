@@ -6,7 +6,6 @@ import heapq
 import io
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import (
     Locator,
+    LogFile,
     Message,
     Topic,
     inflated,
@@ -31,19 +31,16 @@ if TYPE_CHECKING:
 _RENAMED: Final = {"tf/tfMessage": "tf2_msgs/TFMessage"}
 
 
-class BagFile:
-    """One ``.bag`` file, as :class:`McapFile`. A chunk is read as a whole, and the last one is kept."""
-
-    reads_in_order = True
+class BagFile(LogFile):
+    """One ``.bag`` file. A chunk is read as a whole, and the last one is kept."""
 
     def __init__(self, files: SourceFiles, name: str) -> None:
+        super().__init__(files, name)
         path = files.path(name)
         if path is None:
-            raise SourceError(f"file '{files.shown}/{name}' is a bag, which is not read at a URL: copy it here first")
-        self._name, self._where, self._path = name, f"file '{files.shown}/{name}'", path
-        self._lock = threading.Lock()
+            raise SourceError(f"{self._where} is a bag, which is not read at a URL: copy it here first")
+        self._path, self._lock = path, threading.Lock()
         self._chunk: tuple[int, Buffer] = (-1, b"")
-        self.lost = Counter[str]()
 
     @cached_property
     def _bag(self) -> Reader:
@@ -69,8 +66,7 @@ class BagFile:
         """Topics by name."""
         return {topic.name: topic for topic in self._topics.values()}
 
-    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
-        """Yield the messages of these topics by the time of their recording."""
+    def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
         for place in self._places({*heads, *whole}):
             yield self.read(place)
 
@@ -83,8 +79,7 @@ class BagFile:
         entries: Iterable[Any] = heapq.merge(*(self._bag.indexes[number] for number in numbers))
         return (Locator(self._name, entry.chunk_pos, entry.offset) for entry in entries)
 
-    def read(self, place: Locator, most: int | None = None) -> Message:  # noqa: ARG002 - a message is made as a whole
-        """Read a whole message."""
+    def _read(self, place: Locator, most: int | None = None) -> Message:  # noqa: ARG002 - it is made as a whole
         from rosbags.rosbag1.reader import Header, RecordType, read_bytes, read_uint32
 
         with self._lock, parsing(f"{self._where}: message {place.chunk}:{place.at}"):

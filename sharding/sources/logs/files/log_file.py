@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import bz2
 import heapq
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import zstandard
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.arrays import Buffer
-from fuelrail.sharding.sources.shared.files import check_most
+from fuelrail.sharding.sources.shared.files import MOST_BYTES, check_most
+from fuelrail.sharding.sources.shared.foreign import parsing
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.sources.shared.files import SourceFiles
 
 HEAD_BYTES: Final = 1024
 """How much of a message is read for its stamp and its layout; the headers of most JPEGs are in it too."""
@@ -61,6 +66,56 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     data: Buffer
     length: int
     offset: int = -1
+
+
+class LogFile:
+    """A file of a log. ``lost`` is what could not be read, and was left out: kind to bytes or messages.
+
+    The messages of one that ``is_packed`` are compressed one by one, by zstd, as rosbag2 does it
+    (``compression_mode: MESSAGE``); they are decompressed as they are read. Errors are SourceError naming the file.
+    """
+
+    def __init__(self, files: SourceFiles, name: str, *, is_packed: bool = False) -> None:
+        self._files, self._name, self._where = files, name, f"file '{files.shown}/{name}'"
+        self._is_packed, self.lost = is_packed, Counter[str]()
+
+    @property
+    def topics(self) -> dict[str, Topic]:
+        """Topics by name."""
+        raise NotImplementedError
+
+    @property
+    def reads_in_order(self) -> bool:
+        """Whether another order than that of the recording is much slower to read."""
+        return True
+
+    def places(self, topic: str) -> list[Locator]:
+        """Return where the messages of a topic are, in the order of their recording."""
+        raise NotImplementedError
+
+    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
+        """Yield the messages of these topics in the order of their recording; of ``heads`` the first bytes may do."""
+        if self._is_packed:
+            return map(self._unpacked, self._walk((), {*heads, *whole}))
+        return self._walk(heads, whole)
+
+    def read(self, place: Locator, most: int | None = None) -> Message:
+        """Read a whole message, or its first bytes."""
+        return self._unpacked(self._read(place)) if self._is_packed else self._read(place, most)
+
+    def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
+        raise NotImplementedError
+
+    def _read(self, place: Locator, most: int | None = None) -> Message:
+        raise NotImplementedError
+
+    def _unpacked(self, message: Message) -> Message:
+        where = f"{self._where}: message {message.place}"
+        with parsing(where, "is not compressed by zstd, though its metadata says so"):
+            size = zstandard.frame_content_size(message.data)
+            check_most(max(size, 0), where)
+            data = zstandard.ZstdDecompressor().decompress(message.data, max_output_size=MOST_BYTES)
+        return msgspec.structs.replace(message, data=data, length=len(data), offset=-1)
 
 
 def by_time(parts: Iterable[tuple[int, Iterable[Message]]], where: str) -> Iterator[Message]:

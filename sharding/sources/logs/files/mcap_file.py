@@ -7,7 +7,6 @@ leaves it that was killed, is walked from its beginning, and its whole chunks ar
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import cached_property
 from operator import attrgetter, itemgetter
@@ -17,6 +16,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import (
     HEAD_BYTES,
     Locator,
+    LogFile,
     Message,
     Topic,
     by_time,
@@ -50,23 +50,23 @@ if TYPE_CHECKING:
 _HEAD = MESSAGE.size - RECORD.size
 
 
-class McapFile:
-    """One MCAP file. Errors are SourceError naming the file.
+class McapFile(LogFile):
+    """One MCAP file.
 
     ``skip_damaged`` leaves out a chunk whose checksum is wrong, counted in ``lost``, where else it is an error.
-    ``check_all`` checks uncompressed chunks also, which reads the whole file. ``lost`` is what could not be read, and
-    was left out: kind to bytes or messages.
+    ``check_all`` checks uncompressed chunks also, which reads the whole file.
     """
 
-    def __init__(self, files: SourceFiles, name: str, *, skip_damaged: bool = False, check_all: bool = False) -> None:
-        self._files, self._name = files, name
-        self._where = f"file '{files.shown}/{name}'"
+    def __init__(
+        self, files: SourceFiles, name: str, *, is_packed: bool = False, skip_damaged: bool = False,
+        check_all: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(files, name, is_packed=is_packed)
         self._skip_damaged, self._check_all = skip_damaged, check_all
         self._channels = Channels(self._where)
         self._chunk: tuple[int, Buffer] = (-1, b"")
         self._lengths: dict[str, int] = {}
         self.num_decompressed = 0
-        self.lost = Counter[str]()
 
     @cached_property
     def _size(self) -> int:
@@ -90,12 +90,15 @@ class McapFile:
 
     @cached_property
     def reads_in_order(self) -> bool:
-        """Whether chunks are compressed: another order than that of the recording is much slower to read then."""
-        chunks = self._found_chunks() if self._summary is None else self._summary.chunks
-        return any(not chunk.is_plain for chunk in chunks)
+        """Whether chunks or messages are compressed."""
+        if self._is_packed:
+            return True
+        if self._summary is not None:
+            return any(not chunk.is_plain for chunk in self._summary.chunks)
+        records = self._records(RECORD.size + CHUNK.size + 8)
+        return any(op == CHUNK_OP and not self._chunk_at(at, head).is_plain for at, op, _, head in records)
 
-    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
-        """Yield the messages of these topics in the order of their recording; of ``heads`` the first bytes may do."""
+    def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
         summary = self._summary
         wanted = frozenset(heads) | frozenset(whole)
         self.lost.clear()
@@ -124,8 +127,7 @@ class McapFile:
             found += [(log_ns, self._place(chunk, offset)) for log_ns, offset, _ in offsets]
         return [place for _, place in sorted(found, key=itemgetter(0))]
 
-    def read(self, place: Locator, most: int | None = None) -> Message:
-        """Read a whole message, or its first bytes."""
+    def _read(self, place: Locator, most: int | None = None) -> Message:
         with parsing(f"{self._where}: the message at {place.chunk}:{place.at}"):
             if place.chunk < 0:
                 head = self._files.read(self._name, place.at, MESSAGE.size)
@@ -197,14 +199,10 @@ class McapFile:
 
     def _walk_records(self, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
         """Yield the messages of a file without a summary, perhaps cut off; note its schemas and channels."""
-        at = len(MAGIC)
-        while at < self._size:
-            head = self._files.read(self._name, at, MESSAGE.size + HEAD_BYTES)
-            op, length = RECORD.unpack_from(head) if len(head) >= RECORD.size else (0, 0)
+        end = len(MAGIC)
+        for at, op, length, head in self._records(MESSAGE.size + HEAD_BYTES):
             if op == DATA_END_OP:
                 return
-            if not op or at + RECORD.size + length > self._size:
-                break
             if op == CHUNK_OP:
                 yield from sorted(self._walk_chunk(self._chunk_at(at, head), wanted, whole), key=attrgetter("log_ns"))
             elif op == MESSAGE_OP:
@@ -215,20 +213,19 @@ class McapFile:
                     yield Message(topic.name, log_ns, Locator(self._name, -1, at), data, length - _HEAD, start)
             elif op in (SCHEMA_OP, CHANNEL_OP):
                 self._channels.take(op, self._files.read(self._name, at + RECORD.size, length))
-            at += RECORD.size + length
-        if at < self._size:
-            self.lost["bytes after a cut"] = self._size - at
+            end = at + RECORD.size + length
+        if end < self._size:
+            self.lost["bytes after a cut"] = self._size - end
 
-    def _found_chunks(self) -> Iterator[Chunk]:
-        """Yield the whole chunks of a file without a summary."""
+    def _records(self, num_bytes: int) -> Iterator[tuple[int, int, int, bytes]]:
+        """Yield place, kind and length of each whole record, with the first bytes from there on."""
         at = len(MAGIC)
         while at < self._size:
-            head = self._files.read(self._name, at, RECORD.size + CHUNK.size + 8)
+            head = self._files.read(self._name, at, num_bytes)
             op, length = RECORD.unpack_from(head) if len(head) >= RECORD.size else (0, 0)
             if not op or at + RECORD.size + length > self._size:
                 return
-            if op == CHUNK_OP:
-                yield self._chunk_at(at, head)
+            yield at, op, length, head
             at += RECORD.size + length
 
     @staticmethod

@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.bag_file import BagFile
 from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
-from fuelrail.sharding.sources.logs.files.packed_file import PackedFile
 from fuelrail.sharding.sources.logs.files.sqlite_file import SqliteFile
 from fuelrail.sharding.sources.shared.foreign import parsing, read_yaml
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.logs.files.log_file import Topic
+    from fuelrail.sharding.sources.logs.files.log_file import LogFile, Topic
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
-LogFile: TypeAlias = McapFile | SqliteFile | BagFile | PackedFile
 METADATA: Final = "metadata.yaml"
 _GENERIC: Final = re.compile(
     r"(compressed|image|video|raw|rect|color|colour|points?|point_?cloud|packets|data|sensing|camera|lidar|sensors?)"
@@ -88,12 +86,12 @@ class Recordings:
     def _open(self, name: str) -> LogFile:
         if name.endswith(".bag"):
             return BagFile(self._files, name)
-        file = (
-            SqliteFile(self._files, name)
-            if name.endswith(".db3")
-            else McapFile(self._files, name, skip_damaged=self._skip_damaged, check_all=self._check_all)
+        is_packed = name in self._packed
+        if name.endswith(".db3"):
+            return SqliteFile(self._files, name, is_packed=is_packed)
+        return McapFile(
+            self._files, name, is_packed=is_packed, skip_damaged=self._skip_damaged, check_all=self._check_all
         )
-        return PackedFile(file, f"file '{self._files.shown}/{name}'") if name in self._packed else file
 
     def chosen(self, option: str, given: Mapping[str, str], types: frozenset[str]) -> dict[str, str]:
         """Return channel to topic: what the option gives, else all topics of these types, by name."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, Message, Topic, plain_type
+from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, LogFile, Message, Topic, plain_type
 from fuelrail.sharding.sources.shared.files import MOST_BYTES
 from fuelrail.sharding.sources.shared.foreign import parsing
 
@@ -24,18 +23,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class SqliteFile:
-    """One ``.db3`` file, as :class:`McapFile`. It is opened for reading only, and nothing is written beside it."""
+class SqliteFile(LogFile):
+    """One ``.db3`` file. It is opened for reading only, and nothing is written beside it."""
 
-    reads_in_order = False
-
-    def __init__(self, files: SourceFiles, name: str) -> None:
+    def __init__(self, files: SourceFiles, name: str, *, is_packed: bool = False) -> None:
+        super().__init__(files, name, is_packed=is_packed)
         path = files.path(name)
         if path is None:
-            raise SourceError(f"file '{files.shown}/{name}' is SQLite, which is not read at a URL: copy it here first")
-        self._name, self._where, self._path = name, f"file '{files.shown}/{name}'", Path(path)
-        self._lock = threading.Lock()
-        self.lost = Counter[str]()
+            raise SourceError(f"{self._where} is SQLite, which is not read at a URL: copy it here first")
+        self._path, self._lock = Path(path), threading.Lock()
+
+    @property
+    def reads_in_order(self) -> bool:
+        """False, but where each message is to be decompressed."""
+        return self._is_packed
 
     @cached_property
     def _database(self) -> sqlite3.Connection:
@@ -72,8 +73,7 @@ class SqliteFile:
         """Topics by name."""
         return {topic.name: topic for topic in self._ids.values()}
 
-    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
-        """Yield the messages of these topics in the order of their recording."""
+    def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
         most = {
             number: None if topic.name in whole else HEAD_BYTES
             for number, topic in self._ids.items()
@@ -94,15 +94,14 @@ class SqliteFile:
             after = rows[-1][1]
 
     def places(self, topic: str) -> list[Locator]:
-        """Return where the messages of a topic are, in the order of their recording."""
+        """Return where the messages of a topic are, in the order of their rows."""
         query = "SELECT id FROM messages WHERE topic_id = ? ORDER BY id"
         numbers = [number for number, found in self._ids.items() if found.name == topic]
         return [
             Locator(self._name, 0, row) for number in numbers for (row,) in self._rows(tuple[int], query, (number,))
         ]
 
-    def read(self, place: Locator, most: int | None = None) -> Message:
-        """Read a whole message, or its first bytes."""
+    def _read(self, place: Locator, most: int | None = None) -> Message:
         rows = self._rows(tuple[int, int], "SELECT timestamp, topic_id FROM messages WHERE id = ?", (place.at,))
         if not rows:
             raise SourceError(f"{self._where} has no message {place.at}: has it changed since the scan?")

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.records import (
     CameraInfo,
     Cloud,
@@ -73,10 +72,6 @@ class Foxglove:
     def edges(self, messages: Sequence[Buffer]) -> list[Edges]:
         """Read the transforms of many messages."""
         return Edges.of((row, edge) for row, data in enumerate(messages) for edge in self.transforms(data))
-
-    def pose(self, data: Buffer) -> Edge:  # noqa: ARG002 - of ROS's types alone
-        """Raise SourceError: Foxglove has no type for a pose."""
-        raise SourceError(f"topic '{self._topic.name}' has the type {self._topic.type}, which has no ego pose")
 
     def marks(self, data: Buffer) -> Marks:
         """Read an ImageAnnotations."""

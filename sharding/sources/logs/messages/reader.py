@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
-    from fuelrail.sharding.sources.logs.messages.records import CameraInfo, Cloud, Edge, Fix, Marks, Picture
+    from fuelrail.sharding.sources.logs.messages.records import CameraInfo, Cloud, Marks, Picture
 
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 """Begins a frame of zstd; CDR begins with 0."""
@@ -55,20 +55,8 @@ class Reader:
 
     def poses(self, messages: Sequence[Message]) -> list[Edges]:
         """Read whole Odometry or PoseStamped messages; the child frame of a PoseStamped is ""."""
-        return Edges.of(enumerate(map(self.pose, messages)))
-
-    def transforms(self, message: Message) -> list[Edge]:
-        """Read whole transforms."""
-        return self._guard(self._form.transforms, message.data)
-
-    def pose(self, message: Message) -> Edge:
-        """Read a whole Odometry or PoseStamped; the child frame of a PoseStamped is ""."""
-        return self._guard(self._form.pose, message.data)
-
-    def fix(self, message: Message) -> Fix:
-        """Read a whole NavSatFix."""
         assert isinstance(self._form, Ros), "a type of ROS"
-        return self._guard(self._form.fix, message.data)
+        return Edges.of(enumerate(self._guard(self._form.pose, message.data) for message in messages))
 
     def marks(self, message: Message) -> Marks:
         """Read all boxes in a picture."""

@@ -129,15 +129,6 @@ class Edges(NamedTuple):
         return [one.rows(np.argsort(one.row, kind="stable")) for one in whole]
 
 
-class Fix(NamedTuple):
-    """A position by satellites [degrees, m above the ellipsoid] at a time; NaN without a fix."""
-
-    stamp_ns: int
-    latitude: float
-    longitude: float
-    altitude: float
-
-
 class Marks(NamedTuple):
     """Boxes in a picture: left, top, right, bottom [px], where 0 is the left edge of the first pixel; category, track.
 

@@ -20,7 +20,6 @@ from fuelrail.sharding.sources.logs.messages.records import (
     Cloud,
     Edge,
     Edges,
-    Fix,
     Marks,
     Picture,
     PointField,
@@ -161,12 +160,6 @@ class Ros:
         child = getattr(one, "child_frame_id", "")
         stamp_ns = _time_ns(one.header.stamp)
         return Edge(one.header.frame_id, child, stamp_ns, _wxyz(pose.orientation), _xyz(pose.position))
-
-    def fix(self, data: Buffer) -> Fix:
-        """Read a NavSatFix; its status is -1 without a fix."""
-        one = self._read(data)
-        place = (one.latitude, one.longitude, one.altitude) if one.status.status >= 0 else (math.nan,) * 3
-        return Fix(_time_ns(one.header.stamp), *map(float, place))
 
     @functools.cached_property
     def columns(self) -> list[str]:

@@ -6,7 +6,7 @@ https://github.com/nutonomy/nuscenes-devkit/blob/master/python-sdk/nuscenes/can_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -17,13 +17,16 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.channels import signals_channel
+from fuelrail.sharding.sources.adapter.channels import signal_series, signals_channel
 from fuelrail.sharding.sources.adapter.frame import FileMember
+from fuelrail.sharding.sources.adapter.members import check_inside
+from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
 from fuelrail.sharding.sources.shared.foreign import read_json
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
+    from fuelrail.sharding.sources.shared.files import SourceFiles
 
 FOLDER: Final = "can_bus"
 MESSAGES: Final[dict[str, dict[str, tuple[int, str]]]] = {
@@ -53,13 +56,13 @@ _FIRST_S: Final = 0.5
 _AXES: Final = {3: "xyz", 4: "wxyz"}
 
 
-def can_channel(message: str) -> Channel:
-    """Return the entry of the table for one kind of message."""
+def can_channel(message: str, *, series: bool = False) -> Channel:
+    """Return the entry of the table for one kind of message; with ``series`` as a series."""
     units: dict[str, str] = {}
     for field, (length, unit) in MESSAGES[message].items():
         names = [field] if length == 1 else [f"{field}_{axis}" for axis in _AXES[length]]
         units |= dict.fromkeys(names, unit)
-    return signals_channel(f"can_{message}", units, message)
+    return signals_channel(f"can_{message}", units, message, series=series)
 
 
 class CanMessages(msgspec.Struct, frozen=True):
@@ -80,12 +83,30 @@ class CanMessages(msgspec.Struct, frozen=True):
 
 
 class CanBus:
-    """The messages of all scenes; nuScenes lacks several scenes and messages."""
+    """The messages of all scenes; nuScenes lacks several scenes and messages. ``has_series``: they are series."""
 
-    channels = tuple(map(can_channel, MESSAGES))
+    def __init__(self, *, has_series: bool) -> None:
+        self.has_series = has_series
+        self.channels = tuple(can_channel(message, series=has_series) for message in MESSAGES)
+
+    def series(
+        self, files: SourceFiles, scene: str, times_ns: Sequence[int]
+    ) -> tuple[tuple[str, ...], dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]]:
+        """Return the files of a scene with samples at these times, and their series; raise SourceError."""
+        found, series = [], {}
+        for message in MESSAGES if self.has_series else ():
+            file = f"{FOLDER}/{scene}_{message}.json"
+            check_inside(file, f"scene '{scene}'")
+            if files.facts(file) is not None:
+                times_us, values = parse_can(files.read(file), message, file)
+                series[f"can_{message}"] = signal_series(times_us * NS_PER_US, values, times_ns)
+                found.append(file)
+        return tuple(found), series
 
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
-        """Yield the members of one sample, as far as their files are there."""
+        """Yield the members of one sample, as far as their files are there; none of series."""
+        if self.has_series:
+            return
         keyframes, sample, until_us = rows.keyframes, rows.samples[at], rows.timestamp_us[at]
         before = int(keyframes.joined["sample"].links["prev"][sample])
         after_us = until_us - round(_FIRST_S * 1e6) if before < 0 else int(keyframes.timestamp_us[before])
@@ -121,7 +142,7 @@ _TYPES: Final[dict[int, Any]] = {1: float, 3: tuple[float, float, float], 4: tup
 
 def _list_of(message: str) -> Any:  # noqa: ANN401 - a type made of the table above
     fields = [(field, _TYPES[length]) for field, (length, _) in MESSAGES[message].items()]
-    time: Any = ("utime", Annotated[int, Meta(ge=0, lt=2**62)])
+    time: Any = ("utime", Annotated[int, Meta(ge=0, lt=2**53)])
     record: Any = msgspec.defstruct(message, [time, *fields], frozen=True)
     return list[record]
 

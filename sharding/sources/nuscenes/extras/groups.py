@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.sharding.sources.adapter.channels import computed
 from fuelrail.sharding.sources.nuscenes.extras.boxes2d import BoxTokens, ImageBoxes
-from fuelrail.sharding.sources.nuscenes.extras.can import CanBus
 from fuelrail.sharding.sources.nuscenes.extras.maps import Maps
 from fuelrail.sharding.sources.nuscenes.extras.radar import Radars
 from fuelrail.sharding.sources.nuscenes.extras.trajectories import Trajectories
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import FileMember
     from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
     from fuelrail.sharding.sources.nuscenes.boxes import Annotations
+    from fuelrail.sharding.sources.nuscenes.extras.can import CanBus
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
     from fuelrail.sharding.sources.nuscenes.tables import Tables
     from fuelrail.sharding.sources.shared.joins import Database
@@ -67,11 +67,12 @@ def chosen_groups(
     annotations: Annotations,
     radar_sweeps: int,
     windows: MapWindows | None,
+    can: CanBus,
 ) -> dict[GroupName, Group]:
     """Return the groups of these names, in the order of the table of channels; ``windows`` are of the maps."""
     make: dict[GroupName, Callable[[], Group]] = {
         "radar": lambda: Radars(tables, database, keyframes, radar_sweeps),
-        "can": CanBus,
+        "can": lambda: can,
         "boxes2d": lambda: ImageBoxes(keyframes.cameras, annotations),
         "tokens": lambda: BoxTokens(annotations),
         "trajectories": lambda: Trajectories(database, keyframes, annotations),

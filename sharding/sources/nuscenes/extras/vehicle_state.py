@@ -10,31 +10,27 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from fuelrail.sharding.sources.adapter.channels import signals, signals_channel
+from fuelrail.sharding.sources.adapter.channels import signals_channel
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
 from fuelrail.sharding.sources.nuscenes.tables import Record, check_time
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.shared.scan_table import Reference
+    from fuelrail.pipeline.channels.table import Channel
 
 TABLE: Final = "vehicle_state"
-CHANNEL: Final = signals_channel(
-    f"can_{TABLE}",
-    {
-        "accel_pedal": "%",
-        "brake_pedal": "%",
-        "steer_pedal": "%",
-        "steering_tire_angle": "rad",
-        "steering_wheel_angle": "rad",
-        "indicator_left": "",
-        "indicator_right": "",
-        "indicator_hazard": "",
-        "speed": "km/h",
-    },
-    TABLE,
-    has_unknown=True,
-)
+_UNITS: Final = {
+    "accel_pedal": "%",
+    "brake_pedal": "%",
+    "steer_pedal": "%",
+    "steering_tire_angle": "rad",
+    "steering_wheel_angle": "rad",
+    "indicator_left": "",
+    "indicator_right": "",
+    "indicator_hazard": "",
+    "speed": "km/h",
+}
 _LIGHT: Final = {"on": 1.0, "off": 0.0}
 
 
@@ -70,12 +66,15 @@ class VehicleState(Record, frozen=True, gc=False):
         ]  # fmt: skip
 
 
-def state_members(rows: Sequence[VehicleState], times_ns: Sequence[int]) -> list[list[Reference]]:
-    """Return the members of samples at ascending times; raise SourceError for a time not in microseconds."""
+def state_channel(*, series: bool) -> Channel:
+    """Return the entry of the table; with ``series`` as a series."""
+    return signals_channel(f"can_{TABLE}", _UNITS, TABLE, has_unknown=True, series=series)
+
+
+def state_signals(rows: Sequence[VehicleState]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return times [ns] (N,), ascending, and numbers (N, C); raise SourceError for a time not in microseconds."""
     rows = sorted(rows, key=lambda row: row.timestamp)
     for row in rows:
         check_time(row.timestamp, row.token)
-    if not rows or not times_ns:
-        return [[] for _ in times_ns]
     stamps = np.array([row.timestamp for row in rows], np.int64) * NS_PER_US
-    return signals(CHANNEL, stamps, np.array([row.numbers for row in rows], np.float64), times_ns)
+    return stamps, np.array([row.numbers for row in rows], np.float64).reshape(-1, len(_UNITS))

@@ -14,13 +14,23 @@ from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import decode_points
+from fuelrail.sharding.api import check_source
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
 from fuelrail.sharding.sources.logs.members import LogMembers
 from fuelrail.sharding.sources.registry import SourceSpec
-from support.log_world import Ros, Sent, logged, ros_messages, video_messages, with_raw_pictures, write_mcap
+from support.log_world import (
+    Ros,
+    Sent,
+    logged,
+    ros_messages,
+    video_messages,
+    with_raw_pictures,
+    write_bag,
+    write_mcap,
+)
 from support.sharding import scanned
 from support.source_suite import SourceSuite, bytes_read
 from support.source_world import ego_at, make_world, samples_of, turn
@@ -115,6 +125,32 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     assert info.num_samples == 3, "a keyframe every third message"
     assert sum(members.num_decoded for members in decoded) == 3 * 2
     assert scan_source(spec._replace(options={"cameras": cameras})).num_samples == 9
+
+
+@pytest.mark.parametrize(("kind", "frames"), [("mcap", "all"), ("mcap", "keyframes"), ("rosbag1", "all")])
+def test_a_check_says_what_jpegs_cost_against_the_video(tmp_path, kind, frames):
+    """By log and topic: the packets of the messages, and the JPEGs of the kept frames."""
+    world, num_bytes = make_world(2, 30, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}), 0
+    for clip in world.clips:
+        sent = video_messages(world, clip)
+        num_bytes += sum(len(one.message.data) for one in sent if one.topic.endswith("/video"))
+        (write_bag if kind == "rosbag1" else write_mcap)(
+            tmp_path / f"{clip.name}.{'bag' if kind == 'rosbag1' else 'mcap'}", sent
+        )
+    cameras = {name: f"/{name}/video" for name in world.cameras}
+    options = {"cameras": cameras, "rate": 5, "frames": frames, "missing_camera": "drop"}
+    recipe = make_recipe(images={"resize": 0.5, "quality": 92})
+    report = check_source(f"{kind}:{tmp_path}", options=options, recipe=recipe)
+    found = report.video
+    assert (found.num_videos, found.num_frames, found.num_bytes) == (4, 120, num_bytes)
+    assert f"video: 4 streams of 120 frames, {num_bytes / 1e6:,.1f} MB" in report.as_text()
+    SourceSuite().make(SourceSpec(kind, str(tmp_path), options), tmp_path / "out")
+    kept = [data for sample in samples_of(tmp_path / "out").values() for data in sample.images.values()]
+    whole, full, half, as_given = found.options
+    assert (whole.num_images, full.num_images, as_given.num_images) == (120, len(kept), len(kept))
+    assert full.num_bytes == pytest.approx(sum(map(len, kept)), rel=0.15)
+    assert half.num_bytes < full.num_bytes < whole.num_bytes
+    assert min(one.cpu_hours for one in found.options) > 0
 
 
 def test_video_of_a_log_is_scaled_as_it_is_decoded(tmp_path, monkeypatch):

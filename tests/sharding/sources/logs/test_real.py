@@ -85,10 +85,13 @@ def test_messages_are_those_of_mcap_ros2_support():
                 assert (info.width, info.height, list(info.d)) == (theirs.width, theirs.height, list(theirs.d))
                 assert (list(info.k), list(info.p), list(info.r)) == (list(theirs.k), list(theirs.p), list(theirs.r))
             elif channel.topic.startswith("/tf"):
-                for edge, other in zip(readers[channel.topic].transforms(one), theirs.transforms, strict=True):
-                    assert (edge.parent, edge.child) == (other.header.frame_id, other.child_frame_id)
+                edges = {edge.child: edge for edge in readers[channel.topic].edges([one])}
+                assert len(edges) == len(theirs.transforms)
+                for other in theirs.transforms:
+                    edge = edges[other.child_frame_id]
+                    assert edge.parent == other.header.frame_id
                     q, t = other.transform.rotation, other.transform.translation
-                    assert (edge.wxyz, edge.xyz) == ((q.w, q.x, q.y, q.z), (t.x, t.y, t.z))
+                    assert (*edge.wxyz[0], *edge.xyz[0]) == (q.w, q.x, q.y, q.z, t.x, t.y, t.z)
     assert number == len(found) == 251
 
 

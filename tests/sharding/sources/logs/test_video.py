@@ -154,12 +154,18 @@ def test_quality_90_is_near_the_video(tmp_path):
     assert psnr(decoded) - psnr(jpegs) < 0.5
 
 
-@pytest.mark.parametrize(("codec", "name"), [("libx264", "h264"), ("libx265", "h265")])
-def test_packets_one_by_one(tmp_path, codec, name):
-    options = {"x265-params": "log-level=none:bframes=0:keyint=5:repeat-headers=1"}
-    if codec == "libx264":
-        options = {"g": "5", "bf": "0", "x264-params": "annexb=1:repeat-headers=1:scenecut=0"}
-    path = write_video(tmp_path / "a.mkv", codec, 12, options, container="h264" if codec == "libx264" else "hevc")
+PACKETS = {
+    "h264": ("libx264", {"g": "5", "bf": "0", "x264-params": "annexb=1:repeat-headers=1:scenecut=0"}),
+    "hevc": ("libx265", {"x265-params": "log-level=none:bframes=0:keyint=5:repeat-headers=1"}),
+    "obu": ("libsvtav1", {"g": "5", "preset": "12", "svtav1-params": "pred-struct=1:lookahead=0"}),
+}
+"""By the container of raw packets."""
+
+
+@pytest.mark.parametrize(("container", "name"), [("h264", "h264"), ("hevc", "h265"), ("obu", "av1")])
+def test_packets_one_by_one(tmp_path, container, name):
+    codec, options = PACKETS[container]
+    path = write_video(tmp_path / "a.mkv", codec, 12, options, container=container)
     with av.open(path) as file:
         packets = [bytes(packet) for packet in file.demux(video=0) if packet.size]
     assert [at for at, packet in enumerate(packets) if is_keyframe(packet, name, "t")] == [0, 5, 10]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.series import TIMES, VALUES
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
@@ -168,6 +169,18 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
     np.testing.assert_array_equal(found[:, 2:], [[np.nan] * 4 + [1, 0, np.nan, 36]] * 2)
     assert info.report.noted == {"datasets without vehicle_state": 1}
     SourceSuite().make(SourceSpec("t4", str(root), {"vehicle_state": True}), tmp_path / "out")
+    source, info, table = scanned("t4", root, tmp_path, vehicle_state=True, series=True)
+    (channel,) = info.channels
+    assert channel.description.startswith("columns: accel_pedal [%], brake_pedal [%]")
+    parts = [
+        KINDS["ragged"].decode(source.open(one.ref), channel)
+        for at in range(8)
+        for one in table.row(at).members
+        if one.name == channel.field
+    ]
+    stamps, first = np.unique(np.concatenate([part[TIMES] for part in parts]), return_index=True)
+    assert stamps.tolist() == [(first_us + at * 40_000) * 1000 for at in range(4)]
+    np.testing.assert_array_equal(np.concatenate([part[VALUES] for part in parts])[first, 0], [0, 10, 20, 30])
     (folder / "vehicle_state.json").write_text(json.dumps([{"token": "s", "timestamp": "noon"}]))
     with pytest.raises(SourceError, match=r"vehicle_state\.json.*Expected `int`"):
         scanned("t4", root, tmp_path, vehicle_state=True)

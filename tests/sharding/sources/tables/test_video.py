@@ -118,7 +118,7 @@ class TestWide(SourceSuite):
         found, videos = report.video, list((tmp_path / "source").glob("*.mp4"))
         assert (found.num_videos, found.num_bytes) == (len(videos), sum(path.stat().st_size for path in videos))
         assert found.num_frames == len(world.cameras) * sum(len(clip.frames) for clip in world.clips)
-        assert f"video: {len(videos)} files of {found.num_frames} frames" in said
+        assert f"video: {len(videos)} streams of {found.num_frames} frames" in said
         self.make(spec._replace(options={**spec.options, "rate": 5}), tmp_path / "out")
         kept = [data for sample in samples_of(tmp_path / "out").values() for data in sample.images.values()]
         whole, full, half, as_given = found.options

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.selection import decode_values
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import decode_meta
 from fuelrail.sharding.api import shard, verify
@@ -97,6 +98,40 @@ def test_every_message_of_a_scene_is_stored_once(tmp_path) -> None:
         np.testing.assert_array_equal(np.concatenate(rows)[:, 1:], inside)
 
 
+def test_series_are_read_by_time(tmp_path) -> None:
+    """Against the messages of the files, at any time of the scene; frames that the rate leaves out lose none."""
+    made = build_nuscenes(tmp_path / "root", {"scene-0061": 6, "scene-0553": 2}, cameras=("CAM_FRONT",))
+    (made.root / "can_bus").mkdir()
+    times = [row["timestamp"] for row in made.tables["sample"]][:6]
+    rng, low, high = np.random.default_rng(0), times[0] - 500_000, times[-1] + 500_000
+    stamps = np.unique(rng.integers(times[0] - 900_000, times[-1] + 900_000, 200)).tolist()
+    records = [{"utime": utime, "value": float(rng.normal())} for utime in stamps]
+    records.insert(100, records[99] | {"value": 7.0})  # of two messages of one time the first counts
+    (made.root / "can_bus" / "scene-0061_steeranglefeedback.json").write_text(json.dumps(records))
+    options = {"channels": ["can"], "series": True, "rate": 0.7, "points": False}
+    shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1, options=options)
+    dataset = open_dataset(tmp_path / "out")
+    (channel,) = dataset.manifest.extra_channels
+    assert (channel.name, channel.description) == ("can_steeranglefeedback", "columns: value [rad]")
+    assert verify(tmp_path / "out", deep=True, workers=1).faults == []
+    window = {channel.name: {"from": -1.6, "to": 0.4, "hz": 10}}
+    transforms = Transforms(image=ImageAugment(height=16, width=24, resize="stretch"), channels=[channel.name])
+    truth = {one["utime"]: one["value"] for one in reversed(records) if low <= one["utime"] <= high}
+    known = sorted(truth)
+    clips = []
+    with DataLoader(tmp_path / "out", 1, transforms=transforms, window=window, num_workers=1) as loader:
+        for batch in loader:
+            clips += batch["clip_id"]
+            wanted = [int(batch["timestamp_ns"][0]) // 1000 - 1_600_000 + at * 100_000 for at in range(21)]
+            there = [clips[-1] == "scene-0061" and known[0] <= time <= known[-1] for time in wanted]
+            assert batch[f"{channel.name}_valid"][0].tolist() == there
+            expected = np.interp(wanted, known, [truth[time] for time in known])
+            np.testing.assert_allclose(batch[channel.name][0, there, 0], expected[there], atol=1e-4)
+    assert sorted(clips) == ["scene-0061"] * 2 + ["scene-0553"]
+    with pytest.raises(ConfigError, match=r"series=true needs signals: channels=\[can\]"):
+        scanned("nuscenes", made.root, tmp_path, series=True)
+
+
 def test_units_and_columns_belong_together() -> None:
     channel = can_channel("pose")
     assert channel.columns[:5] == ("dt_s", "accel_x", "accel_y", "accel_z", "orientation_w")
@@ -131,5 +166,6 @@ def test_a_hostile_file_is_a_named_error(text, wanted) -> None:
 
 def test_a_hostile_scene_name_leads_nowhere(tmp_path) -> None:
     made = build_nuscenes(tmp_path / "root", {"../../evil": 1}, cameras=("CAM_FRONT",))
-    with pytest.raises(SourceError, match="is not inside the source"):
-        scanned("nuscenes", made.root, tmp_path, channels=["can"])
+    for series in (False, True):
+        with pytest.raises(SourceError, match="is not inside the source"):
+            scanned("nuscenes", made.root, tmp_path, channels=["can"], series=series)
