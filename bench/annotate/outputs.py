@@ -56,6 +56,8 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
         values = _split(name, output, num_rows)
         if all(isinstance(value, str) for value in values):
             table.append({**head, "kind": "text", "field": f"{name}.txt"})
+        elif all(isinstance(value, list) and all(isinstance(one, str) for one in value) for value in values):
+            table.append({**head, "kind": "texts", "field": f"{name}.json"})
         elif all(isinstance(value, bytes) for value in values):
             table.append({**head, "kind": "bytes", "field": f"{name}.bin"})
         elif all(isinstance(value, np.ndarray) and value.shape == values[0].shape for value in values):
@@ -74,7 +76,7 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
                 table.append({**fixed, "name": scale, "kind": "array", "field": f"{scale}.npy", "dtype": "float32"})
         else:
             kinds = ", ".join(sorted({_kind(value) for value in values}))
-            raise ConfigError(f"output {name!r} holds {kinds}, not arrays of one shape, str or bytes: {_BY_HAND}")
+            raise ConfigError(f"output {name!r} holds {kinds}, not arrays of one shape, texts or bytes: {_BY_HAND}")
     if logits is not None and not any(entry["kind"] == logits[0] for entry in table):
         raise ConfigError(
             f"store={store!r} is for logits, floats [B, T, V]; the model returned {', '.join(outputs)} without any: "

@@ -12,6 +12,7 @@ kind                 shape of ``{name}``                  where ``{name}_valid``
 ``points``           list of [P, C]                       None
 ``ragged``           dict of array to list of [M, ...]    None in each list
 ``text``, ``bytes``  list of str or bytes                 None
+``texts``            list of lists of str                 None
 ``tokens``           [B, T] where T is fixed, else        zeros, or no tokens
                      `Packed`: sample b has the tokens
                      ``values[offsets[b]:offsets[b + 1]]``
@@ -61,7 +62,7 @@ OWN_NAMES: Final = frozenset(Batch.__annotations__) - {"gt_mask", "points_mask"}
 """Names that a batch, or a sample before ``transform``, has of its own."""
 _SMALL_BYTES: Final = 256 << 10
 _TOKEN_KINDS: Final = frozenset({"tokens", TOPK, SAMPLED})
-_SMALL_KINDS: Final = frozenset({"array", "points", "ragged", "text", "bytes", *_TOKEN_KINDS})
+_SMALL_KINDS: Final = frozenset({"array", "points", "ragged", "text", "texts", "bytes", *_TOKEN_KINDS})
 _SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points", "ego_boxes", "ego_poses"})
 """Kinds and laws whose work is in proportion to the values, and no decoding or warping of pixels."""
 

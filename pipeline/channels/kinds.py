@@ -11,6 +11,7 @@ points    (P, C) array                   list
 array     array                          stacked
 ragged    dict of arrays (M, ...)        dict of lists
 text      str                            list
+texts     list of str                    list
 tokens    (T,) integers                  stacked where T is fixed, else `Packed`: values and offsets
 bytes     bytes                          list
 ========  =============================  ==================================================================
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -247,6 +249,15 @@ def _encode_text(value: Value, channel: Channel) -> bytes:
         raise SchemaError(f"channel '{channel.name}' cannot be stored as UTF-8: {error}") from error
 
 
+def _encode_texts(value: Value, channel: Channel) -> bytes:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise SchemaError(f"channel '{channel.name}' is {value!r:.100}; kind 'texts' takes a list of str")
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        raise SchemaError(f"channel '{channel.name}' cannot be stored as UTF-8: {error}") from error
+
+
 def _encode_bytes(value: Value, channel: Channel) -> bytes:
     if not isinstance(value, bytes | bytearray | memoryview):
         raise SchemaError(f"channel '{channel.name}' is {type(value).__name__}; kind 'bytes' takes bytes")
@@ -258,6 +269,13 @@ def _decode_text(data: Buffer, channel: Channel) -> str:
         return bytes(data).decode()
     except UnicodeDecodeError as error:
         raise SchemaError(f"channel '{channel.name}' is not UTF-8: {error}") from error
+
+
+def _decode_texts(data: Buffer, channel: Channel) -> list[str]:
+    try:
+        return msgspec.json.decode(data, type=list[str])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SchemaError(f"channel '{channel.name}' is not a JSON array of texts: {error}") from error
 
 
 def _nothing_broken(_: Channel) -> Iterator[str]:
@@ -336,6 +354,9 @@ KINDS: Final = Registry(
             lambda _: 0,
         ),
         "text": Kind(("txt",), _nothing_broken, _encode_text, _decode_text, _decode_text, _collate_list),
+        "texts": Kind(
+            ("json",), _nothing_broken, _encode_texts, _decode_texts, _decode_texts, _collate_list, lambda _: 0
+        ),
         "tokens": Kind(
             ("npy",), _broken_tokens, _encode_tokens, _decode_array, _check_tokens, _collate_tokens, _of_values
         ),

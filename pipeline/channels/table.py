@@ -74,11 +74,11 @@ class Channel(Settings, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         name: ``[a-z0-9_]+``, unique; the batch's key.
-        kind: of the registry: `image`, `points`, `array`, `ragged`, `text`, `tokens`, `bytes`,
-            `logits_topk`, `logits_sampled`, or a plug-in's.
+        kind: of the registry: `image`, `points`, `array`, `ragged`, `text`, `texts`, `tokens`,
+            `bytes`, `logits_topk`, `logits_sampled`, or a plug-in's.
         field: the member's field name, such as ``radar_front.npy``; its part before the dot is ``name``.
         law: what augmentation does to it.
-        dtype: one of `DTYPES`, stored little-endian; empty for ``ragged``, ``text``, ``bytes`` and draws.
+        dtype: one of `DTYPES`, stored little-endian; empty for ``ragged``, texts, ``bytes`` and draws.
         axes: names of the axes.
         shape: their lengths; None for one that varies.
         columns: names along the last axis where it is a record.

@@ -34,19 +34,22 @@ _EMPTY: Final = ("float64", (0,))
 """The form of an empty list."""
 _NONE: Final = ("float64", (None,))
 _BYTES: Final = "bytes"
+_TEXTS: Final = "texts"
 _NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
 
 
 def value_channel(name: str, dtype: str = "", shape: tuple[int | None, ...] = (), description: str = "") -> Channel:
     """Return the entry of the table for a sample's value (``Frame.values``); augmentation does not move it.
 
-    Without ``dtype`` it is a text, with "bytes" it is bytes. Else it is an array of this shape, a number where that is
-    (), and in batches a tensor [B, ...]. Where the first side is None it varies: batches then have ``{"values": list of
-    B tensors}``.
+    Without ``dtype`` it is a text, with "texts" a list of texts, with "bytes" bytes. Else it is an array of this shape,
+    a number where that is (), and in batches a tensor [B, ...]. Where the first side is None it varies: batches then
+    have ``{"values": list of B tensors}``.
     """
     about: dict[str, Any] = {"name": name, "law": Law("fixed"), "optional": True, "description": description}
     if not dtype:
         return Channel(kind="text", field=f"{name}.txt", **about)
+    if dtype == _TEXTS:
+        return Channel(kind="texts", field=f"{name}.json", **about)
     if dtype == _BYTES:
         return Channel(kind="bytes", field=f"{name}.bin", **about)
     about |= dict.fromkeys(("allows_nan", "allows_inf"), np.dtype(dtype).kind == "f")
@@ -65,7 +68,7 @@ class ValueForms:
         self.refused: dict[str, str] = {}
 
     def learn(self, name: str, value: Any) -> None:  # noqa: ANN401 - what a source has
-        """Take a value: a text, bytes, a number, or numbers in an array or lists. None is a missing one."""
+        """Take a value: a text or a list of texts, bytes, a number, or numbers in an array or lists; None: missing."""
         if value is None or name in self.refused:
             return
         try:
@@ -81,19 +84,21 @@ class ValueForms:
         return tuple(value_channel(name, *(_NONE if form == _EMPTY else form)) for name, form in forms.items())
 
 
-def _form(name: str, value: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401
-    """Return dtype ("" for a text, "bytes") and shape of a value; raise ValueError for one that is of no such form."""
+def _form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:  # noqa: ANN401
+    """Return dtype ("" for a text, "texts", "bytes") and shape of a value; raise ValueError for one of no such form."""
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise ValueError(
             f"its name must have at most 100 letters, digits and _, and not be one of {', '.join(RESERVED)}"
         )
     if isinstance(value, str | bytes):
         return ("" if isinstance(value, str) else _BYTES), ()
+    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        return _TEXTS, (None,)
     array = np.asarray(value)  # ValueError for lists of differing lengths
     if array.shape == (0,):
         return _EMPTY
     if array.dtype.name not in DTYPES or 0 in array.shape[1:] or array.ndim > MAX_RANK:
-        raise ValueError(f"it is neither a text nor numbers in an array, but {array.dtype.name}{list(array.shape)}")
+        raise ValueError(f"it is neither text nor numbers in an array, but {array.dtype.name}{list(array.shape)}")
     return array.dtype.name, array.shape
 
 
@@ -107,12 +112,12 @@ def _common(
             raise ValueError("samples differ: some are lists, others are none")
         return dtype, shape if (dtype, shape) == _EMPTY else (None, *shape[1:])
     (dtype, shape), (other_dtype, other_shape) = one, other
-    if dtype != other_dtype and not {"", "bool", _BYTES}.isdisjoint((dtype, other_dtype)):
+    if dtype != other_dtype and not {"", "bool", _BYTES, _TEXTS}.isdisjoint((dtype, other_dtype)):
         raise ValueError(f"samples differ: {dtype or 'text'} and {other_dtype or 'text'}")
     if (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
         raise ValueError(f"samples differ in shape: {list(shape)} and {list(other_shape)}")
     first = shape[:1] if shape[:1] == other_shape[:1] else (None,) * len(shape[:1])
-    is_number = dtype not in ("", _BYTES)
+    is_number = dtype not in ("", _BYTES, _TEXTS)
     return np.promote_types(dtype, other_dtype).name if is_number else dtype, (*first, *shape[1:])
 
 

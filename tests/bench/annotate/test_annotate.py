@@ -31,7 +31,8 @@ def base(tmp_path_factory):
 def teacher(batch):
     img = batch["img"].float()
     grid = torch.nn.functional.adaptive_avg_pool2d(img.flatten(0, 1), (2, 2)).unflatten(0, img.shape[:2])
-    return {"mean": img.flatten(1).mean(1), "grid": grid, "name": [f"seen {key}" for key in batch["sample_key"]]}
+    names = [f"seen {key}" for key in batch["sample_key"]]
+    return {"mean": img.flatten(1).mean(1), "grid": grid, "name": names, "words": [name.split("-") for name in names]}
 
 
 class Stopping(torch.nn.Module):
@@ -90,6 +91,7 @@ def test_the_loader_gets_what_the_model_said(base, tmp_path) -> None:
         wanted = teacher(batch)
         torch.testing.assert_close(batch["t.mean"], wanted["mean"])
         assert batch["t.name"] == wanted["name"]
+        assert batch["t.words"] == wanted["words"]
         assert batch["t.grid"].dtype == dtype
         grid = batch["t.grid"].float()
         if store == "int8":

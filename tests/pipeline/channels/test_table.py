@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -30,7 +31,7 @@ BOXES2D: dict[str, Any] = {"kind": "ragged", "arrays": (ArraySpec("box", "float3
 TOKENS: dict[str, Any] = {
     "kind": "tokens", "dtype": "int32", "axes": ("token",), "shape": (None,), "vocabulary": Vocabulary("v", 9),
 }  # fmt: skip
-EXTENSION = {"image": "png", "ragged": "safetensors", "text": "txt", "bytes": "bin"}
+EXTENSION = {"image": "png", "ragged": "safetensors", "text": "txt", "texts": "json", "bytes": "bin"}
 
 
 def channel(facts: dict[str, Any], law: Law = FIXED, **changes: Any) -> Channel:
@@ -152,6 +153,8 @@ VALUES = [
     (channel(TOKENS), np.array([0, 8, 3], np.int32)),
     (channel(BOXES2D), {"box": np.ones((2, 4), np.float32), "id": np.array([7, 9], np.int32)}),
     (channel({"kind": "text"}), "Straße, Regen"),
+    (channel({"kind": "texts"}), ["Straße, Regen", "", '"quoted",\n']),
+    (channel({"kind": "texts"}), []),
     (channel({"kind": "bytes"}), b"\x00\x01"),
 ]
 
@@ -184,11 +187,27 @@ def test_a_kind_gives_back_what_it_was_given(entry, value) -> None:
         (channel(BOXES2D), {"box": np.full((1, 4), np.inf, np.float32), "id": np.ones(1, np.int32)},
          "an infinity at"),
         (channel(MASK), np.ones((2, 2), np.uint8), "is uint8"),
+        (channel({"kind": "texts"}), "one", "is 'one'; kind 'texts' takes a list of str"),
+        (channel({"kind": "texts"}), ["one", 2], "kind 'texts' takes a list of str"),
+        (channel({"kind": "texts"}), ["\ud800"], "cannot be stored as UTF-8"),
     ],
 )  # fmt: skip
 def test_a_value_that_is_not_as_the_table_says_is_refused(entry, value, says) -> None:
     with pytest.raises(SchemaError, match=says):
         KINDS[entry.kind].encode(value, entry)
+
+
+@pytest.mark.parametrize("data", [b"[1]", b'"one"', b'["a"', b'["\xff"]', b'["a"] "b"', b"[null]", b"", b'["\\ud800"]'])
+def test_what_is_not_a_list_of_texts_is_refused(data) -> None:
+    with pytest.raises(SchemaError, match="channel 'it' is not a JSON array of texts"):
+        KINDS["texts"].check(data, channel({"kind": "texts"}))
+
+
+def test_lists_of_texts_are_json_that_others_read() -> None:
+    value = ["Straße", 'a "b"\n', "\u2028", ""]
+    assert json.loads(KINDS["texts"].encode(value, channel({"kind": "texts"}))) == value
+    made = json.dumps(value, indent=2).encode()
+    assert KINDS["texts"].decode(memoryview(made), channel({"kind": "texts"})) == value
 
 
 def test_images_of_other_bits_colours_and_formats_are_refused() -> None:
@@ -254,6 +273,7 @@ def test_batches_are_stacked_packed_or_lists_by_kind_and_missing_values_are_dist
     boxes = {"box": np.ones((1, 4), np.float32), "id": np.ones(1, np.int32)}
     assert collate(channel(BOXES2D), [boxes, None]) == {"box": [boxes["box"], None], "id": [boxes["id"], None]}
     assert collate(channel({"kind": "text"}), ["a", None]) == ["a", None]
+    assert collate(channel({"kind": "texts"}), [["a"], None, []]) == [["a"], None, []]
 
 
 voxels = Kind(
