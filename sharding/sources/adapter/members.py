@@ -42,7 +42,7 @@ DAMAGED: Final = "damaged"
 """Why there is no image of a camera whose file is."""
 NOTED: Final = "faulty"
 """Stands for what is noted as a fault of the source, so that it is noted once."""
-_LEFT_OUT: Final = "; the option damaged_image=mask leaves such members out, damaged_image=drop the whole frames"
+LEFT_OUT: Final = "; the option damaged_image=mask leaves such members out, damaged_image=drop the whole frames"
 _NUMBER: Final = re.compile(r"[0-9]{1,18}\Z", re.ASCII)
 
 
@@ -227,7 +227,7 @@ class MemberFinder:
                 heads[ref] = head
                 self.report.note_image(channels[ref], head)
             elif self.policy.damaged == "error":
-                self.findings.add("images", f"{where}: image '{self.files.shown}/{ref}': {head}{_LEFT_OUT}")
+                self.findings.add("images", f"{where}: image '{self.files.shown}/{ref}': {head}{LEFT_OUT}")
             else:
                 heads[ref] = None
                 damaged.append(f"'{ref}' ({head})")

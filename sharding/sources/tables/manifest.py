@@ -44,15 +44,25 @@ from fuelrail.sharding.sources.tables.columns import (
 )
 from fuelrail.sharding.sources.tables.matching import SensorRows, ascending
 from fuelrail.sharding.sources.tables.members import Paths, RowFiles, add_columns
-from fuelrail.sharding.sources.tables.tables import EXTENSIONS, Table, distinct, find_table, has_text, table_schema
+from fuelrail.sharding.sources.tables.tables import (
+    EXTENSIONS,
+    Table,
+    distinct,
+    find_table,
+    has_text,
+    read_batches,
+    table_schema,
+)
 from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.channels.table import Channel
+    import pyarrow as pa
+
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
     from fuelrail.sharding.sources.tables.calibration import RowCalibration
+    from fuelrail.sharding.sources.tables.tables import TypeOf
 
 TABLES: Final = ("frames", "sensor_data", "calibration", "ego_pose", "boxes")
 _AXES = Literal["optical", "flu"]
@@ -109,6 +119,8 @@ class Manifest(FrameSource[ManifestSettings]):
 
     kind = "manifest"
     settings = ManifestSettings
+    leaves_out = False
+    """Whether columns of values that can be no channel are left out, and counted, not refused."""
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
@@ -123,6 +135,7 @@ class Manifest(FrameSource[ManifestSettings]):
         self._paths = Paths(self.files, self.given.root or folder, only_keyframes=only_keyframes)
         self._tables: dict[str, Table] = {}
         self._calibrations: CalibrationTable | None = None
+        self._prefixes: list[str] = []  # of the columns of each sensor in frames, such as cam.front.
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -153,12 +166,6 @@ class Manifest(FrameSource[ManifestSettings]):
             if not is_known(field.name):
                 found[field.name] = attribute_type(f"table '{self._table_files.shown}/{name}'", field)
         return found
-
-    @cached_property
-    def _prefixes(self) -> list[str]:
-        """The prefix of the columns of each sensor in ``frames``, such as ``cam.front.``."""
-        found = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
-        return list(dict.fromkeys(f"{match[1]}.{match[2]}." for match in found if match is not None))
 
     @cached_property
     def _has_video(self) -> bool:
@@ -194,10 +201,12 @@ class Manifest(FrameSource[ManifestSettings]):
             check_decoder(f"'{self.files.shown}'")
         with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
             for stem, name in self._names.items():
-                types = box_type if stem == "boxes" else type_of
+                batches = self._batches(name, box_type if stem == "boxes" else type_of)
                 self._tables[stem] = Table(
-                    self._table_files, name, Path(scratch), types, has_clips=stem != "calibration"
+                    f"{self._table_files.shown}/{name}", batches, Path(scratch), has_clips=stem != "calibration"
                 )
+            found = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
+            self._prefixes = list(dict.fromkeys(f"{match[1]}.{match[2]}." for match in found if match is not None))
             if "boxes" in self._tables:
                 check_box_columns(self._tables["boxes"].name, self._tables["boxes"].schema.names)
             if "calibration" in self._tables:
@@ -216,10 +225,20 @@ class Manifest(FrameSource[ManifestSettings]):
                     "give the table ego_pose"
                 )
             try:
-                self.channels = _value_channels(self._tables.get("frames"))
+                forms = _value_forms(self._tables.get("frames"))
+                for name, why in forms.refused.items():
+                    if not self.leaves_out:
+                        where = f"table '{self._tables['frames'].name}': the column {VALUE}{name}"
+                        raise SourceError(f"{where} cannot become a channel: {why}")
+                    self.noted[f"column {name} left out, {why}"] += 1
+                self.channels = forms.channels()
                 return super().scan(out)
             finally:
                 self._tables, self._calibrations = {}, None
+
+    def _batches(self, name: str, types: TypeOf) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a table by 1024."""
+        return read_batches(self._table_files, name, types)
 
     def sensors(self) -> Sensors:
         """Return the sensors that the columns name, or the rows of ``calibration``."""
@@ -378,15 +397,12 @@ def _one(rows: Rows, name: str) -> str | None:
     return found[0]
 
 
-def _value_channels(table: Table | None) -> tuple[Channel, ...]:
-    """Return the channels of the columns of values; raise SourceError where the rows of one differ in kind."""
+def _value_forms(table: Table | None) -> ValueForms:
+    """Return what the values of the columns of values are."""
     forms = ValueForms()
     names = [name for name in _columns(table) if name.startswith(VALUE)]
     for rows in table.parts() if table is not None and names else ():
         for name in names:
             for value in rows.column(name).to_pylist():
                 forms.learn(name.removeprefix(VALUE), value)
-    for name, why in forms.refused.items():
-        where = "" if table is None else f"table '{table.name}': "
-        raise SourceError(f"{where}the column {VALUE}{name} cannot become a channel: {why}")
-    return forms.channels()
+    return forms

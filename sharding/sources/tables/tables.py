@@ -7,7 +7,7 @@ rows of any clip are read alone, so memory does not grow with the table.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -88,26 +88,25 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
 class Table:
     """A table that was copied into ``folder``; rows are counted from 0."""
 
-    def __init__(self, files: SourceFiles, name: str, folder: Path, type_of: TypeOf, *, has_clips: bool = True) -> None:
-        """Copy the table; raises SourceError for one that is damaged, or whose clips are not together.
+    def __init__(self, name: str, batches: Iterable[pa.RecordBatch], folder: Path, *, has_clips: bool = True) -> None:
+        """Copy the table from its batches (:func:`read_batches`); raises SourceError where clips are not together.
 
         Without ``has_clips`` a column of clips may be absent: the rows are then for all clips, under the name "".
         """
-        self.name = f"{files.shown}/{name}"
-        self._path = folder / f"{name}.arrow"
+        self.name = name
+        self._path = folder / f"{name.rpartition('/')[2]}.arrow"
         self.clips: dict[str, tuple[int, int]] = {}
         """Name of each clip to its first row and its number of rows, in order."""
         self._num_rows = 0
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         writer = None
         try:
-            with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
-                for batch in _batches(file, self.name, type_of):
-                    if writer is None:
-                        self.schema = batch.schema
-                        writer = pa.ipc.new_file(str(self._path), self.schema, options=options)
-                    self._note(batch, has_clips=has_clips)
-                    writer.write_batch(batch)
+            for batch in batches:
+                if writer is None:
+                    self.schema = batch.schema
+                    writer = pa.ipc.new_file(str(self._path), self.schema, options=options)
+                self._note(batch, has_clips=has_clips)
+                writer.write_batch(batch)
         finally:
             if writer is not None:
                 writer.close()
@@ -172,11 +171,21 @@ def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
     return file
 
 
+def read_batches(files: SourceFiles, name: str, type_of: TypeOf) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file as :func:`regrouped` does; raise SourceError for one that is damaged."""
+    with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
+        yield from _batches(file, f"{files.shown}/{name}", type_of)
+
+
 def _batches(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.RecordBatch]:
-    """Yield batches of 1024 rows, the last one shorter, without dictionaries."""
     read = {"parquet": _parquet_tables, "jsonl": _json_tables, "csv": _csv_tables}[name.rpartition(".")[2]]
+    return regrouped(read(file, name, type_of), name)
+
+
+def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]:
+    """Yield batches of 1024 rows, the last one shorter; raise SourceError, naming the table, where there is no row."""
     pending, is_empty = None, True
-    for table in read(file, name, type_of):
+    for table in tables:
         pending = table if pending is None or not len(pending) else pa.concat_tables([pending, table])
         is_empty = is_empty and not len(table)
         whole = len(pending) // _ROWS * _ROWS
