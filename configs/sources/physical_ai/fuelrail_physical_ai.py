@@ -1,30 +1,37 @@
-"""NVIDIA's PhysicalAI-Autonomous-Vehicles: seven f-theta cameras as video in zips of about 100 clips, and egomotion.
+"""NVIDIA's PhysicalAI-Autonomous-Vehicles: seven f-theta cameras as video in zips of about 100 clips, lidar, egomotion.
 
 The layout is that of https://huggingface.co/datasets/nvidia/PhysicalAI-Autonomous-Vehicles, as a download keeps it:
 ``clip_index.parquet`` has the chunk of each clip, ``features.csv`` says which files a chunk has. Ego is the rig frame,
 global the clip's anchor frame; times count from one second before the clip's beginning, for the dataset's own may be
-negative. Lidar and radar are not read.
+negative. The lidar is a Parquet file a clip, with a row for each spin and its points as Draco has them; a radar is one
+with a row for each return, at azimuth, elevation [rad] and distance [m] in the sensor's axes (x forward, y left, z up).
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import re
 import shutil
 import tempfile
 import zipfile
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuelrail.pipeline.channels.series import series_channel
+from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.adapter.frame import Absent, Clip, FileMember, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.shared.foreign import parsing
@@ -39,41 +46,92 @@ CAMERAS = (
     "camera_rear_left_70fov", "camera_rear_right_70fov", "camera_rear_tele_30fov",
 )  # fmt: skip
 MOTION = ("vx", "vy", "vz", "ax", "ay", "az", "curvature")
+LIDAR = "lidar_top_360fov"
+LIDAR_COLUMNS = ("x", "y", "z", "intensity", "ring", "time")
+SPIN = ("spin_start_timestamp", "reference_timestamp")
+"""Columns of a spin's time, of which the first that is there counts."""
+POINTS_BYTES = 4_000_000
+"""About those of a spin."""
+RADAR = {
+    "x": "m", "y": "m", "z": "m", "vx": "m/s", "vy": "m/s", "vz": "m/s", "radial_velocity": "m/s", "rcs": "dBsm",
+    "snr": "dB", "exist_probb": "%", "doppler_ambiguity": "m/s", "dt_s": "s",
+}  # fmt: skip
 FIRST_US = 1_000_000
 """Added to times, which count from the beginning of the clip."""
 MOST_BYTES = 1 << 30
 """Of a member of a zip; a clip's video has about 40 MB."""
 
 
-class PhysicalAi(FrameSource[VideoSettings]):
-    """PhysicalAI-AV clips: frames of the front camera's times, each camera's nearest frame, poses, and egomotion."""
+class PhysicalAiSettings(VideoSettings, frozen=True, kw_only=True):
+    """Options of the adapter."""
+
+    radars: Annotated[bool, msgspec.Meta(description="true stores radars as channels of their names")] = False
+
+
+class PhysicalAi(FrameSource[PhysicalAiSettings]):
+    """PhysicalAI-AV clips: frames at the front camera's times, nearest images, spins and scans, poses, egomotion."""
 
     kind = "physical_ai"
-    settings = VideoSettings
+    settings = PhysicalAiSettings
     requires: ClassVar = {"av": "fuelrail[video]"}
     reads = "clip"
     time_base = "clip"
     ego_origin = "rig"
     license = "NVIDIA Autonomous Vehicle Dataset License Agreement"
     columns: ClassVar = {"chunk": int}
-    channels = (
-        series_channel(
-            "egomotion", "float64", (len(MOTION),), description=f"in the anchor frame, SI units: {', '.join(MOTION)}"
-        ),
-    )
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
         self.given.check_libraries()
         self._kept: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {}
         self._last: tuple[str, dict[str, np.ndarray]] = "", {}
+        self._tables: tuple[str, dict[str, dict[str, np.ndarray]]] = "", {}
+        self._spins: tuple[str, pq.ParquetFile] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         return {**super().options, "libraries": libraries()}
 
+    @property
+    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]
+        """The egomotion, and radars where they are asked for."""
+        text = f"in the anchor frame, SI units: {', '.join(MOTION)}"
+        return (
+            series_channel("egomotion", "float64", (len(MOTION),), description=text),
+            *map(radar_channel, self._radars),
+        )
+
+    @cached_property
+    def _radars(self) -> list[str]:
+        """The radars of which a chunk is downloaded."""
+        if not self.given.radars:
+            return []
+        return [name for name in self._features if name.startswith("radar_") and self._has_chunk(name)]
+
+    def _has_chunk(self, feature: str) -> bool:
+        """Return whether a chunk of a feature is downloaded."""
+        with parsing(f"file '{self.files.shown}/features.csv'"):
+            folder, _, name = self._features[feature]["chunk_path"].rpartition("/")
+            pattern = re.compile(re.escape(name).replace(re.escape("{chunk_id:04d}"), r"\d+"))
+        listed: list[str] = []
+        with contextlib.suppress(SourceError):  # no such folder
+            listed = self.files.listed(folder)
+        return any(pattern.fullmatch(one) for one in listed)
+
+    @cached_property
+    def _has_lidar(self) -> bool:
+        """Whether spins are downloaded, and can be decoded."""
+        if not self.given.points or LIDAR not in self._features or not self._has_chunk(LIDAR):
+            return False
+        with contextlib.suppress(ImportError):
+            import DracoPy  # noqa: F401
+
+            return True
+        self.noted["lidar left out, its points are Draco's: pip install DracoPy"] += 1
+        return False
+
     def sensors(self) -> Sensors:
-        return Sensors.of(CAMERAS)
+        return Sensors.of(CAMERAS, {LIDAR: LIDAR_COLUMNS} if self._has_lidar else {})
 
     @cached_property
     def _features(self) -> dict[str, dict[str, str]]:
@@ -98,18 +156,29 @@ class PhysicalAi(FrameSource[VideoSettings]):
             elif not files or self.files.facts(motion) is None:
                 self.noted["clips left out, not downloaded"] += 1
             else:
+                more = [self._chunk_file(one, chunk) for one in (*([LIDAR] if self._has_lidar else []), *self._radars)]
+                files += [name for name in more if self.files.facts(name) is not None]
                 clip = Clip(name=clip_id, token=str(chunk), split=row.get("split") or "", files=(motion, *files))
                 found = self._motion(clip)
                 series = found["timestamp"], np.stack([found[name] for name in MOTION], 1)
                 yield msgspec.structs.replace(clip, attributes={"chunk": chunk}, series={"egomotion": series})
 
-    def _member(self, feature: str, clip: Clip, alias: str, name: str | None = None) -> tuple[Path, str]:
-        """Return the zip of a clip's feature, and the name of a file in it."""
-        path = self.files.path(name or self._chunk_file(feature, int(clip.token)))
+    def _member(self, feature: str, clip: Clip, alias: str) -> tuple[Path, str]:
+        """Return the zip of a clip's feature, and the name of a file in it; without ``alias`` of its only table."""
+        path = self.files.path(self._chunk_file(feature, int(clip.token)))
         if path is None:
             raise SourceError(f"'{self.files.shown}' is a URL: copy the chunks to a folder")
         files = json.loads(self._features[feature]["clip_files_in_zip"])
-        return Path(path), files[alias].replace("{clip_id}", clip.name)
+        name = files[alias] if alias else next(one for one in files.values() if one.endswith(".parquet"))
+        return Path(path), name.replace("{clip_id}", clip.name)
+
+    def _has(self, feature: str, clip: Clip) -> bool:
+        """Return whether a clip has the table of a lidar or radar."""
+        if self._chunk_file(feature, int(clip.token)) not in clip.files:
+            return False
+        path, name = self._member(feature, clip, "")
+        with parsing(f"file '{path.name}'"), zipfile.ZipFile(path) as file:
+            return name in file.namelist()
 
     def _table(self, feature: str, clip: Clip, alias: str, columns: Sequence[str]) -> dict[str, np.ndarray]:
         """Read columns of a Parquet file in a zip; times in nanoseconds."""
@@ -162,6 +231,10 @@ class PhysicalAi(FrameSource[VideoSettings]):
         known = self._motion(clip)["timestamp"][[0, -1]]
         reference = next(iter(times.values()))
         half = int(np.median(np.diff(reference))) // 2 if len(reference) > 1 else 0
+        spins = self._spin_times(clip, known) if self._has_lidar and self._has(LIDAR, clip) else np.empty(0, np.int64)
+        lidar2ego = _mount(mounts[LIDAR], f"clip {clip.name}") if len(spins) else None
+        scans = {name: self._scans(name, clip, mounts, known) for name in self._radars if self._has(name, clip)}
+        poses = self.poses(clip) if scans else None
         models = {camera: _model(intrinsics[camera], mounts[camera], f"clip {clip.name}") for camera in times}
         for time in reference[(reference >= known[0]) & (reference <= known[1])].tolist():
             images: dict[str, Image | Absent] = {}
@@ -172,7 +245,80 @@ class PhysicalAi(FrameSource[VideoSettings]):
                     continue
                 ref = f"{camera}/{clip.token}/{clip.name}#frame={at}"
                 images[camera] = Image(ref=ref, timestamp_ns=int(stamps[at]), **models[camera])
-            yield Frame(timestamp_ns=time, images=images, attributes={"chunk": int(clip.token)})
+            sweeps = {}
+            if lidar2ego is not None and (at := _nearest(spins, time)) is not None:
+                ref = f"{LIDAR}/{clip.token}/{clip.name}/{at}"
+                own = {"timestamp_ns": int(spins[at]), "lidar2ego": lidar2ego, "num_bytes": POINTS_BYTES}
+                sweeps[LIDAR] = Sweep(ref=ref, **own)
+            members = []
+            for name, (stamps, sensor2global) in scans.items():
+                at = _nearest(stamps, time)
+                if at is not None and poses is not None:
+                    matrix = invert_rigid(poses.at(time)[0]) @ sensor2global[at]
+                    numbers = ",".join(map(repr, [(time - int(stamps[at])) * 1e-9, *matrix[:3].ravel().tolist()]))
+                    ref = f"{POINTS}{name}/{clip.token}/{clip.name}/{stamps[at]}|{numbers}"
+                    zips = (self._chunk_file(name, int(clip.token)),)
+                    members.append(FileMember(f"{name}.npy", ref, zips, num_bytes=50 * len(RADAR) * 4))
+            yield Frame(
+                timestamp_ns=time, images=images, sweeps=sweeps, members=members, attributes={"chunk": int(clip.token)}
+            )
+
+    def _spin_times(self, clip: Clip, known: np.ndarray) -> np.ndarray:
+        """Return the times [ns] of all spins; -1 for those without an ego pose."""
+        path, name = self._member(LIDAR, clip, "")
+        with parsing(f"file '{path.name}': {name}"):
+            spins = self._spin_file(clip)
+            column = next(one for one in SPIN if one in spins.schema_arrow.names)
+            stamps = spins.read([column]).column(0).to_numpy().astype(np.int64)
+            times = (stamps + FIRST_US) * 1000
+            return np.where((times >= known[0]) & (times <= known[1]), times, -1)
+
+    def _spin_file(self, clip: Clip) -> pq.ParquetFile:
+        """Return a clip's spins, taken from the zip into a temporary file; those of the last clip are kept."""
+        if self._spins is None or self._spins[0] != clip.name:
+            path, name = self._member(LIDAR, clip, "")
+            with tempfile.NamedTemporaryFile(suffix=".parquet") as made:
+                with zipfile.ZipFile(path) as file, file.open(name) as spins:
+                    shutil.copyfileobj(spins, made, 1 << 20)
+                made.flush()
+                self._spins = clip.name, pq.ParquetFile(pa.memory_map(made.name))  # the mapping outlives the name
+        return self._spins[1]
+
+    def _scans(self, name: str, clip: Clip, mounts: Any, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN401
+        """Return the times [ns] of a radar's scans, and sensor to global at each (S, 4, 4)."""
+        times = np.unique(self._radar_table(name, clip)["timestamp"])
+        times = times[(times >= known[0]) & (times <= known[1])]
+        ego2global = self.poses(clip).at(times)
+        placed = ~np.isnan(ego2global).any((1, 2))
+        return times[placed], ego2global[placed] @ _mount(mounts[name], f"clip {clip.name}")
+
+    def _radar_table(self, name: str, clip: Clip) -> dict[str, np.ndarray]:
+        """Return the returns of a radar; the tables of the last clip are kept."""
+        if self._tables[0] != clip.name:
+            self._tables = clip.name, {}
+        if name not in self._tables[1]:
+            columns = ("timestamp", "azimuth", "elevation", "distance", *list(RADAR)[6:-1])
+            self._tables[1][name] = self._table(name, clip, "", columns)
+        return self._tables[1][name]
+
+    def points(self, ref: str) -> np.ndarray:
+        """Read a spin in the lidar's axes, or a radar's scan in ego at the sample's time."""
+        place, _, numbers = ref.partition("|")
+        feature, chunk, name, which = place.split("/")
+        clip = Clip(name=name, token=chunk)
+        if feature == LIDAR:
+            with parsing(f"clip {name}: spin {which}"):
+                return _decoded(self._spin_file(clip), int(which))
+        dt_s, *matrix = map(float, numbers.split(","))
+        table, turned = self._radar_table(feature, clip), np.array(matrix).reshape(3, 4)
+        own = {key: column[table["timestamp"] == int(which)].astype(np.float64) for key, column in table.items()}
+        flat = np.cos(own["elevation"])
+        ray = np.stack([flat * np.cos(own["azimuth"]), flat * np.sin(own["azimuth"]), np.sin(own["elevation"])], 1)
+        xyz = ray * own["distance"][:, None] @ turned[:, :3].T + turned[:, 3]
+        velocity = ray * own["radial_velocity"][:, None] @ turned[:, :3].T
+        rest = [own[key] for key in list(RADAR)[6:-1]]
+        found = np.column_stack([xyz, velocity, *rest, np.full(len(xyz), dt_s)]).astype(np.float32)
+        return found[own["distance"] > 0]
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Decode frames: of each video its file is taken from the zip into a temporary one."""
@@ -191,15 +337,75 @@ class PhysicalAi(FrameSource[VideoSettings]):
                     yield f"{camera}/{chunk}/{clip}#frame={number}", data
 
 
+def radar_channel(name: str) -> Channel:
+    """Return the entry of the table for a radar."""
+    return Channel(
+        name=name,
+        kind="points",
+        field=f"{name}.npy",
+        law=Law("ego_points", roles={"positions": (("x", "y", "z"),), "vectors": (("vx", "vy", "vz"),)}),
+        dtype="float32",
+        axes=("point", "column"),
+        shape=(None, len(RADAR)),
+        columns=tuple(RADAR),
+        units=tuple(RADAR.values()),
+        frame="ego",
+        sensor="radar",
+        allows_nan=True,
+        optional=True,
+        source_name=name,
+        description="one scan, in ego at the sample's time; vx, vy, vz: the radial velocity along its ray, away "
+        "from the sensor, not compensated for ego's motion; dt_s since measured",
+    )
+
+
+def _nearest(times: np.ndarray, time: int) -> int | None:
+    """Return which time is nearest, None for one of over half a period away. Negative times are none."""
+    there = np.flatnonzero(times >= 0)
+    if not len(there):
+        return None
+    at = int(there[np.abs(times[there] - time).argmin()])
+    half = int(np.median(np.diff(times[there]))) // 2 + 1_000_000 if len(there) > 1 else 0
+    return at if abs(int(times[at]) - time) <= half else None
+
+
+def _decoded(spins: pq.ParquetFile, row: int) -> np.ndarray:
+    """Decode the points of a spin (P, 6), :data:`LIDAR_COLUMNS`; NaN for what a spin does not state."""
+    import DracoPy
+
+    first = 0
+    for group in range(spins.num_row_groups):
+        if row < first + spins.metadata.row_group(group).num_rows:
+            names = ["draco_encoded_pointcloud", *(one for one in SPIN[:1] if one in spins.schema_arrow.names)]
+            (one,) = spins.read_row_group(group, names).slice(row - first, 1).to_pylist()
+            break
+        first += spins.metadata.row_group(group).num_rows
+    cloud = DracoPy.decode(one["draco_encoded_pointcloud"])
+    found = np.full((len(cloud.points), len(LIDAR_COLUMNS)), np.nan, np.float32)
+    found[:, :3] = cloud.points
+    stated = {one["name"]: one["data"].reshape(len(found), -1) for one in cloud.attributes if one["name"]}
+    if "intensity" in stated:
+        found[:, 3] = stated["intensity"][:, 0] / 255
+    if "model_element" in stated:
+        found[:, 4] = stated["model_element"][:, 0]
+    if "timestamp" in stated and SPIN[0] in one:
+        found[:, 5] = (stated["timestamp"][:, 0].astype(np.float64) - one[SPIN[0]]) * 1e-6
+    return found
+
+
+def _mount(row: dict[str, float], where: str) -> np.ndarray:
+    """Return sensor to rig (4, 4) of a row of ``sensor_extrinsics``."""
+    return pose([row[name] for name in ("qw", "qx", "qy", "qz")], [row[name] for name in "xyz"], where)
+
+
 def _model(intrinsics: dict[str, float], mount: dict[str, float], where: str) -> dict[str, Any]:
     """Return what an image has of its camera: the forward polynomial, in units of its slope, is the lens."""
     with parsing(where, "has no f-theta calibration"):
         forward = [float(intrinsics[f"fw_poly_{power}"]) for power in range(5)]
         focal, width, height = forward[1], int(intrinsics["width"]), int(intrinsics["height"])
         camera = np.array([[focal, 0, intrinsics["cx"]], [0, focal, intrinsics["cy"]], [0, 0, 1]])
-        rotation, place = ([mount[name] for name in names] for names in (("qw", "qx", "qy", "qz"), "xyz"))
         return {
-            "intrinsics": camera, "cam2ego": pose(rotation, place, where), "dist_model": "ftheta",
+            "intrinsics": camera, "cam2ego": _mount(mount, where), "dist_model": "ftheta",
             "dist": tuple(one / focal for one in forward), "width": width, "height": height, "made": True,
             "extension": "jpg", "num_bytes": width * height // 5,
         }  # fmt: skip

@@ -1,11 +1,13 @@
-"""The plug-in of PhysicalAI-AV on logs in its layout: chunks of clips, videos in zips, f-theta lenses, egomotion."""
+"""The plug-in of PhysicalAI-AV on logs in its layout: chunks, videos in zips, lenses, lidar, radars, egomotion."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import sys
 import tomllib
+import types
 import zipfile
 from pathlib import Path
 
@@ -31,6 +33,10 @@ CLIPS = {"0a1b2c3d-aaaa": (3, "train"), "1a1b2c3d-bbbb": (3, "val"), "2a1b2c3d-c
 FRAMES, FPS = 24, 30
 TIMES_US = -33_333 + (np.arange(FRAMES) * 1e6 / FPS).astype(np.int64)
 FIRST_US = 1_000_000
+RADARS = ("radar_front_center_srr_0", "radar_rear_left_mrr_2")
+LIDAR = "lidar_top_360fov"
+SPIN_US = np.arange(-20_000, 780_000, 100_000)
+SCAN_US = np.arange(5_000, 700_000, 50_000)
 MOTION_US = np.arange(-100_000, 900_000, 10_000)
 
 
@@ -66,15 +72,58 @@ def picture(camera, number):
 
 
 def mount(camera):
+    if camera not in CAMERAS:
+        return Rotation.from_euler("zyx", [0.3 * len(camera), 0.1, -0.05]).as_matrix(), [len(camera) / 10, -0.4, 0.6]
     turned = Rotation.from_euler("z", 0.0 if camera == CAMERAS[0] else np.pi).as_matrix() @ OPTICAL
     return turned, [1.7, 0.1, 1.4]
 
 
-def write(root):
-    """Write the download of two chunks; the second has no videos."""
+def returns(radar):
+    """The returns of a radar in its own axes, as rows; the last one of a scan has no distance."""
+    rng, found = np.random.default_rng(len(radar)), []
+    for scan, time in enumerate(SCAN_US):
+        for at in range(3 + scan % 3):
+            azimuth, elevation, distance = rng.uniform(-1, 1), rng.uniform(-0.2, 0.2), rng.uniform(1, 90)
+            found.append({
+                "scan_index": scan, "timestamp": time, "sensor_timestamp": time + at, "num_returns": 3 + scan % 3,
+                "doppler_ambiguity": 22.5, "max_returns": 300, "detection_index": at, "radar_model": 1,
+                "azimuth": azimuth, "elevation": elevation, "distance": distance if at else 0.0,
+                "radial_velocity": rng.uniform(-9, 9), "rcs": rng.uniform(-60, 60), "snr": 20.0, "exist_probb": 90,
+            })  # fmt: skip
+    return found
+
+
+def spin(number):
+    """The points of a spin with the attributes that the dataset states."""
+    rng = np.random.default_rng(number)
+    points = rng.uniform(-40, 40, (50 + number, 3)).astype(np.float32)
+    times = np.maximum(SPIN_US[number] + np.sort(rng.integers(0, 100_000, len(points))), 0).astype(np.uint32)
+    rows = rng.integers(0, 128, (len(points), 2)).astype(np.uint16)
+    intensity = rng.integers(0, 256, (len(points), 1)).astype(np.uint8)
+    return points, {"intensity": intensity, "timestamp": times[:, None], "model_element": rows}
+
+
+def spins():
+    """The table of a clip's spins, a row group each."""
+    draco = pytest.importorskip("DracoPy")
+    encoded = []
+    for number in range(len(SPIN_US)):
+        points, stated = spin(number)
+        encoded.append(draco.encode(points, quantization_bits=20, generic_attributes=stated, preserve_order=True))
+    columns = {"spin_index": np.arange(len(SPIN_US)), "spin_start_timestamp": SPIN_US,
+               "spin_end_timestamp": SPIN_US + 100_000, "draco_encoded_pointcloud": encoded}  # fmt: skip
+    out = io.BytesIO()
+    pq.write_table(pa.table(columns), out, row_group_size=1)
+    return out.getvalue()
+
+
+def write(root, radars=(), lidar=None):
+    """Write the download of two chunks; the second has no videos. ``lidar`` are the bytes of a clip's spins."""
     zips = {camera: ("camera", {"video": "{clip_id}.%s.mp4", "frame_timestamps": "{clip_id}.%s.timestamps.parquet"})
             for camera in CAMERAS}  # fmt: skip
     zips["egomotion"] = ("labels", {"egomotion": "{clip_id}.%s.parquet"})
+    zips |= {radar: ("radar", {"radar": "{clip_id}.%s.parquet"}) for radar in radars}
+    zips |= {LIDAR: ("lidar", {"lidar": "{clip_id}.%s.parquet"})} if lidar else {}
     rows = []
     for feature, (directory, files) in zips.items():
         path = f"{directory}/{feature}/{feature}.chunk_{{chunk_id:04d}}.zip"
@@ -93,7 +142,7 @@ def write(root):
     (root / "clip_index.parquet").write_bytes(parquet(index, ["clip_id"]))
     for row in rows:
         for chunk in {chunk for chunk, _ in CLIPS.values()}:
-            if chunk == 4 and row["directory"] == "camera":
+            if chunk == 4 and row["directory"] in ("camera", "radar", "lidar"):
                 continue
             path = root / row["chunk_path"].format(chunk_id=chunk)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,13 +152,17 @@ def write(root):
                 continue
             with zipfile.ZipFile(path, "w") as file:
                 for clip in clips:
+                    if row["feature"] == RADARS[1] and CLIPS[clip][1] == "val":
+                        continue  # not all clips have all radars
                     for alias, name in json.loads(row["clip_files_in_zip"]).items():
-                        file.writestr(name.format(clip_id=clip), member(alias, row["feature"], root))
+                        data = lidar if row["feature"] == LIDAR else member(alias, row["feature"], root)
+                        file.writestr(name.format(clip_id=clip), data)
     return root
 
 
 def calibration(feature, clips):
-    keys = [(clip, camera) for clip in clips for camera in CAMERAS]
+    sensors = CAMERAS if feature == "camera_intrinsics" else (*CAMERAS, *RADARS, LIDAR)
+    keys = [(clip, camera) for clip in clips for camera in sensors]
     columns = {"clip_id": [clip for clip, _ in keys], "camera_name": [camera for _, camera in keys]}
     if feature == "camera_intrinsics":
         values = {"width": 64, "height": 48, "cx": 31.0, "cy": 23.5}
@@ -123,6 +176,9 @@ def calibration(feature, clips):
 
 
 def member(alias, feature, root):
+    if alias == "radar":
+        rows = returns(feature)
+        return parquet({name: [row[name] for row in rows] for name in rows[0]}, ["scan_index"])
     if alias == "frame_timestamps":
         return parquet({"timestamp": TIMES_US + (0 if feature == CAMERAS[0] else 4_000)})
     if alias == "video":
@@ -173,6 +229,99 @@ def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
             valid = batch["egomotion_valid"][0].numpy()
             np.testing.assert_allclose(batch["egomotion"][0].numpy()[valid, 0], times_s[valid], atol=1e-6)
             assert valid.any()
+
+
+def placed(matrix, points):
+    return points @ matrix[:3, :3].T + matrix[:3, 3]
+
+
+def test_radars_are_the_nearest_scans_in_ego(tmp_path):
+    root = write(tmp_path / "download", radars=RADARS)
+    options = {"missing_camera": "mask", "rate": 10.0, "radars": True}
+    report = fr.shard(f"physical_ai:{root}", tmp_path / "out", options=options, workers=1)
+    assert not fr.verify(tmp_path / "out", deep=True).faults
+    assert not any("lidar" in text for text in report.scan.noted)
+    dataset, num_seen = fr.open(tmp_path / "out"), 0
+    for at in range(len(dataset)):
+        sample = dataset.read(at)
+        time_us = sample["meta"].timestamp_ns / 1000 - FIRST_US
+        for radar in RADARS:
+            nearest = SCAN_US[np.abs(SCAN_US - time_us).argmin()]
+            has_radar = radar == RADARS[0] or sample["meta"].split == "train"
+            if not has_radar or abs(nearest - time_us) > 26_000:
+                assert radar not in sample
+                continue
+            rows = [row for row in returns(radar) if row["timestamp"] == nearest and row["distance"] > 0]
+            turned, place = mount(radar)
+            sensor2ego = np.eye(4)
+            sensor2ego[:3, :3], sensor2ego[:3, 3] = turned, place
+            moved = np.linalg.inv(pose_at(time_us)) @ pose_at(nearest) @ sensor2ego
+            found = sample[radar]
+            assert found.shape == (len(rows), 12) and len(rows)
+            for point, row in zip(found, rows, strict=True):
+                # Tilted down by the elevation about y, then turned left by the azimuth about z.
+                ray = Rotation.from_euler("ZY", [row["azimuth"], -row["elevation"]]).apply([1, 0, 0])
+                np.testing.assert_allclose(point[:3], placed(moved, ray * row["distance"]), atol=2e-3)
+                np.testing.assert_allclose(point[3:6], moved[:3, :3] @ ray * row["radial_velocity"], atol=1e-3)
+                rest = [row[name] for name in ("radial_velocity", "rcs", "snr", "exist_probb", "doppler_ambiguity")]
+                np.testing.assert_allclose(point[6:11], rest, rtol=1e-6)
+                assert point[11] == pytest.approx((time_us - nearest) * 1e-6, abs=1e-6)
+            num_seen += 1
+    assert num_seen > 10
+    with fr.DataLoader(
+        tmp_path / "out", 2, transforms={"channels": list(RADARS), "image": {"height": 48, "width": 64}}, shuffle=False
+    ) as loader:
+        assert any(one is not None and one.shape[1] == 12 for batch in loader for one in batch[RADARS[1]])
+
+
+def test_spins_are_the_points_of_draco(tmp_path):
+    root = write(tmp_path / "download", lidar=spins())
+    options = {"missing_camera": "mask", "rate": 10.0}
+    fr.shard(f"physical_ai:{root}", tmp_path / "out", options=options, workers=1)
+    assert not fr.verify(tmp_path / "out", deep=True).faults
+    dataset, num_seen = fr.open(tmp_path / "out"), 0
+    (lidar,) = dataset.manifest.lidars
+    assert (lidar.channel, tuple(lidar.columns)) == (LIDAR, ("x", "y", "z", "intensity", "ring", "time"))
+    for at in range(len(dataset)):
+        sample = dataset.read(at)
+        time_us = sample["meta"].timestamp_ns / 1000 - FIRST_US
+        number = int(np.abs(SPIN_US - time_us).argmin())
+        points, stated = spin(number)
+        if LIDAR not in sample:
+            assert abs(SPIN_US[number] - time_us) > 50_000
+            continue
+        assert sample["geometry"].lidar_timestamp_ns[0] == (SPIN_US[number] + FIRST_US) * 1000
+        np.testing.assert_allclose(sample["geometry"].lidar2ego[0][:3, 3], mount(LIDAR)[1], atol=1e-9)
+        np.testing.assert_allclose(sample["geometry"].lidar_ego2global[0], pose_at(SPIN_US[number]), atol=1e-4)
+        found = sample[LIDAR]
+        np.testing.assert_allclose(found[:, :3], points, atol=1e-3)
+        np.testing.assert_allclose(found[:, 3], stated["intensity"][:, 0] / 255, atol=1e-6)
+        np.testing.assert_array_equal(found[:, 4], stated["model_element"][:, 0])
+        seconds = (stated["timestamp"][:, 0].astype(np.int64) - SPIN_US[number]) * 1e-6
+        np.testing.assert_allclose(found[:, 5], seconds, atol=1e-6)
+        num_seen += 1
+    assert num_seen > 10
+
+
+def test_lidar_is_left_out_with_a_word_where_draco_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "DracoPy", None)
+    root = write(tmp_path / "download", lidar=b"never read")
+    found = scan_source(SourceSpec("physical_ai", str(root), {"missing_camera": "mask"}))
+    assert found.report.noted["lidar left out, its points are Draco's: pip install DracoPy"] == 1
+    assert not found.lidars
+
+
+def test_damaged_spins_and_scans_are_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "DracoPy", types.ModuleType("DracoPy"))
+    root = write(tmp_path / "download", radars=RADARS[:1], lidar=b"no table")
+    spec = SourceSpec("physical_ai", str(root), {"missing_camera": "mask", "radars": True})
+    with pytest.raises(SourceError, match=rf"{LIDAR}\.chunk_0003\.zip.*{LIDAR}\.parquet cannot be read"):
+        scan_source(spec)
+    spec.options["points"] = False
+    path = root / "radar" / RADARS[0] / f"{RADARS[0]}.chunk_0003.zip"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(SourceError, match=rf"{RADARS[0]}\.chunk_0003\.zip"):
+        scan_source(spec)
 
 
 def test_what_is_missing_or_damaged_is_named(tmp_path):
