@@ -263,8 +263,8 @@ def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.floa
 def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:  # noqa: ANN401
     """Return a strip that names a channel, with its value where it is short."""
     value = value.parts if isinstance(value, Logits) else value
-    if isinstance(value, str):
-        text = value
+    if isinstance(value, str | list):
+        text = value if isinstance(value, str) else " | ".join(value)
     elif isinstance(value, dict):
         text = ", ".join(f"{name} {list(np.shape(one))}" for name, one in value.items())
     else:

@@ -114,6 +114,7 @@ DRAWN = [
      "law": {"name": "image_points", "camera": "cam_front",
              "roles": {"boxes": [["left", "top", "right", "bottom"]], "points": [["u", "v"]]}}, **IMAGE_OF},
     {"name": "caption", "kind": "text", "field": "caption.txt", "law": {"name": "fixed"}},
+    {"name": "words", "kind": "texts", "field": "words.json", "law": {"name": "fixed"}},
     {"name": "loss", "kind": "array", "field": "loss.npy", "dtype": "float32", "law": {"name": "fixed"}},
 ]  # fmt: skip
 
@@ -125,14 +126,15 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     with fuelrail.LayerWriter(root, tmp_path / "seen", channels=DRAWN) as writer:
         for row in range(5):
             values = {"depth": depth, "marks": marks, "caption": f"row {row}", "loss": np.float32(row)}
+            values["words"] = ["a", f"row {row}"]
             writer.write(row, values)
     writer.finish(partial=True)
     image = {"height": 64, "width": 96, "resize": 1.0, "crop_x": "left", "crop_y": "top"}
     bare = fuelrail.view(root, image=image)
     seen = fuelrail.view(root, image=image, layers={"seen": str(tmp_path / "seen")})
-    assert seen.channels == ("seen.depth", "seen.marks", "seen.caption", "seen.loss")
-    assert len(seen.sheet) == len(bare.sheet) + 4 * 22
-    assert all(strip.max() > 100 for strip in seen.sheet[len(bare.sheet) :].reshape(4, 22, -1))
+    assert seen.channels == ("seen.depth", "seen.marks", "seen.caption", "seen.words", "seen.loss")
+    assert len(seen.sheet) == len(bare.sheet) + 5 * 22
+    assert all(strip.max() > 100 for strip in seen.sheet[len(bare.sheet) :].reshape(5, 22, -1))
     drawn = (seen.sheet[4:68, 4:100] != bare.sheet[4:68, 4:100]).any(-1)
     assert drawn[41:49, 21:29].mean() > 0.5 and drawn[40, 10] and drawn[30, 62:78].all() and drawn[32:48, 80].all()
     assert not drawn[52:].any() and not drawn[:28].any() and not drawn[35:45, 62:78].any()
@@ -140,7 +142,7 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     assert "seen.depth, seen.marks" in capsys.readouterr().out
     lacking = fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")})
     assert (lacking.channels, lacking.missing[:2]) == ((), ("seen.depth", "seen.marks"))
-    assert lacking.as_text().endswith("; this sample has no seen.depth, seen.marks, seen.caption, seen.loss")
+    assert lacking.as_text().endswith("has no seen.depth, seen.marks, seen.caption, seen.words, seen.loss")
     assert main(["view", str(root), "--layers", "seen"]) == 2
 
 
