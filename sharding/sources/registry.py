@@ -48,7 +48,7 @@ _BUILT_IN: Final = {
 _OWN_PACKAGE: Final = "fuelrail"
 _EXAMPLES: Final = {
     name: f"`pip install ./configs/sources/{name}` in a checkout brings package fuelrail-{name.replace('_', '-')}"
-    for name in ("arrow", "pandaset", "physical_ai")
+    for name in ("arrow", "pandaset", "physical_ai", "py123d")
 }
 """Plug-ins that the documents name, and how to install them."""
 CONTENTS: Final = {
