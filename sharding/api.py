@@ -20,8 +20,6 @@ from fuelrail.pipeline.settings import Settings, convert, flag
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import Printed
 from fuelrail.sharding.engines import Engine, EngineOptions, make_engine
-from fuelrail.sharding.output.folder import open_output
-from fuelrail.sharding.output.workspace import Workspace
 from fuelrail.sharding.planning.recipe import Recipe, check_recipe, make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import Outcome, checked_source
@@ -260,8 +258,8 @@ def verify(
 
     ``deep`` also decodes every member and image. ``repair`` is the original source (``nuscenes:/data/nuscenes``):
     damaged files are rebuilt from it, and the report is that of the repaired dataset; ``before_repair`` gets the report
-    of the damage. It also removes the working folder that a stopped run left in a finished dataset. ``progress`` is
-    called with each checked shard and the number of shards. Raises DatasetError where there is no dataset.
+    of the damage. ``progress`` is called with each checked shard and the number of shards. Raises DatasetError where
+    there is no dataset.
     """
     repair = () if repair is None else (repair,) if isinstance(repair, str) else tuple(repair)
     options = convert({"deep": deep, "workers": workers, "repair": repair}, VerifyOptions, "verify")
@@ -274,11 +272,6 @@ def verify(
         parse_source(SEPARATOR.join(repair), {})  # a mistake must not show after hours of reading
     num_threads = options.workers or len(os.sched_getaffinity(0))
     report = verify_dataset(dataset, deep=deep, num_threads=num_threads, checked=progress)
-    if repair and report.notes and not report.faults:
-        out = open_output(dataset)
-        with out.writing(), Workspace(out) as work:
-            work.remove()
-        report.notes.clear()
     if not (report.faults and repair):
         return report
     if before_repair is not None:

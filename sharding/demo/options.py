@@ -46,7 +46,7 @@ class SynthOptions(CheckedSettings, frozen=True, kw_only=True):
 class SynthReport(msgspec.Struct, frozen=True, kw_only=True):
     """The world in a folder; ``reused``: an earlier call had made it completely.
 
-    ``num_files`` and ``num_bytes`` are those of all files but ``synth.json``, which holds this report.
+    ``num_bytes`` is that of all files but ``synth.json``, which holds this report.
     """
 
     folder: str
@@ -54,7 +54,6 @@ class SynthReport(msgspec.Struct, frozen=True, kw_only=True):
     num_images: int
     num_sweeps: int
     num_annotations: int
-    num_files: int
     num_bytes: int
     reused: bool
 

@@ -81,24 +81,22 @@ def _report_of(out: Path, world: SynthOptions) -> SynthReport | None:
         ) from None
     report = marker.report
     if report.world != world or marker.rendering != _RENDERING:
-        names = world.__struct_fields__
-        pairs = [(name, getattr(report.world, name), getattr(world, name)) for name in names]
-        found = ", ".join(f"{name} {there}, not {asked}" for name, there, asked in pairs if there != asked)
+        there, asked = msgspec.structs.asdict(report.world), msgspec.structs.asdict(world)
+        found = ", ".join(f"{name} {one}, not {asked[name]}" for name, one in there.items() if one != asked[name])
         raise DatasetExistsError(
             f"'{out}' holds another synthetic world ({found or 'of another version of this program'}); name another "
             "folder, or remove this one"
         )
-    if _files_and_bytes(out) != (report.num_files, report.num_bytes):
+    if _num_bytes(out) != report.num_bytes:
         raise DatasetExistsError(
             f"'{out}' holds this world, but files were changed or removed; remove it and run this again"
         )
     return msgspec.structs.replace(report, reused=True)
 
 
-def _files_and_bytes(folder: Path) -> tuple[int, int]:
-    """Return number and size of all files but the marker."""
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file() and path != folder / MARKER]
-    return len(sizes), sum(sizes)
+def _num_bytes(folder: Path) -> int:
+    """Return the size of all files but the marker."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path != folder / MARKER)
 
 
 def _build(out: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]) -> SynthReport:
@@ -142,15 +140,13 @@ def _write(root: Path, world: SynthOptions, num_workers: int, advance: Callable[
     mask = root / map_filename(world)
     mask.parent.mkdir()
     mask.write_bytes(cv2.imencode(".png", np.zeros((8, 8), np.uint8))[1].tobytes())
-    num_files, num_bytes = _files_and_bytes(root)
     report = SynthReport(
         folder="",
         world=world,
         num_images=len(CAMERA_CHANNELS) * len(sightings),
         num_sweeps=len(tasks),
         num_annotations=len(tables["sample_annotation"]),
-        num_files=num_files,
-        num_bytes=num_bytes,
+        num_bytes=_num_bytes(root),
         reused=False,
     )
     marker = msgspec.json.encode(_Marker(_RENDERING, report))

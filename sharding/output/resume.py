@@ -28,7 +28,7 @@ from fuelrail.pipeline.errors import DatasetExistsError
 from fuelrail.pipeline.settings import convert
 from fuelrail.sharding.output.workspace import RunState
 from fuelrail.sharding.planning.plan import Plan, PlannedShard
-from fuelrail.sharding.planning.recipe import Recipe, differences
+from fuelrail.sharding.planning.recipe import Recipe, recipe_differences
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.shards import ShardEntry
@@ -51,9 +51,8 @@ def check_same_recipe(shown: str, stored: Recipe | None, current: Recipe) -> Non
     if not (current.scan_sha256 and stored.scan_sha256):
         stored, current = (msgspec.structs.replace(side, scan_sha256="") for side in (stored, current))
     if stored != current:
-        raise DatasetExistsError(
-            f"output folder '{shown}' holds another dataset: {differences(stored, current)}; choose another folder"
-        )
+        sides = recipe_differences(stored, current)
+        raise DatasetExistsError(f"output folder '{shown}' holds another dataset: {sides}; choose another folder")
 
 
 def run_state(

@@ -1,7 +1,7 @@
 """The recipe of a sharding run: everything but the source's own bytes that the bytes of a dataset depend on.
 
 The working folder holds it while shards are made, and the manifest's provenance afterwards. A run into a folder that
-holds another recipe is refused, and :func:`differences` says what differs. Paths, times, hosts and the number of
+holds another recipe is refused, and :func:`recipe_differences` says what differs. Paths, times, hosts and the number of
 workers are not part of it. Fields with a description are the user's options: flags of `fuelrail shard`, keywords of
 ``fuelrail.shard``.
 """
@@ -36,7 +36,7 @@ from fuelrail.pipeline.format.codecs import (
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, lidar_channel
 from fuelrail.pipeline.settings import Settings, convert, flag, read_text
-from fuelrail.pipeline.text import differing
+from fuelrail.pipeline.text import differences
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry
@@ -274,19 +274,13 @@ def check_recipe(recipe: Recipe) -> None:
         raise ConfigError(f"a dictionary needs layout member, got layout {recipe.layout}")
 
 
-def differences(stored: Recipe, current: Recipe) -> str:
+def recipe_differences(stored: Recipe, current: Recipe) -> str:
     """Return every field that differs with both its values, as text; empty where the two are equal."""
     there, here = (
-        {_LABELS.get(name, name.replace("_", " ")): getattr(recipe, name) for name in Recipe.__struct_fields__}
+        {_LABELS.get(name, name.replace("_", " ")): value for name, value in msgspec.to_builtins(recipe).items()}
         for recipe in (stored, current)
     )
-    sides = differing(there, here)
-    return "; ".join(f"{name} is {_short(old)} there and {_short(new)} here" for name, old, new in sides)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 72 else text[:69] + "..."
+    return differences(there, here, "there", "here")
 
 
 def channel_codec(channel: Channel) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from fuelrail.pipeline.cli import counted
-from fuelrail.pipeline.errors import ConfigError, FuelrailError, IndexFileError, ManifestError
+from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError
 from fuelrail.pipeline.format.attributes import TEXTS
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, load_dictionary
@@ -33,14 +33,13 @@ from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry
 from fuelrail.pipeline.format.index.tables import MAX_BLOCKS_BYTES, open_shards, open_tables
 from fuelrail.pipeline.format.layers import EITHER, INDEXED, NO_ROW, ROWS_FILE, LayerManifest, read_rows
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, FileEntry, Manifest, load_manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, FileEntry, Manifest, load_manifest
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import Printed, escaped, message, shown
 from fuelrail.sharding.output.folder import file_is
 from fuelrail.sharding.output.url import UrlOutput
-from fuelrail.sharding.output.workspace import STATE
 from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
 from fuelrail.sharding.write.layers.finish import scalar_channels
 
@@ -48,15 +47,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _ROWS_AT_ONCE: Final = 1 << 16
-_LEFT_OVER: Final = (
-    f"the folder {WORK_FOLDER} is of a run that is writing here, or that was stopped after it finished the dataset; "
-    "readers ignore it; the command that made the dataset, run again, removes it"
-)
 
 
 @dataclass
 class VerifyReport(Printed):
-    """What was checked, and every fault that was found, in the order of the shards. ``notes`` are no faults."""
+    """What was checked, and every fault that was found, in the order of the shards."""
 
     dataset: str
     deep: bool
@@ -65,10 +60,9 @@ class VerifyReport(Printed):
     num_images: int = 0
     num_bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def as_text(self) -> str:
-        """Return the report for people: a line for each fault and each note, and one for the whole."""
+        """Return the report for people: a line for each fault, and one for the whole."""
         lines = []
         for fault in self.faults:
             address = [shown(fault.file)]
@@ -77,7 +71,6 @@ class VerifyReport(Printed):
             if fault.key is not None:
                 address.append(f"sample {shown(fault.key)}")
             lines.append(f"{', '.join(address)}: {message(fault.text)}")
-        lines += [f"note: {note}" for note in self.notes]
         images = f", {counted(self.num_images, 'image')} decoded" if self.deep else ""
         verdict = counted(len(self.faults), "fault") if self.faults else "OK, no errors found"
         lines.append(
@@ -110,13 +103,10 @@ def verify(
         folder, manifest, origin = fetch_dataset(str(root), kinds=EITHER)
         report = VerifyReport(shown_url(str(root)), deep)
         output = UrlOutput(str(root))
-        report.notes += _left_over_in(output, manifest)
     else:
         folder = Path(str(root).removeprefix("file://"))
         manifest, origin = load_manifest(folder, EITHER), None
         report = VerifyReport(str(folder), deep)
-        if (folder / WORK_FOLDER).is_dir():
-            report.notes.append(f"{_LEFT_OVER}, and so does --repair")
     files_here = _FilesHere(output, folder)
     dataset: Dataset | None = None
     shards: Sequence[ShardEntry] = ()
@@ -171,14 +161,6 @@ def verify(
         if deep and not report.faults:
             report.faults += [Fault(MANIFEST_FILE, text) for text in _manifest_faults(dataset, sizes)]
     return report
-
-
-def _left_over_in(output: UrlOutput, manifest: Manifest) -> list[str]:
-    """Look for the working folder of a run by one request; to list may take many."""
-    state = f"{WORK_FOLDER}/layer.json" if isinstance(manifest, LayerManifest) else STATE
-    with contextlib.suppress(FuelrailError):  # some stores refuse access to what is not there
-        return [] if output.read(state, 1) is None else [_LEFT_OVER]
-    return []
 
 
 class _FilesHere(threading.local):

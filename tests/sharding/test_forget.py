@@ -200,7 +200,7 @@ def test_shards_without_them_and_their_neighbours_are_not_written(dataset):
             digest: inodes[digest] for digest in kept
         }.items()
     assert verify(dataset, deep=True, num_threads=1).faults == []
-    assert verify(dataset, deep=False, num_threads=1).notes == []
+    assert not (dataset / ".fuelrail").exists()
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
     with pytest.raises((ChecksumError, fr.ShardError)):
         fr.forget(plain, names)
     assert (plain / "dataset.json").exists(), "damage is found before anything is removed"
-    with pytest.raises(DatasetExistsError, match=r"source options.names is"):
+    with pytest.raises(DatasetExistsError, match=r"source options.names: "):
         fr.forget(plain, [clip])
     flip(plain / shard)
     fr.forget(plain, names)

@@ -113,7 +113,7 @@ def test_the_same_command_again_makes_it_whole(old, new, tmp_path):
     (out / "train-000001.tar").unlink()
     append([str(old), str(new)], out)
     assert digests(out) == expected
-    with pytest.raises(DatasetExistsError, match=r"holds another dataset: source options\.fingerprints is"):
+    with pytest.raises(DatasetExistsError, match=r"holds another dataset: source options\.fingerprints: "):
         append([str(new), str(old)], out)
 
 

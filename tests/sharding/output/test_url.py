@@ -150,7 +150,7 @@ def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket
 def test_finished_shards_are_believed_by_their_seal_or_read(source, expected, bucket, url, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         shard_nuscenes(source.root, url, progress=Interrupt(3), **OPTIONS)
-    with pytest.raises(DatasetExistsError, match="seed is 7 there and 8 here"):
+    with pytest.raises(DatasetExistsError, match="seed: 7 there, 8 here"):
         shard_nuscenes(source.root, url, **{**OPTIONS, "seed": 8})
     bucket.invalidate_cache()
     assert not bucket.exists(f"{url}/{WORK_FOLDER}/lock.json")

@@ -6,7 +6,14 @@ import pytest
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.sharding.planning.recipe import codec_of, differences, make_recipe, parse_size, parse_splits, unit_frames
+from fuelrail.sharding.planning.recipe import (
+    codec_of,
+    make_recipe,
+    parse_size,
+    parse_splits,
+    recipe_differences,
+    unit_frames,
+)
 
 LIDAR = LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring"))
 
@@ -89,11 +96,11 @@ def test_values_out_of_range_are_named(values, says):
 
 def test_differences_show_both_sides():
     here, there = make_recipe(seed=7, splits={"train": 0.5, "val": 0.5}), make_recipe(seed=8)
-    text = differences(there, here)
-    assert "seed is 8 there and 7 here" in text
-    assert "splits is None there and {'train': 0.5, 'val': 0.5} here" in text
+    text = recipe_differences(there, here)
+    assert "seed: 8 there, 7 here" in text
+    assert 'splits: none there, {"train":0.5,"val":0.5} here' in text
     assert "order" not in text
-    assert differences(here, here) == ""
+    assert recipe_differences(here, here) == ""
 
 
 def test_codecs_of_fields():
