@@ -16,7 +16,7 @@ from fuelrail.sharding.demo.lidar import cast, points_in_box
 from fuelrail.sharding.demo.picture import render, visible_shares
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
 from fuelrail.sharding.demo.world import Capture, SynthClip, log_facts, make_clip, token
-from fuelrail.sharding.sources.nuscenes.channels import channel_file
+from fuelrail.sharding.sources.nuscenes.extras.groups import channel_file
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.options import SynthOptions

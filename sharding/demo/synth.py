@@ -24,7 +24,7 @@ from fuelrail.sharding.demo.options import MOST_WORKERS, VERSION, SynthOptions, 
 from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
 from fuelrail.sharding.demo.tables import make_tables, map_filename, splits
 from fuelrail.sharding.demo.world import captures, make_clip
-from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, CHANNELS_FOLDER
+from fuelrail.sharding.sources.nuscenes.extras.groups import CHANNELS_FILE, CHANNELS_FOLDER
 
 MARKER: Final = "synth.json"
 _RENDERING: Final = 4  # raised when the same options give other bytes

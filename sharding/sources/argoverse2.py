@@ -16,10 +16,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from msgspec import Meta
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
+from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
@@ -35,7 +37,6 @@ from fuelrail.sharding.sources.shared.arrow import (
 from fuelrail.sharding.sources.shared.foreign import read_json
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.adapter.frame import F64
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 RING: Final = (
@@ -169,7 +170,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         if not len(times):
             raise SourceError(f"log '{self.files.shown}/{folder}' has no lidar sweeps and no boxes, so no frames")
         images = self._images(folder, times)
-        boxes = None if labels is None else _box_rows(labels, times)
+        boxes = None if labels is None else _box_rows(labels)
         is_swept = np.isin(times, stamps).tolist()
         windows = self._windows(clip, times)
         for at, time in enumerate(times.tolist()):
@@ -178,7 +179,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 timestamp_ns=time,
                 images=images[at],
                 sweeps={LIDAR: Sweep(ref=name, timestamp_ns=time, lidar2ego=np.eye(4))} if is_swept[at] else {},
-                boxes=None if boxes is None else boxes[at],
+                boxes=None if boxes is None else boxes.get(time, NO_BOXES),
                 members=windows[at],
             )
 
@@ -233,25 +234,19 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                     f"log '{self.files.shown}/{folder}' has images of {name}, but no row for it in both tables of its "
                     "calibration"
                 )
-            intrinsics, cam2ego, width, height = calibration[name]
             chosen = matched(stamps, times, self.given.match).tolist()
             ordered = stamps.tolist()
             for at, number in enumerate(chosen):
                 if number >= 0:
-                    found[at][name] = Image(
-                        ref=f"{folder}/sensors/cameras/{name}/{ordered[number]}.jpg",
-                        timestamp_ns=ordered[number],
-                        intrinsics=intrinsics,
-                        cam2ego=cam2ego,
-                        width=width,
-                        height=height,
-                    )
+                    time = ordered[number]
+                    ref = f"{folder}/sensors/cameras/{name}/{time}.jpg"
+                    found[at][name] = replace(calibration[name], ref=ref, timestamp_ns=time)
         if not num_images:
             raise SourceError(f"log '{self.files.shown}/{folder}' has no images in sensors/cameras/CAMERA/TIME.jpg")
         return found
 
-    def _calibration(self, folder: str) -> dict[str, tuple[F64, F64, int, int]]:
-        """Return K, sensor to ego, width and height, by sensor."""
+    def _calibration(self, folder: str) -> dict[str, Image]:
+        """Return what all images of a camera have, by camera."""
         names = [f"{folder}/calibration/{name}.feather" for name in ("intrinsics", "egovehicle_SE3_sensor")]
         lenses = read_feather(self.files, names[0], _INTRINSICS)
         mounts = read_feather(self.files, names[1], {"sensor_name": pa.string(), **_POSE})
@@ -265,7 +260,9 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             fx, fy, cx, cy, width, height = (lenses[column][row] for column in list(_INTRINSICS)[1:])
             k = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
             if name in by_name:
-                found[name] = (k, by_name[name], int(width), int(height))
+                found[name] = Image(
+                    ref="", timestamp_ns=0, intrinsics=k, cam2ego=by_name[name], width=int(width), height=int(height)
+                )
         return found
 
     def _labels(self, folder: str, split: str) -> dict[str, NDArray[Any]] | None:
@@ -302,25 +299,17 @@ def _folder(clip: Clip) -> str:
     return f"{clip.split}/{clip.name}" if clip.split else clip.name
 
 
-def _box_rows(table: dict[str, NDArray[Any]], times: NDArray[np.int64]) -> list[BoxRows]:
-    """Return the boxes at each of these times, in ego at their time; rows of a time keep their order."""
-    order = np.argsort(table["timestamp_ns"], kind="stable")
-    table = {name: values[order] for name, values in table.items()}
-    centre, size, rotation = (stacked(table, names) for names in (TRANSLATION, _SIZE, QUATERNION))
-    category, track, points = (table[name].tolist() for name in ("category", "track_uuid", "num_interior_pts"))
-    first = np.searchsorted(table["timestamp_ns"], times, "left").tolist()
-    last = np.searchsorted(table["timestamp_ns"], times, "right").tolist()
-    return [
-        BoxRows(
-            centre=centre[start:stop],
-            size_lwh=size[start:stop],
-            rotation_wxyz=rotation[start:stop],
-            category=category[start:stop],
-            track=track[start:stop],
-            num_lidar_pts=points[start:stop],
-        )
-        for start, stop in zip(first, last, strict=True)
-    ]
+def _box_rows(table: dict[str, NDArray[Any]]) -> dict[int, BoxRows]:
+    """Return the boxes by time, in ego at it."""
+    found = BoxRows(
+        centre=stacked(table, TRANSLATION),
+        size_lwh=stacked(table, _SIZE),
+        rotation_wxyz=stacked(table, QUATERNION),
+        category=table["category"].tolist(),
+        track=table["track_uuid"].tolist(),
+        num_lidar_pts=table["num_interior_pts"],
+    )
+    return boxes_by_key(found, table["timestamp_ns"])
 
 
 class _Point(msgspec.Struct, frozen=True, gc=False):

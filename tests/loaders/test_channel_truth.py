@@ -21,7 +21,7 @@ from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.api import shard
-from fuelrail.sharding.sources.nuscenes.channels import channel_file
+from fuelrail.sharding.sources.nuscenes.extras.groups import channel_file
 from support.synth_channels import DEPTH_FRACTION, synth_with_channels
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Further true channels of a synthetic drive: radar, a mask and a depth map of each camera, and occupancy.
 
-They are files beside the tables (`fuelrail.sharding.sources.nuscenes.channels`), of keyframes only.
+They are files beside the tables (`fuelrail.sharding.sources.nuscenes.extras.groups`), of keyframes only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fuelrail.sharding.demo.rig import RigSensor, stream
 from fuelrail.sharding.demo.street import corners
 from fuelrail.sharding.demo.synth import synth
 from fuelrail.sharding.demo.world import captures, make_clip, token
-from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, channel_file
+from fuelrail.sharding.sources.nuscenes.extras.groups import CHANNELS_FILE, channel_file
 from fuelrail.sharding.sources.nuscenes.source import NuScenesSource
 from fuelrail.sharding.sources.shared.scan_table import ScanRow, ScanTable, ScanWriter
 

@@ -105,8 +105,9 @@ def stacked_geometry(
         np.bool_,
     )
     is_placed = np.asarray(np.isfinite(cam2ego).all((1, 2)))
-    bad = _uncalibrated(intrinsics)[intrinsics_at] | ~is_placed[camera_at]
-    bad &= needs & is_there.ravel()
+    with np.errstate(all="ignore"):
+        is_lens = np.isfinite(intrinsics).all((1, 2)) & (intrinsics[:, 0, 0] > 0) & (intrinsics[:, 1, 1] > 0)
+    bad = needs & is_there.ravel() & ~(is_lens[intrinsics_at] & is_placed[camera_at])
     if bad.any():
         at = int(np.argmax(bad))
         shown = intrinsics[intrinsics_at[at]].tolist(), cam2ego[camera_at[at]].tolist()
@@ -137,13 +138,6 @@ def stacked_geometry(
         ego_rates=motion[:, 2],
         **poses,
     )
-
-
-def _uncalibrated(intrinsics: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return which intrinsics (U, 3, 3) are not valid (U,)."""
-    with np.errstate(all="ignore"):
-        is_sound = np.isfinite(intrinsics).all((1, 2)) & (intrinsics[:, 0, 0] > 0) & (intrinsics[:, 1, 1] > 0)
-    return np.asarray(~is_sound)
 
 
 def _rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -12,11 +13,11 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes, encode_parts
-from fuelrail.sharding.sources.adapter.frame import BoxRows, StoredBoxes
 from fuelrail.sharding.sources.adapter.poses import FARTHEST_M, are_unit, quaternions
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.classes import ClassMap
+    from fuelrail.sharding.sources.adapter.frame import BoxRows
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
 
     F64 = NDArray[np.float64]
@@ -35,7 +36,7 @@ class ClipBoxes(NamedTuple):
 
 
 def clip_boxes(
-    rows: Sequence[BoxRows | StoredBoxes | None],
+    rows: Sequence[BoxRows | None],
     timestamp_ns: NDArray[np.int64],
     ego2global: F64,
     classes: ClassMap,
@@ -51,16 +52,10 @@ def clip_boxes(
     if not own:
         return ClipBoxes([None] * len(rows), [0] * len(rows), np.zeros((len(rows), len(classes.names)), np.int64))
     frame = np.repeat(np.array([at for at, _ in own], np.int64), counts)
-    stored = [one for _, one in own if isinstance(one, StoredBoxes)]
-    stated = [(at, one) for at, one in own if isinstance(one, BoxRows)]
-    if stored:
-        assert not stated, "a source has boxes of one form"
-        found = {name: np.concatenate([one.columns[name] for one in stored]) for name in stored[0].columns}
-        for one in stored:
-            for text, number in one.unknown_visibility.items():
-                report.unknown_visibility[text] = report.unknown_visibility.get(text, 0) + number
-    else:
-        found = _in_ego(stated, counts, frame, timestamp_ns, ego2global)
+    for _, one in own:
+        for text, number in one.unknown_visibility.items():
+            report.unknown_visibility[text] = report.unknown_visibility.get(text, 0) + number
+    found = in_ego(own, frame, timestamp_ns, ego2global)
     found["label"] = classes.labels([name for _, one in own for name in one.category])
     found["valid"], num_unknown = validity(found["num_lidar_pts"], found["num_radar_pts"])
     report.unknown_points += num_unknown
@@ -73,11 +68,14 @@ def clip_boxes(
     return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
 
 
-def _in_ego(
-    own: Sequence[tuple[int, BoxRows]], counts: NDArray[np.int64], frame: NDArray[np.int64],
-    timestamp_ns: NDArray[np.int64], ego2global: F64,
-) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Return columns of boxes but label and validity; ``own`` are numbers of frames with their boxes, as ``counts``."""
+def in_ego(
+    own: Sequence[tuple[int, BoxRows]], frame: NDArray[np.int64], timestamp_ns: NDArray[np.int64], ego2global: F64
+) -> dict[str, NDArray[Any]]:
+    """Return columns of boxes but label and validity; ``own`` are numbers of frames with their boxes.
+
+    ``frame`` (M,) is the number of each box's frame, whose times (F,) [ns] and poses (F, 4, 4) are given.
+    """
+    counts = [len(one.category) for _, one in own]
 
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
         return _cast(_column(own, len(frame), name, shape, unknown), kind, name, frame)
@@ -181,6 +179,24 @@ def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:
     order = np.argsort(keys, kind="stable")
     found, starts = np.unique(keys[order], return_index=True)
     return dict(zip(found.tolist(), np.split(order, starts)[1:], strict=True))
+
+
+def boxes_by_key(boxes: BoxRows, keys: NDArray[np.integer[Any]]) -> dict[int, BoxRows]:
+    """Return the boxes (M) with each key, such as the number of a frame, in their order; ``keys`` are (M,)."""
+    arrays, texts = dict[str, NDArray[Any]](), dict[str, Sequence[str]]()
+    for name, column in msgspec.structs.asdict(boxes).items():
+        if name in ("category", "track") and column is not None:
+            texts[name] = column
+        elif name not in ("in_global", "unknown_visibility") and column is not None:
+            arrays[name] = np.asarray(column)
+    return {
+        key: msgspec.structs.replace(
+            boxes,
+            **{name: column[part] for name, column in arrays.items()},
+            **{name: [column[row] for row in part.tolist()] for name, column in texts.items()},
+        )
+        for key, part in rows_by_key(keys).items()
+    }
 
 
 def velocities(

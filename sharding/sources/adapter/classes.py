@@ -118,14 +118,9 @@ class ClassMap:
             if self._labels[name] < 0:
                 on_purpose = self._mapping is not None and name in self._mapping
                 (report.outside_classes if on_purpose else report.unmapped)[name] = count
-        check_mapped(report)
-
-
-def check_mapped(report: ScanReport) -> None:
-    """Raise SourceError where no box has a class because no category is known."""
-    if report.boxes and sum(report.unmapped.values()) == report.boxes:
-        listed = ", ".join(f"{ascii(name)[1:-1]} {count:,}" for name, count in list(report.unmapped.items())[:12])
-        raise SourceError(
-            f"none of the {report.boxes:,} boxes has a class, their categories are: {listed}; the option "
-            "classes=source keeps the source's own, classes=FILE maps them"
-        )
+        if report.boxes and sum(report.unmapped.values()) == report.boxes:
+            listed = ", ".join(f"{ascii(name)[1:-1]} {count:,}" for name, count in list(report.unmapped.items())[:12])
+            raise SourceError(
+                f"none of the {report.boxes:,} boxes has a class, their categories are: {listed}; the option "
+                "classes=source keeps the source's own, classes=FILE maps them"
+            )

@@ -136,6 +136,7 @@ class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         visibility: (M,) 1 to 4 as in nuScenes, -1 unknown.
         attribute: (M,) index into the source's ``box_attributes``, -1 none.
         in_global: centre, rotation and velocity are in global.
+        unknown_visibility: texts of the visibility that have no level, with their numbers.
 
     """
 
@@ -151,20 +152,6 @@ class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     visibility: Vectors | None = None
     attribute: Vectors | None = None
     in_global: bool = False
-
-
-class StoredBoxes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The boxes of one frame as they are stored, M rows, from a source that computes them itself.
-
-    Attributes:
-        columns: the arrays of :class:`~fuelrail.pipeline.sample.schema.Boxes` by name, but ``label`` and ``valid``.
-        category: the source's name of the class of each.
-        unknown_visibility: texts of the visibility that have no level, with their numbers.
-
-    """
-
-    columns: Mapping[str, NDArray[Any]]
-    category: Sequence[str]
     unknown_visibility: Mapping[str, int] = {}
 
 
@@ -221,7 +208,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     images: Mapping[str, Image | Absent]
     ego2global: F64 | None = None
     sweeps: Mapping[str, Sweep] = {}
-    boxes: BoxRows | StoredBoxes | None = None
+    boxes: BoxRows | None = None
     boxes2d: Mapping[str, ImageBoxRows] = {}
     members: Sequence[Reference | FileMember] = ()
     values: Mapping[str, Any] = {}

@@ -190,7 +190,7 @@ class FrameSource(Generic[S]):
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Write a row for each frame that is kept; raises SourceError with all that is wrong."""
-        with self.files.fetched("", ()):
+        with self.files.scanning():
             return self._scan(out)
 
     def _classes(self) -> ClassMap:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import homogeneous, invert_rigid
+from fuelrail.sharding.sources.adapter.frame import Image
 from fuelrail.sharding.sources.adapter.poses import nearest_rigid
 from fuelrail.sharding.sources.shared.arrow import read_file
 from fuelrail.sharding.sources.shared.foreign import read_text
@@ -67,18 +68,11 @@ def read_numbers(files: SourceFiles, name: str) -> Numbers:
     return Numbers(found, f"file '{files.shown}/{name}'")
 
 
-class RectifiedCamera(NamedTuple):
-    """K (3, 3) of the rectified images, and the rectified camera's pose in ego (4, 4)."""
-
-    intrinsics: F64
-    cam2ego: F64
-
-
-def camera(projection: F64, ego2rect: F64) -> RectifiedCamera:
-    """Return the camera of P_rect (3, 4); ``ego2rect`` (4, 4) leads to rectified camera 0."""
+def camera(projection: F64, ego2rect: F64) -> Image:
+    """Return what all images of the camera of P_rect (3, 4) have; ``ego2rect`` (4, 4) leads to rectified camera 0."""
     shift = np.eye(4)
     shift[:3, 3] = np.linalg.solve(projection[:, :3], projection[:, 3])
-    return RectifiedCamera(projection[:, :3], invert_rigid(shift @ ego2rect))
+    return Image(ref="", timestamp_ns=0, intrinsics=projection[:, :3], cam2ego=invert_rigid(shift @ ego2rect))
 
 
 def read_points(files: SourceFiles, name: str) -> NDArray[np.float32]:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.adapter.frame import BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import BoxRows, Clip, Frame, ImageBoxRows, Sensors, Sweep
 from fuelrail.sharding.sources.adapter.poses import quaternions
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.kitti.calibration import (
@@ -104,12 +105,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         images = {}
         for name in self._cameras:
             found = camera(numbers.matrix(_CAMERAS[name], 3, 4), ego2rect)
-            images[name] = Image(
-                ref=image.replace("image_2/", f"{name}/"),
-                timestamp_ns=number + 1,
-                intrinsics=found.intrinsics,
-                cam2ego=found.cam2ego,
-            )
+            images[name] = replace(found, ref=image.replace("image_2/", f"{name}/"), timestamp_ns=number + 1)
         scans = [name for name in clip.files if name.endswith(".bin")]
         lidar2ego = invert_rigid(imu2velo)
         sweeps = {LIDAR: Sweep(ref=scans[0], timestamp_ns=number + 1, lidar2ego=lidar2ego)} if scans else {}

@@ -16,11 +16,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
-from fuelrail.sharding.sources.adapter.boxes import rows_by_key
+from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
 from fuelrail.sharding.sources.adapter.channels import signals, signals_channel
 from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.adapter.poses import Trajectory, quaternions
@@ -42,7 +43,6 @@ from fuelrail.sharding.sources.shared.foreign import parsing, read_text, read_xm
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.adapter.frame import F64
-    from fuelrail.sharding.sources.kitti.calibration import RectifiedCamera
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 COLOUR: Final = ("image_02", "image_03")
@@ -82,7 +82,7 @@ class _Layout(NamedTuple):
 
 
 class _Rig(NamedTuple):
-    cameras: dict[str, RectifiedCamera]
+    cameras: dict[str, Image]
     lidar2ego: F64
 
 
@@ -215,11 +215,10 @@ class Kitti(FrameSource[KittiSettings]):
             yield Frame(
                 timestamp_ns=time,
                 images={
-                    name: Image(
+                    name: replace(
+                        rig.cameras[name],
                         ref=f"{folder}/{name}/data/{found[number]}",
                         timestamp_ns=int(times[name][number]),
-                        intrinsics=rig.cameras[name].intrinsics,
-                        cam2ego=rig.cameras[name].cam2ego,
                     )
                     for name, found in files.items()
                     if number in found
@@ -277,19 +276,15 @@ def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> 
     x, y, z, yaw, length, width, height = np.concatenate([numbers for _, _, numbers in tracks], 1)
     half, none = yaw / 2, np.zeros(len(x))
     turned = lidar2ego[:3, :3] @ rotation_matrices(np.stack([np.cos(half), none, none, np.sin(half)], 1))
-    centre = np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
-    size, rotation = np.stack([length, width, height], 1), quaternions(turned)
     names = [(kind, f"{number}") for number, (kind, own, _) in enumerate(tracks) for _ in own]
-    return {
-        at: BoxRows(
-            centre=centre[part],
-            size_lwh=size[part],
-            rotation_wxyz=rotation[part],
-            category=[names[row][0] for row in part.tolist()],
-            track=[names[row][1] for row in part.tolist()],
-        )
-        for at, part in rows_by_key(np.concatenate([own for _, own, _ in tracks])).items()
-    }
+    found = BoxRows(
+        centre=np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
+        size_lwh=np.stack([length, width, height], 1),
+        rotation_wxyz=quaternions(turned),
+        category=[kind for kind, _ in names],
+        track=[number for _, number in names],
+    )
+    return boxes_by_key(found, np.concatenate([own for _, own, _ in tracks]))
 
 
 def oxts_poses(rows: F64) -> F64:

@@ -1,4 +1,4 @@
-"""nuScenes annotations as columns, and one sample's boxes in ego.
+"""nuScenes annotations as columns, and a scene's boxes.
 
 A box in the tables: centre in global coordinates, size as width, length, height, rotation w, x, y, z box to global.
 Velocity is not stored; it is the difference of the neighbouring annotations' centres over their time, as the
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.rigid import rotation_matrices
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
 from fuelrail.sharding.sources.adapter.boxes import velocities
 from fuelrail.sharding.sources.adapter.classes import CLASSES
-from fuelrail.sharding.sources.adapter.frame import BoxRows, StoredBoxes
+from fuelrail.sharding.sources.adapter.frame import BoxRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,79 +111,35 @@ class Annotations:
         sample = self.links["sample_token"][needed]
         return velocities(self.columns["translation"][needed], timestamp_us[sample], prev, following)[own]
 
-    def stored(self, scene: SceneRows) -> list[StoredBoxes | None]:
-        """Return the boxes of a scene's samples in ego, with velocities by the links between annotations.
+    def of_scene(self, scene: SceneRows, attributes: Sequence[str]) -> list[BoxRows]:
+        """Return the boxes of a scene's samples in global; ``attributes`` are the source's.
 
-        What is done box by box is done for all samples at once.
-        """
-        if not len(self):  # a test split has none
-            return [None] * len(scene.samples)
-        rows, counts = self._rows(scene.samples)
-        ego_wxyz, ego_xyz = scene.keyframes.sensor_poses.wxyz_xyz(scene.poses)
-        visibility, attribute = self.links["visibility_token"][rows], self.links["attribute_token"][rows]
-        parts = _slices(counts)
-        ego2global, left = rotation_matrices(ego_wxyz), _left_factors(ego_wxyz)
-        rotation_wxyz = self.columns["rotation"][rows]
-        rotation_wxyz /= np.linalg.norm(rotation_wxyz, axis=1, keepdims=True)
-        centre = self.columns["translation"][rows] - np.repeat(ego_xyz, counts, axis=0)
-        velocity = self._velocity(rows, scene.keyframes.timestamp_us)
-        for number, part in enumerate(parts):
-            # Row vectors times R are columns times R^T: global to ego.
-            centre[part] = centre[part] @ ego2global[number]
-            velocity[part] = velocity[part] @ ego2global[number]
-            rotation_wxyz[part] = rotation_wxyz[part] @ left[number].T
-        rotation_wxyz = np.where(rotation_wxyz[:, :1] < 0, -rotation_wxyz, rotation_wxyz)
-        rotation = rotation_matrices(rotation_wxyz)
-        yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
-        columns = {
-            "boxes3d": np.concatenate(
-                [centre, self.columns["size"][rows][:, [1, 0, 2]], yaw[:, None]], 1, dtype=np.float32
-            ),
-            "rotation_wxyz": rotation_wxyz.astype(np.float32),
-            "velocity": velocity.astype(np.float32),
-            "visibility": self._visibility_code[visibility],
-            "instance_id": self._joined["instance"].columns["id"][self.links["instance_token"][rows]],
-            "num_lidar_pts": self.columns["num_lidar_pts"][rows],
-            "num_radar_pts": self.columns["num_radar_pts"][rows],
-            "attribute": attribute.astype(np.int16),
-        }
-        category = self._categories_of(rows)
-        unknown = [level if level not in VISIBILITY else "" for level in (*self._levels, NOT_STATED)]  # -1 is the last
-        is_unknown = np.array(list(map(bool, unknown)), np.bool_)[visibility]
-        found: list[StoredBoxes | None] = []
-        for part in parts:
-            levels: dict[str, int] = {}
-            if is_unknown[part].any():
-                levels = Counter(unknown[row] for row in visibility[part][is_unknown[part]].tolist())
-            own = {name: values[part] for name, values in columns.items()}
-            found.append(StoredBoxes(columns=own, category=category[part], unknown_visibility=levels))
-        return found
-
-    def stated(self, scene: SceneRows, attributes: Sequence[str]) -> list[BoxRows]:
-        """Return the boxes of a scene's samples in global, with the velocities that T4 states.
-
-        ``attributes`` are the source's; the adapter takes boxes to ego, and follows tracks where no velocity is known.
+        Velocities are those that T4 states; the adapter follows tracks where a sample has none. nuScenes' are by the
+        links between annotations.
         """
         rows, counts = self._rows(scene.samples)
         number = np.array([*map(list(attributes).index, self.attribute_names), -1], np.int64)
+        visibility, stated = self.links["visibility_token"][rows], self.columns.get("velocity")
         columns: dict[str, Any] = {
             "centre": self.columns["translation"][rows],
             "size_lwh": self.columns["size"][rows][:, [1, 0, 2]],
             "rotation_wxyz": self.columns["rotation"][rows],
             "category": self._categories_of(rows),
             "track": self._joined["instance"].tokens.take(self.links["instance_token"][rows]),
-            "velocity": self.columns["velocity"][rows],
+            "velocity": self._velocity(rows, scene.keyframes.timestamp_us) if stated is None else stated[rows],
             "num_lidar_pts": self.columns["num_lidar_pts"][rows],
             "num_radar_pts": self.columns["num_radar_pts"][rows],
-            "visibility": self._visibility_code[self.links["visibility_token"][rows]],
-            "attribute": number[self.links["attribute_token"][rows]],
+            "visibility": self._visibility_code[visibility],
+            "attribute": number[self.links["attribute_tokens"][rows]],
         }
-        found = []
-        for part in _slices(counts):
+        last, found = np.cumsum(counts), []
+        for part in map(slice, (last - counts).tolist(), last.tolist()):
             own = {name: values[part] for name, values in columns.items()}
-            if np.isnan(own["velocity"]).all():
+            if stated is not None and np.isnan(own["velocity"]).all():
                 own["velocity"] = None
-            found.append(BoxRows(**own, in_global=True))
+            unknown = visibility[part][own["visibility"] < 0]
+            levels = Counter([*self._levels, NOT_STATED][row] for row in unknown.tolist())
+            found.append(BoxRows(**own, in_global=True, unknown_visibility=levels))
         return found
 
     def rows_of(self, sample: int) -> NDArray[np.int64]:
@@ -200,19 +155,3 @@ class Annotations:
             "instance": self._joined["instance"].tokens.take(self.links["instance_token"][rows]),
             "visibility": [levels[row].token if row >= 0 else "" for row in visibilities],
         }
-
-
-def _slices(counts: NDArray[np.int64]) -> list[slice]:
-    """Return where the rows of each sample are, given their numbers (S,)."""
-    last = np.cumsum(counts)
-    return [slice(*bounds) for bounds in zip((last - counts).tolist(), last.tolist(), strict=True)]
-
-
-def _left_factors(frame_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return matrices (S, 4, 4) of frames (S, 4): ``rotation @ matrix.T`` is conj(frame) * rotation.
-
-    The Hamilton product: a rotation in global as seen in the frame.
-    """
-    w, x, y, z = (frame_wxyz / np.linalg.norm(frame_wxyz, axis=1, keepdims=True)).T
-    rows = [w, x, y, z, -x, w, z, -y, -y, -z, w, x, -z, y, -x, w]
-    return np.stack(rows, -1).reshape(-1, 4, 4)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,10 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
+from fuelrail.sharding.sources.adapter.frame import Image, Sweep
 from fuelrail.sharding.sources.nuscenes.tables import check_finite
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.adapter.frame import BoxRows, StoredBoxes
     from fuelrail.sharding.sources.nuscenes.joined import Joined
     from fuelrail.sharding.sources.nuscenes.tables import Log, Scene, Sensor
     from fuelrail.sharding.sources.shared.joins import Database
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 """Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""
 NS_PER_US: Final = 1000
+NOT_VALID: Final = "marked as not valid"
+"""Why there is no image or sweep where the tables say so."""
 LENS_OF_LENGTH: Final = {
     0: UNBENT,
     **{length: model for model in ("opencv_radtan", "opencv_rational") for length in MODELS[model][1]},
@@ -38,33 +40,6 @@ LENS_OF_LENGTH: Final = {
 """Number of values in ``camera_distortion`` to the lens model that they are of, in OpenCV's order."""
 _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
 _FAR_US: Final = 2**62
-
-
-class Calibration(NamedTuple):
-    """A row of table ``calibrated_sensor``: sensor to ego (4, 4), K (3, 3), lens coefficients, and the lens model."""
-
-    sensor2ego: NDArray[np.float64]
-    intrinsics: NDArray[np.float64]
-    dist: tuple[float, ...]
-    dist_model: str
-
-
-class SensorRow(NamedTuple):
-    """A keyframe of one sensor, a row of ``sample_data``; size [px] of an image, 0 for others.
-
-    ``is_valid`` false: the source says to ignore the file. ``ego2global`` is (4, 4) at the row's time. ``row`` is the
-    number of the row among the keyframes.
-    """
-
-    token: str
-    filename: str
-    timestamp_ns: int
-    width: int
-    height: int
-    is_valid: bool
-    calibration: Calibration
-    ego2global: NDArray[np.float64]
-    row: int
 
 
 class SceneRows(NamedTuple):
@@ -77,10 +52,10 @@ class SceneRows(NamedTuple):
         samples: rows (S,) in table ``sample``.
         tokens: of the samples.
         timestamp_us: of the samples.
-        poses: rows (S,) in table ``ego_pose`` at the samples' times, -1 for none.
         ego2global: (S, 4, 4) at the samples' times, NaN where there is none.
-        sensors: of each sample the rows of cameras, lidars and radars, None for one that has none.
-        boxes: of each sample, None where the tables have no annotations.
+        images: of each sample the images that it has, by channel of the camera.
+        lidars: of each sample the sweeps that it has, by the lidar's name in the tables.
+        radars: likewise.
 
     """
 
@@ -90,16 +65,14 @@ class SceneRows(NamedTuple):
     samples: NDArray[np.int64]
     tokens: list[str]
     timestamp_us: list[int]
-    poses: NDArray[np.int64]
     ego2global: NDArray[np.float64]
-    sensors: list[list[SensorRow | None]]
-    boxes: Sequence[StoredBoxes | BoxRows | None] = ()
+    images: list[dict[str, Image]]
+    lidars: list[dict[str, Sweep]]
+    radars: list[dict[str, Sweep]]
 
-    def of_sample(self, at: int, channels: Sequence[str]) -> Iterator[tuple[str, SensorRow]]:
-        """Yield the rows that sample number ``at`` has of these sensors, with their channels."""
-        for channel, row in zip(self.keyframes.channels, self.sensors[at], strict=True):
-            if row is not None and channel in channels:
-                yield channel, row
+    def row_of(self, at: int, channel: str) -> int:
+        """Return the row of ``sample_data`` that sample number ``at`` has of a sensor, -1 for none."""
+        return int(self.keyframes.sensor_rows[self.samples[at], self.keyframes.channels.index(channel)])
 
 
 class SensorPoses:
@@ -130,33 +103,34 @@ class SensorPoses:
 
     def ego2global(self, poses: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return matrices (..., 4, 4) of rows of ``ego_pose`` (...)."""
-        wxyz, xyz = self.wxyz_xyz(poses)
-        return np.asarray(rigid(wxyz, xyz))
+        columns = self._poses.columns
+        return np.asarray(rigid(columns["rotation"][poses], columns["translation"][poses]))
 
-    def wxyz_xyz(self, poses: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return rotations (..., 4) and translations (..., 3) of rows of ``ego_pose`` (...)."""
-        return self._poses.columns["rotation"][poses], self._poses.columns["translation"][poses]
-
-    def calibrations(self, rows: NDArray[np.int64]) -> dict[int, Calibration]:
-        """Return rows of ``calibrated_sensor`` by their numbers."""
+    def calibrations(self, rows: NDArray[np.int64]) -> dict[int, dict[str, Any]]:
+        """Return intrinsics, lens and place on the vehicle as an `Image` has them, of rows of ``calibrated_sensor``."""
         columns, rows = self._calibrated.columns, np.unique(rows)
         found = {}
         for row, sensor2ego in zip(rows.tolist(), self.sensor2ego(rows), strict=True):
-            num_dist = int(columns["num_dist"][row])
-            dist, model = tuple(columns["dist"][row, :num_dist].tolist()), LENS_OF_LENGTH.get(num_dist, UNBENT)
-            found[row] = Calibration(sensor2ego, columns["intrinsics"][row], dist, model)
+            num_dist, *dist = columns["camera_distortion"][row].tolist()
+            found[row] = {
+                "intrinsics": columns["camera_intrinsic"][row],
+                "cam2ego": sensor2ego,
+                "dist": tuple(dist[: int(num_dist)]),
+                "dist_model": LENS_OF_LENGTH.get(num_dist, UNBENT),
+            }
         return found
 
     def check_cameras(self, cameras: Collection[int]) -> None:
         """Raise SourceError where a row of one of these sensors has no intrinsics, or a lens of no known model."""
         table, columns = self._calibrated, self._calibrated.columns
         of_camera = np.isin(table.links["sensor_token"], list(cameras))
-        for row in np.flatnonzero(of_camera & np.isnan(columns["intrinsics"][:, 0, 0])).tolist():
+        lengths = columns["camera_distortion"][:, 0].astype(np.int64)
+        for row in np.flatnonzero(of_camera & np.isnan(columns["camera_intrinsic"][:, 0, 0])).tolist():
             raise SourceError(f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has no 3 x 3 intrinsics")
-        for row in np.flatnonzero(of_camera & ~np.isin(columns["num_dist"], list(LENS_OF_LENGTH))).tolist():
+        for row in np.flatnonzero(of_camera & ~np.isin(lengths, list(LENS_OF_LENGTH))).tolist():
             allowed = ", ".join(f"{length} ({model})" for length, model in LENS_OF_LENGTH.items())
             raise SourceError(
-                f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has {columns['num_dist'][row]} values in "
+                f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has {lengths[row]} values in "
                 f"camera_distortion; allowed are {allowed}, in OpenCV's order k1, k2, p1, p2, k3, ...; for an image "
                 "that is rectified, state an empty list"
             )
@@ -169,9 +143,14 @@ class Keyframes:
     ``sensor_rows`` (samples, sensors) are rows of ``sample_data`` of these, in that order, -1 for none.
     """
 
-    def __init__(self, joined: Joined, database: Database, leading: Sequence[str] | None) -> None:
-        """Take the channels whose pose is the sample's, None for all lidars; raises SourceError."""
-        self.joined, self.database = joined, database
+    def __init__(
+        self, joined: Joined, database: Database, leading: Sequence[str] | None, folder: str = "", *, stay: bool
+    ) -> None:
+        """Take the channels whose pose is the sample's, None for all lidars, and the folder of files.
+
+        ``stay`` is `Image.stays`. Raises SourceError.
+        """
+        self.joined, self.database, self._folder, self._stay = joined, database, folder, stay
         self.sensor_poses = SensorPoses(joined)
         self.timestamp_us: NDArray[np.int64] = joined["sample"].columns["timestamp"]
         sensors = self.sensor_poses.sensors
@@ -212,7 +191,7 @@ class Keyframes:
                 )
             self.database.used(len(sample))
 
-    def pose_rows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _pose_rows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return rows of ``ego_pose`` of samples (S,), -1 where a sample has no sensor data at all."""
         rows = self.sensor_rows[samples]
         if not rows.size or not len(self.joined["sample_data"]):
@@ -229,10 +208,7 @@ class Keyframes:
 
     def ego2global(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return poses of samples (S, 4, 4), NaN for none."""
-        return self._matrices(self.pose_rows(samples))
-
-    def _matrices(self, poses: NDArray[np.int64]) -> NDArray[np.float64]:
-        found = np.full((len(poses), 4, 4), np.nan)
+        poses, found = self._pose_rows(samples), np.full((len(samples), 4, 4), np.nan)
         found[poses >= 0] = self.sensor_poses.ego2global(poses[poses >= 0])
         return found
 
@@ -251,20 +227,33 @@ class Keyframes:
         there, data = rows[has], self.joined["sample_data"]
         scene = int(self.joined["sample"].links["scene_token"][samples[0]])
         calibrated = self.sensor_poses.calibrated_of[there]
-        poses = self.pose_rows(samples)
         self.database.used(rows.size)
+        calibrations = self.sensor_poses.calibrations(calibrated)
         columns = zip(
+            *np.nonzero(has),
             data.tokens.take(there),
             data.columns["filename"].take(there),
             (data.columns["timestamp"][there] * NS_PER_US).tolist(),
-            *data.columns["image_wh"][there].T.tolist(),
+            data.columns["width"][there].tolist(),
+            data.columns["height"][there].tolist(),
             data.columns["is_valid"][there].tolist(),
-            map(self.sensor_poses.calibrations(calibrated).__getitem__, calibrated.tolist()),
+            map(calibrations.__getitem__, calibrated.tolist()),
             self.sensor_poses.ego2global(self.sensor_poses.pose_of[there]),
-            there.tolist(),
             strict=True,
         )
-        found = map(SensorRow._make, columns)
+        images: list[dict[str, Image]] = [{} for _ in samples]
+        lidars: list[dict[str, Sweep]] = [{} for _ in samples]
+        radars: list[dict[str, Sweep]] = [{} for _ in samples]
+        for at, number, token, file, time_ns, width, height, is_valid, calibration, ego2global in columns:
+            about: Any = {"ref": f"{self._folder}{file}", "timestamp_ns": time_ns, "ego2global": ego2global}
+            about["absent"] = "" if is_valid else NOT_VALID
+            channel = self.channels[number]
+            if number < len(self.cameras):
+                image = Image(**about, **calibration, width=width, height=height, token=token, stays=self._stay)
+                images[at][channel.lower()] = image
+            else:
+                sweeps = lidars if channel in self.lidars else radars
+                sweeps[at][channel] = Sweep(**about, lidar2ego=calibration["cam2ego"])
         return SceneRows(
             keyframes=self,
             scene=self.joined["scene"].records[scene],
@@ -272,9 +261,10 @@ class Keyframes:
             samples=samples,
             tokens=self.joined["sample"].tokens.take(samples),
             timestamp_us=self.timestamp_us[samples].tolist(),
-            poses=poses,
-            ego2global=self._matrices(poses),
-            sensors=[[next(found) if is_there else None for is_there in row] for row in has.tolist()],
+            ego2global=self.ego2global(samples),
+            images=images,
+            lidars=lidars,
+            radars=radars,
         )
 
 

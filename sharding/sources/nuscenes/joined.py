@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import NUM_DIST
 from fuelrail.pipeline.storage.columns import Column
-from fuelrail.sharding.sources.adapter.boxes import stable_id
 from fuelrail.sharding.sources.nuscenes.tables import (
-    Annotation,
-    CalibratedSensor,
-    EgoPose,
-    Instance,
-    LinkedRow,
     Log,
     Named,
     Record,
-    SampleData,
-    SampleRecord,
     Scene,
     Sensor,
     Visibility,
@@ -58,45 +51,67 @@ class Link(NamedTuple):
     if_cut: Literal["error", "drop", "clear"] = "error"
 
 
-def _field(name: str, dtype: DTypeLike) -> Callable[[list[Any]], Any]:
-    get = attrgetter(name)
-    return lambda records: np.fromiter(map(get, records), dtype, len(records))
+class Field(NamedTuple):
+    """A field of records: its type in JSON, and what makes an array (R, ...) or texts of its values in R records."""
+
+    type: Any
+    column: Callable[[list[Any]], Any]
+    default: Any = msgspec.NODEFAULT
 
 
-def _text(name: str) -> Callable[[list[Any]], Any]:
-    get = attrgetter(name)
-    return lambda records: list(map(get, records))
+def _numbers(dtype: DTypeLike) -> Callable[[list[Any]], Any]:
+    return lambda values: np.fromiter(values, dtype, len(values))
 
 
-def _vector(name: str, length: int) -> Callable[[list[Any]], Any]:
-    get = attrgetter(name)
-    return lambda records: vectors(list(map(get, records)), length)
+def _vectors(length: int) -> Callable[[list[Any]], Any]:
+    return lambda values: vectors(values, length)
 
 
-def _point_counts(name: str) -> Callable[[list[Any]], Any]:
-    """Return what makes numbers of points, -1 for null and for negative ones."""
-    get = attrgetter(name)
+def _velocities(values: list[Any]) -> Any:  # noqa: ANN401 - an array
+    return vectors([value or (np.nan,) * 3 for value in values], 3)
+
+
+def _sides(values: list[int | None]) -> Any:  # noqa: ANN401
+    return np.array([value or 0 for value in values], np.int32)
+
+
+def _point_counts(values: list[int | None]) -> Any:  # noqa: ANN401
+    """Return numbers of points, -1 for null and for negative ones."""
     # NaN stands for null; fmax takes the other.
-    return lambda records: np.fmax(np.array(list(map(get, records)), np.float64), -1).astype(np.int32)
+    return np.fmax(np.array(values, np.float64), -1).astype(np.int32)
 
 
-_COLUMNS: Final[dict[str, Callable[[list[Any]], Any]]] = {
-    "timestamp": _field("timestamp", np.int64),
-    "filename": _text("filename"),
-    "is_valid": _field("is_valid", np.bool_),
-    "image_wh": lambda records: np.array([(r.width or 0, r.height or 0) for r in records], np.int32).reshape(-1, 2),
-    "translation": _vector("translation", 3),
-    "rotation": _vector("rotation", 4),
-    "size": _vector("size", 3),
-    "velocity": lambda records: vectors([r.velocity or (np.nan,) * 3 for r in records], 3),
-    "num_lidar_pts": _point_counts("num_lidar_pts"),
-    "num_radar_pts": _point_counts("num_radar_pts"),
-    "intrinsics": lambda records: vectors([r.intrinsics for r in records], 9).reshape(-1, 3, 3),
-    "num_dist": lambda records: np.array([len(r.dist) for r in records], np.int32),
-    "dist": lambda records: vectors([(*r.dist, *(np.nan,) * NUM_DIST)[:NUM_DIST] for r in records], NUM_DIST),
-    "id": lambda records: np.array([stable_id(r.token) for r in records], np.int64),
+def _intrinsics(values: list[Sequence[Sequence[float]]]) -> Any:  # noqa: ANN401
+    """Return K (R, 3, 3), NaN for what is not a camera."""
+    nothing = (np.nan,) * 9
+    flat = [(*rows[0], *rows[1], *rows[2]) if len(rows) == 3 else nothing for rows in values]
+    return vectors(flat, 9).reshape(-1, 3, 3)
+
+
+def _lenses(values: list[Sequence[float] | None]) -> Any:  # noqa: ANN401
+    """Return the number of lens coefficients, none where all are 0, and then these, as (R, 15)."""
+    lenses = [value if value and any(value) else () for value in values]
+    return vectors([(len(one), *(*one, *(np.nan,) * NUM_DIST)[:NUM_DIST]) for one in lenses], 1 + NUM_DIST)
+
+
+_Vector3 = tuple[float, float, float]
+_Vector4 = tuple[float, float, float, float]
+_Points = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None
+_COLUMNS: Final = {
+    "timestamp": Field(int, _numbers(np.int64)),  # [us]
+    "filename": Field(str, list),
+    "is_valid": Field(bool, _numbers(np.bool_), True),  # T4 marks data to be ignored with false
+    "width": Field(int | None, _sides, 0),
+    "height": Field(int | None, _sides, 0),
+    "translation": Field(_Vector3, _vectors(3)),
+    "rotation": Field(_Vector4, _vectors(4)),
+    "size": Field(_Vector3, _vectors(3)),  # width, length, height
+    "velocity": Field(_Vector3 | None, _velocities, None),  # [m/s] in global (T4); null is unknown
+    "num_lidar_pts": Field(_Points, _point_counts, -1),
+    "num_radar_pts": Field(_Points, _point_counts, -1),
+    "camera_intrinsic": Field(tuple[_Vector3, ...], _intrinsics),
+    "camera_distortion": Field(tuple[float, ...] | None, _lenses, ()),  # of T4, in OpenCV's order
 }
-"""What makes an array (R, ...) or texts of R records, by column."""
 _CHECKED: Final = ("translation", "rotation", "size")
 _LINKS: Final = {
     "log_token": Link("log"),
@@ -108,66 +123,91 @@ _LINKS: Final = {
     "category_token": Link("category", if_cut="drop"),
     "instance_token": Link("instance", if_cut="drop"),
     "visibility_token": Link("visibility", may_be_empty=True),
-    "attribute_token": Link("attribute", may_be_empty=True),
+    "attribute_tokens": Link("attribute", may_be_empty=True),
 }
 
 
 class Stored(NamedTuple):
-    """How a table is stored: the type of its records, its columns, and the fields that link to other tables.
+    """How a table is stored: its columns, and the fields that link to other tables.
 
-    ``may_dangle`` are links whose row is -1 where it is not there, in any source.
+    ``record`` has the fields that records of a table of few rows are asked for. ``optional`` are links that records may
+    lack, ``may_dangle`` those whose row is -1 where it is not there, in any source. ``keyframes``: other rows are left
+    out. Fields that are not named are allowed, and ignored.
     """
 
-    record: type[Record]
     columns: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
+    record: type[Record] = Record
+    optional: tuple[str, ...] = ()
     may_dangle: tuple[str, ...] = ()
+    keyframes: bool = False
 
     def link(self, table: str, field: str) -> Link:
         """Return a link of this table, whose name is ``table``: prev and next are to its own rows."""
         return _LINKS.get(field) or Link(table, may_be_empty=True, if_cut="clear")
 
 
+_ATTRIBUTES: Final = "attribute_tokens"
+
+
+@cache
+def _record_type(table: str, stored: Stored) -> Any:  # noqa: ANN401 - a type of this table's records
+    """Return the type of a table's records."""
+    fields: list[Any] = [(name, _COLUMNS[name].type, _COLUMNS[name].default) for name in stored.columns]
+    for name in stored.links:
+        kind, nothing = (tuple[str, ...], ()) if name == _ATTRIBUTES else (str, "")
+        fields.append((name, kind, nothing if name in stored.optional else msgspec.NODEFAULT))
+    fields += [("is_key_frame", bool)] if stored.keyframes else []
+    return msgspec.defstruct(table, fields, bases=(stored.record,), frozen=True, gc=False, kw_only=True)
+
+
+def _tokens(records: list[Any], field: str) -> list[str]:
+    """Return the tokens of a link, "" for none; of several attributes the first counts."""
+    found = list(map(attrgetter(field), records))
+    return [tokens[0] if tokens else "" for tokens in found] if field == _ATTRIBUTES else found
+
+
 _POSE: Final = ("translation", "rotation")
 _FILE: Final = ("filename", "timestamp", "is_valid")
 _FILE_LINKS: Final = ("calibrated_sensor_token", "sample_token", "ego_pose_token")
 _BOX: Final = (*_POSE, "size", "num_lidar_pts", "num_radar_pts")
-_BOX_LINKS: Final = ("sample_token", "instance_token", "visibility_token", "attribute_token")
+_BOX_LINKS: Final = ("sample_token", "instance_token", "visibility_token", _ATTRIBUTES)
+_OPTIONAL: Final = ("visibility_token", _ATTRIBUTES)
 _CALIBRATION: Final = {
-    "sensor": Stored(Sensor),
-    "calibrated_sensor": Stored(CalibratedSensor, (*_POSE, "intrinsics", "num_dist", "dist"), ("sensor_token",)),
+    "sensor": Stored(record=Sensor),
+    "calibrated_sensor": Stored((*_POSE, "camera_intrinsic", "camera_distortion"), ("sensor_token",)),
 }
-SCENES: Final = {"log": Stored(Log), "scene": Stored(Scene, links=("log_token",))}
+SCENES: Final = {"log": Stored(record=Log), "scene": Stored(links=("log_token",), record=Scene)}
 """Scenes alone."""
 KEYFRAMES: Final = {
     **SCENES,
     **_CALIBRATION,
-    "map": Stored(Record),
-    "sample": Stored(SampleRecord, ("timestamp",), ("scene_token", "prev", "next")),
-    "sample_data": Stored(SampleData, (*_FILE, "image_wh"), _FILE_LINKS),
-    "ego_pose": Stored(EgoPose, _POSE),
-    "category": Stored(Named),
-    "attribute": Stored(Named),
-    "visibility": Stored(Visibility),
-    "instance": Stored(Instance, ("id",), ("category_token",)),
-    "sample_annotation": Stored(Annotation, _BOX, (*_BOX_LINKS, "prev", "next")),
+    "map": Stored(),
+    "sample": Stored(("timestamp",), ("scene_token", "prev", "next")),
+    "sample_data": Stored((*_FILE, "width", "height"), _FILE_LINKS, keyframes=True),
+    "ego_pose": Stored(_POSE),
+    "category": Stored(record=Named),
+    "attribute": Stored(record=Named),
+    "visibility": Stored(record=Visibility),
+    "instance": Stored(links=("category_token",)),
+    "sample_annotation": Stored(_BOX, (*_BOX_LINKS, "prev", "next"), optional=_OPTIONAL),
 }
 """nuScenes' keyframes."""
 T4_KEYFRAMES: Final = {
     **{name: stored for name, stored in KEYFRAMES.items() if name != "map"},
-    "sample": Stored(SampleRecord, ("timestamp",), ("scene_token",)),
-    "sample_annotation": Stored(Annotation, (*_BOX, "velocity"), _BOX_LINKS, ("visibility_token", "attribute_token")),
+    "sample": Stored(("timestamp",), ("scene_token",)),
+    "sample_annotation": Stored((*_BOX, "velocity"), _BOX_LINKS, optional=_OPTIONAL, may_dangle=_OPTIONAL),
 }
 """T4's: its samples are ordered by time and its tracks by their instances, whatever prev and next say."""
 SWEEPS: Final = {
     **_CALIBRATION,
     "sample_data": Stored(
-        LinkedRow,
         _FILE,
         ("calibrated_sensor_token", "prev", "ego_pose_token"),
-        ("calibrated_sensor_token", "prev"),
+        optional=("prev",),
+        may_dangle=("calibrated_sensor_token", "prev"),
     ),
-    "ego_pose": Stored(EgoPose, _POSE),
+    "ego_pose": Stored(_POSE),
 }
 """All files of some sensors."""
 
@@ -185,7 +225,7 @@ class JoinedTable:
         self.link_texts = {field: database.texts() for field, link in self.to.items() if link.to in _LARGE}
         self.columns: dict[str, Any] = {}
         for field in stored.columns:
-            made = _COLUMNS[field]([])
+            made = _COLUMNS[field].column([])
             of_numbers = isinstance(made, np.ndarray)
             self.columns[field] = database.column(made.dtype, made.shape[1:]) if of_numbers else database.texts()
         self.links: dict[str, Any] = {field: database.column(np.int64) for field in self.to.keys() - self.link_texts}
@@ -200,12 +240,12 @@ class JoinedTable:
         if self.name not in _LARGE:
             self.records += records
         for field, column in self.columns.items():
-            made = _COLUMNS[field](records)
+            made = _COLUMNS[field].column(list(map(attrgetter(field), records)))
             if field in _CHECKED and self.name != "ego_pose":
                 check_finite(made, own, table=self.name, column=field)
             column.append(made)
         for field, tokens in self.link_texts.items():
-            tokens.append(list(map(attrgetter(field), records)))
+            tokens.append(_tokens(records, field))
         for field, found in rows.items():
             self.links[field].append(found)
 
@@ -240,11 +280,11 @@ class Joined:
         poses = Wanted()
         for name, stored in plan.items():
             table = self._tables[name] = JoinedTable(name, stored, database)
-            for piece in tables.read(name, stored.record):
+            for piece in tables.read(name, _record_type(name, stored)):
                 records: list[Any] = piece
                 if name == "ego_pose":  # of one for each of nuScenes' 2.6 million rows, few are of keyframes
                     records = poses.kept(records, list(map(_TOKEN, records)))
-                elif stored.record is SampleData:
+                elif stored.keyframes:
                     records = [record for record in records if record.is_key_frame]
                 added = self._add(table, records)
                 if name == "sample_data":
@@ -266,7 +306,7 @@ class Joined:
         records = self._cut.kept(records, table.name, **needed)
         own, rows = list(map(_TOKEN, records)), dict[str, NDArray[np.int64]]()
         for field in table.links:
-            link, tokens = table.to[field], list(map(attrgetter(field), records))
+            link, tokens = table.to[field], _tokens(records, field)
             rows[field] = self[link.to].tokens.find(tokens)
             if field not in table.stored.may_dangle:
                 self[link.to].tokens.check(

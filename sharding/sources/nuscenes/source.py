@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,31 +23,43 @@ from fuelrail.pipeline.channels.sensors import lies_on
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.sources.adapter.channels import SIGNALS_AS_SERIES
 from fuelrail.sharding.sources.adapter.classes import NUSCENES10, ClassMap, ClassOption, count_column
-from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors
+from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Sensors
 from fuelrail.sharding.sources.adapter.rows import attribute_types, clip_id
-from fuelrail.sharding.sources.adapter.source import FrameSettings
+from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource, S
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
 from fuelrail.sharding.sources.nuscenes.boxes import CATEGORIES, Annotations
-from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, OwnChannels, load_channels
+from fuelrail.sharding.sources.nuscenes.extras.boxes2d import TOKENS, image_box_channels, image_boxes
 from fuelrail.sharding.sources.nuscenes.extras.can import CanBus, CanMessages
-from fuelrail.sharding.sources.nuscenes.extras.groups import Group, GroupName, chosen_groups
+from fuelrail.sharding.sources.nuscenes.extras.groups import (
+    CHANNELS_FILE,
+    DESCRIPTION,
+    Group,
+    GroupName,
+    OwnChannels,
+    Stated,
+    load_channels,
+)
 from fuelrail.sharding.sources.nuscenes.extras.maps import LAYERS, Maps, parse_map
+from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, Radars
+from fuelrail.sharding.sources.nuscenes.extras.trajectories import Trajectories
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes
 from fuelrail.sharding.sources.nuscenes.joined import KEYFRAMES, Joined
-from fuelrail.sharding.sources.nuscenes.scenes import POINT_COLUMNS, TableSource, scene_frames
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
-from fuelrail.sharding.sources.nuscenes.tables import TABLES, Tables, check_time, of_rig
-from fuelrail.sharding.sources.shared.files import source_files
+from fuelrail.sharding.sources.nuscenes.tables import Tables, check_time, of_rig
 from fuelrail.sharding.sources.shared.joins import Cut
+from fuelrail.sharding.sources.shared.points import parse_points
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.adapter.frame import BoxRows
     from fuelrail.sharding.sources.nuscenes.tables import Log, Scene
+    from fuelrail.sharding.sources.shared.joins import Database
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Place, ScanInfo
 
+POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
 SPLITS_FILE: Final = "splits.json"
 
 _VAL_RUNS: Final = (
@@ -86,7 +98,9 @@ def source_splits(tables: Tables, scenes: Sequence[str]) -> dict[str, list[str]]
     return both
 
 
-_TABLE_FILES: Final = (*(f"{table}.json" for table in TABLES), SPLITS_FILE, CHANNELS_FILE)
+_POINT_FILES: Final = (".bin", ".npy", ".pcd")
+_NO_ROW: Final = Absent("no row")
+_NOT_STATED: Final = (np.nan, np.nan, np.nan)
 _COLUMNS: Final = {"location": str, "description": str, "night": bool, "rain": bool}
 _ATTRIBUTES: Final = ("clip_name", "log_id", "vehicle", *_COLUMNS, "num_cameras", "num_boxes")
 _CONDITIONS: Final = {
@@ -156,6 +170,18 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
             raise ConfigError(f"sweeps={self.sweeps} must be 0 or more, and 0 without points")
 
 
+class TableSource(FrameSource[S]):
+    """A source of nuScenes' tables."""
+
+    ego_origin = "rear_axle_ground"
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """Read a sweep: rows of five float32, ``.npy``, or PCD with these columns; or a radar's."""
+        if ref.startswith("{"):
+            return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
+        return parse_points(self.files.read(ref), POINT_COLUMNS, f"lidar file '{self.files.shown}/{ref}'")
+
+
 class _SceneClip(Clip, frozen=True, kw_only=True):
     """A scene with the rows of its samples (S,), in time order."""
 
@@ -194,21 +220,19 @@ class NuScenesSource(TableSource[NuScenesOptions]):
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read the tables, look at every file's size, write one row for each sample."""
         given, cut = self.given, Cut(is_on=self.given.dangling_links == "cut")
-        with self.files.fetched(self._version(), _TABLE_FILES) as folder:
-            tables = Tables(source_files(str(folder.parent)), folder.name)
+        with self.files.scanning():
+            tables = Tables(self.files, self._version())
             tables.check()
-            wanted = partial(of_rig, cameras=given.cameras, where=str(folder), radars="radar" in given.channels)
+            wanted = partial(of_rig, cameras=given.cameras, where=self.files.shown, radars="radar" in given.channels)
             joined = Joined(tables, out.database, KEYFRAMES, wanted, cut)
-            self._keyframes = keyframes = Keyframes(joined, out.database, ("LIDAR_TOP",))
+            self._keyframes = keyframes = Keyframes(joined, out.database, ("LIDAR_TOP",), stay=True)
             if not keyframes.cameras:
                 raise SourceError(f"table '{tables.path('sample_data')}' has no keyframes of cameras")
             self._annotations = annotations = Annotations(joined, out.database)
             self.box_attributes = annotations.attribute_names
             rig = [name.lower() for name in keyframes.cameras]
             own = OwnChannels(tuple(channel for channel in load_channels(tables) if lies_on(channel, rig)))
-            groups = chosen_groups(
-                given.channels, tables, out.database, keyframes, annotations, given.radar_sweeps, self.maps, self._can
-            )
+            groups = self._chosen(tables, out.database)
             self._groups = [own, *groups.values()]
             if given.sweeps:
                 self._groups.append(LidarSweeps(tables, out.database, "lidar", keyframes, given.sweeps))
@@ -216,8 +240,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             for channel in own.channels:
                 if channel.name in made:
                     raise SourceError(
-                        f"'{folder / CHANNELS_FILE}' has the channel '{channel.name}', which the option channels makes "
-                        "too: rename or leave out one"
+                        f"'{self.files.shown}/{tables.folder}/{CHANNELS_FILE}' has the channel '{channel.name}', which "
+                        "the option channels makes too: rename or leave out one"
                     )
             self.channels = [
                 channel for group in self._groups if not isinstance(group, Maps) for channel in group.channels
@@ -231,9 +255,23 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         for name, group in groups.items():
             if not any(channel in channels for channel in group.channels):
                 report.note(f"samples without files of channels=[{name}]", report.samples)
-        num_masked = sum(sum(report.masked.get(camera.channel, {}).values()) for camera in info.cameras)
-        facts = {"num_masked_cameras": num_masked}
-        return replace(info, name=f"nuscenes-{folder.name}", channels=channels, splits=splits, facts=facts)
+        return replace(info, name=f"nuscenes-{tables.folder}", channels=channels, splits=splits)
+
+    def _chosen(self, tables: Tables, database: Database) -> dict[GroupName, Group]:
+        """Return the groups that the option ``channels`` names, in the order of the table of channels."""
+        keyframes, annotations = self._keyframes, self._annotations
+        is_labelled = len(annotations) > 0
+        make: dict[GroupName, Callable[[], Group]] = {
+            "radar": lambda: Radars(tables, database, keyframes, self.given.radar_sweeps),
+            "can": lambda: self._can,
+            "boxes2d": lambda: Stated(image_box_channels(keyframes.cameras if is_labelled else ())),
+            "tokens": lambda: Stated((TOKENS,) if is_labelled else ()),
+            "trajectories": lambda: Trajectories(database, keyframes, annotations),
+            "description": lambda: Stated((DESCRIPTION,)),
+        }
+        if self.maps is not None:
+            make["map"] = partial(Maps, self.maps)
+        return {name: make[name]() for name in make if name in self.given.channels}
 
     def _classes(self) -> ClassMap:
         option = CATEGORIES if self.given.classes == NUSCENES10 else self.given.classes
@@ -281,10 +319,42 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
-        """Yield the samples of a scene."""
+        """Yield the samples of a scene; raises SourceError for one that has no pose, and for files of unknown kinds."""
         assert isinstance(clip, _SceneClip), "it is of this source"
-        rows = self._keyframes.scene_rows(clip.samples)
-        yield from scene_frames(rows._replace(boxes=self._annotations.stored(rows)), self._groups)
+        keyframes, given = self._keyframes, self.given.channels
+        rows = keyframes.scene_rows(clip.samples)
+        cameras = [name.lower() for name in keyframes.cameras]
+        boxes: Sequence[BoxRows | None] = [None] * len(rows.tokens)  # a test split has no annotations
+        if len(self._annotations):
+            boxes = self._annotations.of_scene(rows, self.box_attributes)
+        for at, token in enumerate(rows.tokens):
+            if np.isnan(rows.ego2global[at, 0, 0]):
+                raise SourceError(f"table 'sample': row '{token}' has no sensor data at all")
+            for lidar, sweep in rows.lidars[at].items():
+                if not sweep.absent and not sweep.ref.endswith(_POINT_FILES):
+                    row = keyframes.joined["sample_data"].tokens[rows.row_of(at, lidar)]
+                    raise SourceError(
+                        f"table 'sample_data': row '{row}' of a lidar has the file '{sweep.ref}', of a kind that is "
+                        f"not read; read are {', '.join(_POINT_FILES)}"
+                    )
+            own, values = boxes[at], dict[str, str]()
+            if "tokens" in given and own is not None:
+                tokens = self._annotations.tokens_of(int(rows.samples[at]))
+                values[TOKENS.name] = msgspec.json.encode(tokens).decode()
+            if "description" in given and rows.scene.description:
+                values[DESCRIPTION.name] = rows.scene.description
+            yield Frame(
+                timestamp_ns=rows.timestamp_us[at] * NS_PER_US,
+                images={name: rows.images[at].get(name, _NO_ROW) for name in cameras},
+                ego2global=rows.ego2global[at],
+                sweeps={lidar.lower(): sweep for lidar, sweep in rows.lidars[at].items()},
+                boxes=own,
+                boxes2d=image_boxes(rows, at, own) if "boxes2d" in given and own is not None else {},
+                values=values,
+                members=[member for group in self._groups for member in group.members(rows, at)],
+                token=token,
+                ego_velocity=_NOT_STATED,
+            )
 
     def place(self, ref: str) -> Place | None:
         """Return file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""

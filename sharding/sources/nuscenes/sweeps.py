@@ -22,7 +22,7 @@ from fuelrail.sharding.sources.nuscenes.joined import SWEEPS, Joined
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows, SensorRow
+    from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
     from fuelrail.sharding.sources.nuscenes.tables import Sensor, Tables
     from fuelrail.sharding.sources.shared.joins import Database
 
@@ -65,15 +65,12 @@ class SensorSweeps:
         (self._row_of,) = self._data.tokens.rows_of(keyframes.joined["sample_data"].tokens)
         self._num_sweeps = num_sweeps
 
-    def row_of(self, key: SensorRow) -> int:
-        """Return the number of a keyframe's row among these."""
-        return int(self._row_of[key.row])
-
-    def rows_before(self, row: int) -> list[int]:
-        """Return numbers of the valid rows before a row, the latest first; raise SourceError."""
-        found: list[int] = []
+    def rows_up_to(self, key: int) -> list[int]:
+        """Return the number of a keyframe's row among these, and of valid rows before it, latest first; SourceError."""
+        row = int(self._row_of[key])
+        found = [row]
         timestamp_us = self._data.columns["timestamp"]
-        while len(found) < self._num_sweeps and (prev := self._data.link_texts["prev"][row]):
+        while len(found) <= self._num_sweeps and (prev := self._data.link_texts["prev"][row]):
             before = int(self._data.links["prev"][row])
             if before < 0 or timestamp_us[before] >= timestamp_us[row]:
                 what = f"is not a {self._modality}'s row" if before < 0 else "is not earlier than it"
@@ -99,8 +96,8 @@ class LidarSweeps(SensorSweeps):
 
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
         """Yield the earlier sweeps of each lidar, fewer where its links end; raises SourceError."""
-        for lidar, row in rows.of_sample(at, rows.keyframes.lidars):
-            before = self.rows_before(self.row_of(row)) if row.is_valid else ()
+        for lidar, sweep in rows.lidars[at].items():
+            before = () if sweep.absent else self.rows_up_to(rows.row_of(at, lidar))[1:]
             if before:
                 files, timestamp_ns, lidar2global = self.files(before)
                 found = SweepList(files, timestamp_ns.tolist(), lidar2global[:, :3].reshape(-1, 12).tolist())

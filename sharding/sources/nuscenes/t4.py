@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import SourceError
@@ -35,9 +36,9 @@ from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
 from fuelrail.sharding.sources.nuscenes.boxes import Annotations
 from fuelrail.sharding.sources.nuscenes.extras import lanelet2, vehicle_state
 from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, radar_channel
-from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes, in_rig_order
+from fuelrail.sharding.sources.nuscenes.geometry import NOT_VALID, NS_PER_US, Keyframes, in_rig_order
 from fuelrail.sharding.sources.nuscenes.joined import SCENES, T4_KEYFRAMES, Joined
-from fuelrail.sharding.sources.nuscenes.scenes import NOT_VALID, POINT_COLUMNS, TableSource, image_of, sweep_of
+from fuelrail.sharding.sources.nuscenes.source import POINT_COLUMNS, TableSource
 from fuelrail.sharding.sources.nuscenes.tables import Named, Record, Scene, Sensor, Tables, check_time
 from fuelrail.sharding.sources.shared.joins import Database
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     import os
     from collections import Counter
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
@@ -183,11 +183,11 @@ class T4(TableSource[T4Settings]):
         dataset = clip.token if clip.token.endswith("/") else ""
         with self._database(dataset) as database:
             joined = Joined(self._tables(dataset), database, T4_KEYFRAMES)
-            keyframes = Keyframes(joined, database, leading=None)
+            keyframes = Keyframes(joined, database, None, dataset, stay=False)
             in_images = self._in_images(joined, dataset) if self.given.boxes2d else None
         ((_, samples),) = keyframes.scenes()
         rows = keyframes.scene_rows(samples)
-        boxes = Annotations(joined, database).stated(rows, self.box_attributes)
+        boxes = Annotations(joined, database).of_scene(rows, self.box_attributes)
         windows = self.maps if clip.files[:1] == (f"{dataset}{lanelet2.FILE}",) else None
         if self.maps is not None and windows is None:
             self.noted["datasets without a map"] += 1
@@ -198,22 +198,17 @@ class T4(TableSource[T4Settings]):
             times_ns = [timestamp_us * NS_PER_US for timestamp_us in rows.timestamp_us]
             states = signals(self._state_channel, *self._states(dataset), times_ns)
         for at, own_boxes in enumerate(boxes):
-            ego2global = rows.ego2global[at] if rows.poses[at] >= 0 else None
+            ego2global = None if np.isnan(rows.ego2global[at, 0, 0]) else rows.ego2global[at]
             images: dict[str, Image | Absent] = {}
             boxes2d: dict[str, ImageBoxRows] = {}
-            for name, row in rows.of_sample(at, keyframes.cameras):
-                channel = name.lower()
-                images[channel] = image_of(row, dataset, stays=False) if row.is_valid else Absent(NOT_VALID)
-                if in_images is not None and row.is_valid:
-                    boxes2d[channel] = _image_boxes(in_images.get(row.token, []), own_boxes)
-            sweeps = {
-                name.lower(): sweep_of(row, dataset)
-                for name, row in rows.of_sample(at, keyframes.lidars)
-                if row.is_valid
-            }
+            for channel, image in rows.images[at].items():
+                images[channel] = Absent(NOT_VALID) if image.absent else image
+                if in_images is not None and not image.absent:
+                    boxes2d[channel] = _image_boxes(in_images.get(image.token, []), own_boxes)
+            sweeps = {name.lower(): sweep for name, sweep in rows.lidars[at].items() if not sweep.absent}
             members: list[Reference | FileMember] = [*states[at]]
             if self.given.radars:
-                members += self._radars(rows, at, dataset)
+                members += self._radars(rows, at)
             if windows is not None and ego2global is not None:
                 members.append(windows.made(dataset, ego2global))
             yield Frame(
@@ -230,15 +225,16 @@ class T4(TableSource[T4Settings]):
             self.noted[f"datasets without {vehicle_state.TABLE}"] += 1
         return vehicle_state.state_signals(rows)
 
-    def _radars(self, rows: SceneRows, at: int, dataset: str) -> Iterator[FileMember]:
+    def _radars(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
         """Yield the radars of a sample, in ego at its time; note files of JSON, and leave them out."""
-        for channel, row in rows.of_sample(at, rows.keyframes.radars):
-            if row.is_valid and row.filename.endswith(".json"):
+        for channel, sweep in rows.radars[at].items():
+            if not sweep.absent and sweep.ref.endswith(".json"):
                 self.noted[f"{channel}: radar files of JSON, not read"] += 1
-            elif row.is_valid:
-                sensor2key = invert_rigid(rows.ego2global[at]) @ row.ego2global @ row.calibration.sensor2ego
-                age_s = (rows.timestamp_us[at] - row.timestamp_ns // NS_PER_US) * 1e-6
-                made = RadarFiles(channel, [f"{dataset}{row.filename}"], [age_s], [sensor2key[:3].ravel().tolist()])
+            elif not sweep.absent:
+                assert sweep.ego2global is not None, "every row has a pose"
+                sensor2key = invert_rigid(rows.ego2global[at]) @ sweep.ego2global @ sweep.lidar2ego
+                age_s = (rows.timestamp_us[at] - sweep.timestamp_ns // NS_PER_US) * 1e-6
+                made = RadarFiles(channel, [sweep.ref], [age_s], [sensor2key[:3].ravel().tolist()])
                 ref, hint = POINTS + msgspec.json.encode(made).decode(), "the option radars=false leaves radars out"
                 yield FileMember(radar_channel(channel).field, ref, made.files, hint, _RADAR_BYTES)
 

@@ -11,11 +11,10 @@ Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/do
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -43,11 +42,6 @@ _MOST_RECORD: Final = 16 << 20
 _AHEAD: Final = 8 << 20
 """What a request at a URL asks for at least."""
 
-Vector3 = tuple[float, float, float]
-Vector4 = tuple[float, float, float, float]
-Points = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None
-"""A number of points as int32 holds it."""
-
 
 class Record(msgspec.Struct, frozen=True, gc=False):
     """What every record has. Columns that are not named in a type are allowed and ignored."""
@@ -72,15 +66,6 @@ class Scene(Record, frozen=True, gc=False):
     description: str = ""
 
 
-class SampleRecord(Record, frozen=True, gc=False):
-    """Table ``sample``: annotated keyframes; time in microseconds."""
-
-    timestamp: int
-    scene_token: str
-    prev: str
-    next: str
-
-
 class Sensor(Record, frozen=True, gc=False):
     """Table ``sensor``."""
 
@@ -99,58 +84,6 @@ def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str, *, rad
     )
 
 
-class CalibratedSensor(Record, frozen=True, gc=False):
-    """Table ``calibrated_sensor``: sensor to ego; the intrinsic matrix is empty for what is not a camera.
-
-    ``camera_distortion`` (T4): coefficients in OpenCV's order; empty, null or all 0 for none.
-    """
-
-    sensor_token: str
-    translation: Vector3
-    rotation: Vector4
-    camera_intrinsic: tuple[Vector3, ...]
-    camera_distortion: tuple[float, ...] | None = ()
-
-    @property
-    def dist(self) -> tuple[float, ...]:
-        """The lens coefficients; none where all are 0."""
-        stated = self.camera_distortion or ()
-        return stated if any(stated) else ()
-
-    @property
-    def intrinsics(self) -> tuple[float, ...]:
-        """The nine numbers of K row by row, NaN for what is not a camera."""
-        rows = self.camera_intrinsic
-        return (*rows[0], *rows[1], *rows[2]) if len(rows) == 3 else (math.nan,) * 9
-
-
-class EgoPose(Record, frozen=True, gc=False):
-    """Table ``ego_pose``: ego to global."""
-
-    translation: Vector3
-    rotation: Vector4
-
-
-class SampleData(Record, frozen=True, gc=False):
-    """Table ``sample_data``: one file; time in microseconds. T4 marks data to be ignored with ``is_valid`` false."""
-
-    sample_token: str
-    ego_pose_token: str
-    calibrated_sensor_token: str
-    filename: str
-    timestamp: int
-    is_key_frame: bool
-    width: int | None = 0
-    height: int | None = 0
-    is_valid: bool = True
-
-
-class LinkedRow(SampleData, frozen=True, gc=False):
-    """A row of ``sample_data`` with the link to the one before it."""
-
-    prev: str = ""
-
-
 class Named(Record, frozen=True, gc=False):
     """Tables ``category`` and ``attribute``."""
 
@@ -161,37 +94,6 @@ class Visibility(Record, frozen=True, gc=False):
     """Table ``visibility``."""
 
     level: str
-
-
-class Instance(Record, frozen=True, gc=False):
-    """Table ``instance``: one track."""
-
-    category_token: str
-
-
-class Annotation(Record, frozen=True, gc=False):
-    """Table ``sample_annotation``: a box in global coordinates, size as width, length, height.
-
-    A number of points that is absent, null or negative is unknown; so is a ``velocity`` [m/s] in global (T4).
-    """
-
-    sample_token: str
-    instance_token: str
-    translation: Vector3
-    size: Vector3
-    rotation: Vector4
-    prev: str
-    next: str
-    num_lidar_pts: Points = -1
-    num_radar_pts: Points = -1
-    visibility_token: str = ""
-    attribute_tokens: tuple[str, ...] = ()
-    velocity: Vector3 | None = None
-
-    @property
-    def attribute_token(self) -> str:
-        """The token of its attribute, "" for none; should it have several, the first counts."""
-        return self.attribute_tokens[0] if self.attribute_tokens else ""
 
 
 R = TypeVar("R", bound=Record)

@@ -15,9 +15,8 @@ import sqlite3
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
@@ -90,18 +89,11 @@ class FolderFiles:
 
     def folders_with(self, name: str) -> list[str]:
         """Return the root's folders that have a file of this name, sorted; raise SourceError without a root."""
-        try:
-            if not Path(self._root).is_dir():
-                raise SourceError(f"source '{self._root}' is not a folder")
-            return sorted(path.name for path in Path(self._root).iterdir() if (path / name).is_file())
-        except OSError as error:
-            raise SourceError(f"source '{shown(self._root)}' cannot be read: {error.strerror}") from error
+        return [folder for folder in self.folders() if os.path.isfile(f"{self._root}/{folder}/{name}")]  # noqa: PTH113 - False for any name
 
-    @contextlib.contextmanager
-    def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:
-        """Yield a folder on this machine with those of the named files of ``folder`` that exist: the folder itself."""
-        self.facts_of([f"{folder}/{name}" for name in names])
-        yield Path(self._root) / folder
+    def scanning(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which many facts are asked for."""
+        return contextlib.nullcontext()
 
     def facts(self, name: str) -> FileFacts | None:
         """Return size and time of change of a file; None where it does not exist."""
@@ -195,7 +187,7 @@ class FolderFiles:
 class UrlFiles:
     """Files under a prefix of an object store. Facts come from listings, one for each top folder, kept on disk.
 
-    The listings are there while :meth:`fetched` is open; without one the store is asked about each file.
+    The listings are there while :meth:`scanning` is open; without one the store is asked about each file.
     """
 
     def __init__(self, url: str) -> None:
@@ -210,23 +202,17 @@ class UrlFiles:
         return sorted(path.split("/")[-2] for path in found)
 
     @contextlib.contextmanager
-    def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:
-        """Yield a temporary copy of these files; errors name the URL."""
+    def scanning(self) -> Iterator[None]:
+        """Keep listings on disk, and take facts from them."""
         with (
             tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch,
             contextlib.closing(sqlite3.connect(f"{scratch}/listings", isolation_level=None)) as database,
         ):
             self._listings = _Listings(database)
-            local = Path(scratch) / folder
-            local.mkdir(exist_ok=True)
-            for name in names:
-                remote = f"{folder}/{name}"
-                if self.facts(remote) is not None:
-                    self._try(remote, functools.partial(self._fs.get_file, self._path(remote), str(local / name)))
             try:
-                yield local
-            except SourceError as error:
-                raise SourceError(str(error).replace(str(local), f"{self.shown}/{folder}")) from error
+                yield
+            finally:
+                self._listings = None
 
     def facts(self, name: str) -> FileFacts | None:
         """Return size and ETag."""

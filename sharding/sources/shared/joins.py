@@ -84,13 +84,9 @@ def _reader(columns: Sequence[Texts]) -> pa.RecordBatchReader:
 class Tokens(Texts):
     """The tokens that name a table's rows; resolves links to row numbers once all of them are added."""
 
-    def __init__(self, table: str, database: Database, tokens: Sequence[str] = ()) -> None:
-        """Take all ``tokens``, where they are known; raise SourceError for a duplicate then."""
+    def __init__(self, table: str, database: Database) -> None:
         super().__init__(database)
         self.table, self._database = table, database
-        if tokens:
-            self.append(tokens)
-            self.check_unique()
 
     def check_unique(self) -> None:
         """Raise SourceError for a duplicate token."""

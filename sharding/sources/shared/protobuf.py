@@ -128,14 +128,14 @@ class FieldPlace(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
-def field_places(window: FileWindow, start: int, end: int, ahead: int = 0) -> Iterator[FieldPlace]:
+def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlace]:
     """Yield the fields of the message from ``start`` to ``end`` in a file, of which only their heads are read.
 
-    ``ahead`` bytes are read beyond each head that is not in memory. Raises ValueError where it is not a message.
+    Raises ValueError where it is not a message.
     """
     at = start
     while at < end:
-        head = window.at(at, MAX_HEAD, ahead)
+        head = window.at(at, MAX_HEAD)
         if not head:
             raise ValueError("the file ends")
         key, used = (head[0], 1) if head[0] < 0x80 else varint(head, 0)

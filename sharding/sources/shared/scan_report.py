@@ -62,10 +62,9 @@ class ScanReport(msgspec.Struct, kw_only=True):
         reasons = self.masked.setdefault(channel, {})
         reasons[reason] = reasons.get(reason, 0) + 1
 
-    def drop(self, reason: str, number: int = 1) -> None:
-        """Count samples that are not kept."""
-        if number:
-            self.dropped_samples[reason] = self.dropped_samples.get(reason, 0) + number
+    def drop(self, reason: str) -> None:
+        """Count a sample that is not kept."""
+        self.dropped_samples[reason] = self.dropped_samples.get(reason, 0) + 1
 
     def offset(self, channel: str, offset_ns: int) -> None:
         """Note how far a channel's moment is from the sample's."""
@@ -107,30 +106,30 @@ class ScanReport(msgspec.Struct, kw_only=True):
         """Return the report for people: one line, and one more for each thing that was changed or left out."""
         num_samples = self.samples + sum(self.dropped_samples.values())
         said = [f"scan: kept {self.samples:,} of {counted(num_samples, 'sample')}, {self.boxes:,} boxes"]
-        if self.dropped_samples:
-            said.append(f"  dropped samples: {_listed(self.dropped_samples)}")
-        if self.masked:
-            by_channel = {f"{name}, {why}": n for name, found in self.masked.items() for why, n in found.items()}
-            said.append(f"  absent sensor members: {_listed(by_channel, '; ')}")
-        if self.damaged:
-            said.append(f"  damaged images: {_listed(self.damaged)}")
-        if self.cut_links:
-            said.append(f"  links to records that are not there, cut: {_listed(self.cut_links)}")
-        if self.max_offset_ms:
-            offsets = {name: round(value, 1) for name, value in self.max_offset_ms.items()}
-            said.append(f"  largest time offsets from the sample [ms]: {_listed(offsets)}")
+        by_channel = {f"{name}, {why}": n for name, found in self.masked.items() for why, n in found.items()}
+        said += _lines(
+            {
+                "dropped samples": self.dropped_samples,
+                "absent sensor members": by_channel,
+                "damaged images": self.damaged,
+                "links to records that are not there, cut": self.cut_links,
+                "largest time offsets from the sample [ms]": {
+                    name: round(value, 1) for name, value in self.max_offset_ms.items()
+                },
+            }
+        )
         noted = [f"  noted: {_plain(name, most=200)}: {number:,}" for name, number in sorted(self.noted.items())]
         said += noted[:_MOST_NAMES]
         if more := len(noted[_MOST_NAMES:]):
             said.append(f"  noted: {more:,} more, in provenance.scan of the manifest")
-        if self.distorted:
-            said.append(f"  images with lens distortion (undistort=True rectifies them): {_listed(self.distorted)}")
-        if self.unmapped:
-            said.append(f"  unmapped categories, boxes have label -1: {_listed(self.unmapped)}")
-        if self.outside_classes:
-            said.append(f"  categories outside the classes, boxes have label -1: {_listed(self.outside_classes)}")
-        if self.unknown_visibility:
-            said.append(f"  unknown visibility levels, boxes have visibility -1: {_listed(self.unknown_visibility)}")
+        said += _lines(
+            {
+                "images with lens distortion (undistort=True rectifies them)": self.distorted,
+                "unmapped categories, boxes have label -1": self.unmapped,
+                "categories outside the classes, boxes have label -1": self.outside_classes,
+                "unknown visibility levels, boxes have visibility -1": self.unknown_visibility,
+            }
+        )
         if self.unknown_points:
             said.append(f"  boxes with an unknown number of points, valid is 1: {self.unknown_points:,}")
         if self.boxes and sum(self.unmapped.values()) + sum(self.outside_classes.values()) == self.boxes:
@@ -138,11 +137,16 @@ class ScanReport(msgspec.Struct, kw_only=True):
         return said
 
 
-def _listed(counts: Mapping[str, float], separator: str = ", ") -> str:
+def _lines(counts: Mapping[str, Mapping[str, float]]) -> list[str]:
+    return [f"  {what}: {_listed(found)}" for what, found in counts.items() if found]
+
+
+def _listed(counts: Mapping[str, float]) -> str:
     """Return names with their counts, most frequent first."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shown = [f"{_plain(name)} {number:,}" for name, number in ranked[:_MOST_NAMES]]
     more = len(ranked) - len(shown)
+    separator = "; " if any("," in name for name in counts) else ", "
     return separator.join([*shown, *([f"and {more:,} more names"] if more else [])])
 
 

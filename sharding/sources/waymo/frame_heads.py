@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
+from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows, Image, ImageBoxRows
 from fuelrail.sharding.sources.shared.protobuf import (
     BYTES,
     FIXED64,
@@ -66,17 +68,6 @@ _LEAST_TAIL: Final = _TAIL_POSE + 2 + _TIMES.size
 _CONTEXT_BEGIN: Final = 44
 _AFTER_JPEG: Final = 320
 _LABELS_AHEAD: Final = 1024
-
-
-class CameraCalibration(NamedTuple):
-    """``intrinsics`` are those of pixels whose centres are integers; Waymo's have the left edge of the first at 0."""
-
-    intrinsics: NDArray[np.float64]
-    cam2ego: NDArray[np.float64]
-    dist: tuple[float, ...]
-    width: int
-    height: int
-    shutter: str
 
 
 class ImageHead(msgspec.Struct, frozen=True, gc=False):
@@ -236,8 +227,8 @@ def transform(data: bytes) -> tuple[float, ...]:
     return found
 
 
-def read_context(data: bytes) -> tuple[str, dict[str, CameraCalibration], dict[str, str]]:
-    """Name of the segment, calibrations of the cameras, and ``time_of_day``, ``location``, ``weather``."""
+def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
+    """Name of the segment, cameras as :func:`calibrated`, and ``time_of_day``, ``location``, ``weather``."""
     name, cameras, stats = "", {}, {}
     for number, wire, value in fields(data):
         if wire != BYTES or isinstance(value, int):
@@ -255,7 +246,7 @@ def read_context(data: bytes) -> tuple[str, dict[str, CameraCalibration], dict[s
     return name, cameras, stats
 
 
-def _calibration(data: bytes) -> tuple[str, CameraCalibration]:
+def _calibration(data: bytes) -> tuple[str, Image]:
     plain: dict[int, Any] = {number: value for number, _, value in fields(data)}
     lens = doubles(data, 2)
     name = CAMERAS.get(plain.get(1, 0), f"camera {plain.get(1, 0)}")
@@ -263,17 +254,40 @@ def _calibration(data: bytes) -> tuple[str, CameraCalibration]:
         raise ValueError(f"the calibration of {name} has {len(lens)} intrinsics, wanted are 9, and an extrinsic")
     mount = np.array(transform(plain[3])).reshape(4, 4)
     shutter = plain.get(6, 0)
-    return name, calibration(lens, mount, (plain.get(4, 0), plain.get(5, 0)), shutter)
+    return name, calibrated(lens, mount, (plain.get(4, 0), plain.get(5, 0)), shutter)
 
 
-def calibration(
-    lens: Sequence[float], extrinsic: NDArray[np.float64], size: tuple[int, int], shutter: int
-) -> CameraCalibration:
-    """Make the calibration of f_u, f_v, c_u, c_v, k1, k2, p1, p2, k3, and of the camera (x forward) to the vehicle."""
+def calibrated(lens: Sequence[float], extrinsic: NDArray[np.float64], size: tuple[int, int], shutter: int) -> Image:
+    """Return what all images of a camera have, for :func:`image_of`: K is that of pixels whose centres are integers.
+
+    ``lens`` are f_u, f_v, c_u, c_v (the left edge of the first pixel is 0), k1, k2, p1, p2, k3; ``extrinsic`` is the
+    camera (x forward) to the vehicle.
+    """
     fu, fv, cu, cv = lens[:4]
-    k = np.array([[fu, 0, cu - 0.5], [0, fv, cv - 0.5], [0, 0, 1]])
     direction = SHUTTERS[shutter] if 0 <= shutter < len(SHUTTERS) else "none"
-    return CameraCalibration(k, extrinsic @ OPTICAL, tuple(lens[4:9]), *size, direction)
+    return Image(
+        ref="", timestamp_ns=0, intrinsics=np.array([[fu, 0, cu - 0.5], [0, fv, cv - 0.5], [0, 0, 1]]),
+        cam2ego=extrinsic @ OPTICAL, width=size[0], height=size[1], dist=tuple(lens[4:9]),
+        dist_model="opencv_radtan", rolling_shutter=direction, extension="jpg",
+    )  # fmt: skip
+
+
+def image_of(
+    camera: Image, ref: str, pose: NDArray[np.float64], pose_timestamp: float, shutter_times: Sequence[float]
+) -> Image:
+    """Return an image of a camera at a pose of the vehicle (4, 4).
+
+    ``shutter_times`` are shutter, trigger and read-out done [s]: the time from trigger to done is the sum of exposure
+    and read-out (``dataset.proto``). Times of the dataset, float64 since 1970, are exact to 0.2 us, its clock to 1 us.
+    """
+    shutter, trigger, done = shutter_times
+    exposure_ns = round(shutter * 1e9) if shutter > 0 else None
+    readout_s = done - trigger - shutter
+    has_readout = exposure_ns is not None and done - trigger > shutter
+    return msgspec.structs.replace(
+        camera, ref=ref, timestamp_ns=round(pose_timestamp * 1e6) * 1000, ego2global=pose, exposure_ns=exposure_ns,
+        readout_ns=round(readout_s * 1e6) * 1000 if has_readout else None,
+    )  # fmt: skip
 
 
 def label_type(kind: int) -> str:
@@ -281,17 +295,23 @@ def label_type(kind: int) -> str:
     return LABEL_TYPES[kind] if 0 <= kind < len(LABEL_TYPES) else f"type {kind}"
 
 
-class LabelColumns(NamedTuple):
-    """The boxes of one frame, in the vehicle's frame at its pose."""
+def box_rows(
+    boxes: NDArray[np.float64], category: list[str], track: list[str], num_points: NDArray[np.int64]
+) -> BoxRows:
+    """Make boxes (M, 7) in ego: centre x, y, z [m], width, length, height [m], heading [rad]."""
+    return BoxRows(
+        centre=boxes[:, :3], size_lwh=boxes[:, [4, 3, 5]], yaw=boxes[:, 6], category=category, track=track,
+        num_lidar_pts=num_points,
+    )  # fmt: skip
 
-    boxes: NDArray[np.float64]
-    """(M, 7): centre x, y, z [m], width, length, height [m], heading [rad]."""
-    category: list[str]
-    track: list[str]
-    num_points: list[int]
+
+def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]) -> ImageBoxRows:
+    """Make boxes (K, 4) of centre and sides along x and y [px]; pixel 0 is the left edge of the first one."""
+    centre, half = boxes[:, :2] - 0.5, boxes[:, 2:] / 2
+    return ImageBoxRows(box=np.concatenate([centre - half, centre + half], 1), category=category, track=track)
 
 
-def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool) -> Iterator[LabelColumns]:
+def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool) -> Iterator[BoxRows]:
     """Yield boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera sees, at that time.
 
     Raises SourceError, naming ``where`` and the record, for what is not a label.
@@ -319,29 +339,15 @@ def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced:
             num_points[rows] = numbers(table[:, places[7]])
         for row in rows.tolist() if 4 in places else ():
             track[row] = flat[row][places[4]].decode()
-    category = list(map(label_type, kinds.tolist()))
-    first = 0
-    for count in counts:
-        own = np.flatnonzero(seen[first : first + count]) + first
-        rows_of = own.tolist()
-        yield LabelColumns(
-            boxes[own], [category[row] for row in rows_of], [track[row] for row in rows_of], num_points[own].tolist()
-        )
-        first += count
+    own = np.flatnonzero(seen)
+    category, names = list(map(label_type, kinds[own].tolist())), [track[row] for row in own.tolist()]
+    found = boxes_by_key(box_rows(boxes[own], category, names, num_points[own]), frame[own])
+    for number in range(len(frames)):
+        yield found.get(number, NO_BOXES)
 
 
-class ImageLabels(NamedTuple):
-    """The boxes in one camera's image."""
-
-    camera: str
-    boxes: NDArray[np.float64]
-    """(K, 4): centre x, y, and sides along x and y [px]; the left edge of the first pixel is 0."""
-    category: list[str]
-    track: list[str]
-
-
-def read_camera_labels(data: bytes) -> ImageLabels:
-    """Read a message ``CameraLabels``; raise ValueError where it is none."""
+def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
+    """Read a message ``CameraLabels``: the camera and its boxes; raise ValueError where it is none."""
     name, boxes, category, track = 0, [], [], []
     for number, _, value in fields(data):
         if number == 1 and isinstance(value, int):
@@ -357,7 +363,7 @@ def read_camera_labels(data: bytes) -> ImageLabels:
             track.append(found[4].decode() if 4 in found else "")
     if name not in CAMERAS:
         raise ValueError(f"labels of the unknown camera {name}")
-    return ImageLabels(CAMERAS[name], np.array(boxes, np.float64).reshape(-1, 4), category, track)
+    return CAMERAS[name], image_rows(np.array(boxes, np.float64).reshape(-1, 4), category, track)
 
 
 def _boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArray[np.float64]:

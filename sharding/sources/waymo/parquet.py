@@ -12,31 +12,44 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pyarrow as pa
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import encode_points
-from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
+from fuelrail.sharding.sources.adapter.frame import (
+    NO_BOXES,
+    BoxRows,
+    Clip,
+    Frame,
+    Image,
+    ImageBoxRows,
+    Sensors,
+    Sweep,
+)
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.shared.arrow import check_unique, names_in, open_parquet, read_parquet, stacked
-from fuelrail.sharding.sources.waymo.frame_heads import CAMERAS, LabelColumns, calibration, label_type
+from fuelrail.sharding.sources.waymo.frame_heads import (
+    CAMERAS,
+    box_rows,
+    calibrated,
+    image_of,
+    image_rows,
+    label_type,
+)
 from fuelrail.sharding.sources.waymo.parquet_lidar import bytes_by_time, sweeps
 from fuelrail.sharding.sources.waymo.source import (
     LIDAR,
     SPLITS,
     WaymoSettings,
     WaymoSource,
-    box_rows,
     channel,
-    image_rows,
-    microseconds,
-    shutter_times,
     weather_columns,
 )
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.waymo.frame_heads import CameraCalibration
 
 _F64: Final = pa.float64()
 _TRANSFORM: Final = pa.list_(_F64, 16)
@@ -61,7 +74,6 @@ _LIDAR: Final = ("lidar", "lidar_calibration", "lidar_pose")
 _ROWS_AT_ONCE: Final = 16
 
 _NONE: Final = image_rows(np.empty((0, 4)), [], [])
-_NO_LABELS: Final = LabelColumns(np.empty((0, 7)), [], [], [])
 
 
 class WaymoParquet(WaymoSource[WaymoSettings]):
@@ -119,7 +131,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                 ego2global=pose,
                 images=images.get(time, {}),
                 sweeps={LIDAR: sweep} if time in sweep_bytes else {},
-                boxes=None if boxes is None else box_rows(boxes.get(time, _NO_LABELS)),
+                boxes=None if boxes is None else boxes.get(time, NO_BOXES),
                 boxes2d={}
                 if boxes2d is None
                 else {name: boxes2d.get((time, name), _NONE) for name in images.get(time, {})},
@@ -159,7 +171,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             for at, points in sweeps(self.files, name, times):
                 yield f"{POINTS}{name}@{at}", encode_points(points)
 
-    def _cameras(self, name: str) -> dict[int, CameraCalibration]:
+    def _cameras(self, name: str) -> dict[int, Image]:
         """Return the calibrations by number of the camera."""
         whole = dict.fromkeys((f"{_LENS}width", f"{_LENS}height", f"{_LENS}rolling_shutter_direction"), pa.int64())
         types = {_NAME: pa.int64(), **dict.fromkeys(_INTRINSIC, _F64), f"{_LENS}extrinsic.transform": _TRANSFORM}
@@ -168,11 +180,11 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         lenses, mounts = stacked(rows, _INTRINSIC), rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4)
         width, height, shutter = (rows[one].tolist() for one in whole)
         return {
-            number: calibration(lenses[row].tolist(), mounts[row], (width[row], height[row]), shutter[row])
+            number: calibrated(lenses[row].tolist(), mounts[row], (width[row], height[row]), shutter[row])
             for row, number in enumerate(rows[_NAME].tolist())
         }
 
-    def _images(self, name: str, cameras: Mapping[int, CameraCalibration]) -> dict[int, dict[str, Image]]:
+    def _images(self, name: str, cameras: Mapping[int, Image]) -> dict[int, dict[str, Image]]:
         """Return the images by time of the frame [us], then by channel."""
         times = dict.fromkeys((f"{_IMAGE}pose_timestamp", *_SHUTTER), _F64)
         rows = read_parquet(
@@ -196,24 +208,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                 )
             if not stamps[row] > 0:
                 raise SourceError(f"table '{self.files.shown}/{name}': row {row} has the pose_timestamp {stamps[row]}")
-            exposure_ns, readout_ns = shutter_times(*shutters[row])
-            found.setdefault(time, {})[channel(CAMERAS[camera])] = Image(
-                ref=f"{name}@{row}",
-                timestamp_ns=microseconds(stamps[row]) * 1000,
-                intrinsics=lens.intrinsics,
-                cam2ego=lens.cam2ego,
-                ego2global=poses[row],
-                width=lens.width,
-                height=lens.height,
-                num_bytes=num_bytes,
-                made=True,
-                extension="jpg",
-                dist=lens.dist,
-                dist_model="opencv_radtan",
-                rolling_shutter=lens.shutter,
-                exposure_ns=exposure_ns,
-                readout_ns=readout_ns,
-            )
+            image = image_of(lens, f"{name}@{row}", poses[row], stamps[row], shutters[row])
+            found.setdefault(time, {})[channel(CAMERAS[camera])] = replace(image, num_bytes=num_bytes, made=True)
         return found
 
     def _image_bytes(self, name: str) -> int:
@@ -228,7 +224,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             ]
             return int(max(sum(sizes) // max(about.num_rows, 1), 1))
 
-    def _boxes(self, files: Mapping[str, str]) -> dict[int, LabelColumns] | None:
+    def _boxes(self, files: Mapping[str, str]) -> dict[int, BoxRows] | None:
         """Return boxes by time of the frame [us]; None where the segment is not labelled."""
         if "lidar_box" not in files:
             return None
@@ -240,10 +236,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         )
         pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
         check_unique(pairs, f"table '{self.files.shown}/{files['lidar_box']}'", "time and object")
-        about = {
-            pair: (label_type(one), number)
-            for pair, one, number in zip(pairs, rows[kind].tolist(), rows[points].tolist(), strict=True)
-        }
+        about = dict(zip(pairs, zip(rows[kind].tolist(), rows[points].tolist(), strict=True), strict=True))
         boxes = stacked(rows, own)
         if self.given.boxes == "camera_synced":
             if "lidar_camera_synced_box" not in files:
@@ -255,18 +248,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             if alone := [pair for pair in pairs if pair not in about]:
                 where = f"table '{self.files.shown}/{files['lidar_camera_synced_box']}'"
                 raise SourceError(f"{where} has object {alone[0][1]} at {alone[0][0]} us, lidar_box does not")
-        by_time: dict[int, list[int]] = {}
-        for row, (time, _) in enumerate(pairs):
-            by_time.setdefault(time, []).append(row)
-        return {
-            time: LabelColumns(
-                boxes[chosen],
-                [about[pairs[row]][0] for row in chosen],
-                [pairs[row][1] for row in chosen],
-                [about[pairs[row]][1] for row in chosen],
-            )
-            for time, chosen in by_time.items()
-        }
+        kinds, num_points = zip(*[about[pair] for pair in pairs], strict=True) if pairs else ((), ())
+        category, track = list(map(label_type, kinds)), [name for _, name in pairs]
+        return boxes_by_key(box_rows(boxes, category, track, np.array(num_points, np.int64)), rows[_TIME])
 
     def _boxes2d(self, name: str) -> dict[tuple[int, str], ImageBoxRows]:
         """Return boxes in images by time of the frame [us] and channel."""

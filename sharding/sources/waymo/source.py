@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.frame import BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
 from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
@@ -28,7 +28,8 @@ from fuelrail.sharding.sources.source import Camera
 from fuelrail.sharding.sources.waymo.frame_heads import (
     CAMERAS,
     LABEL_TYPES,
-    LabelColumns,
+    image_of,
+    image_rows,
     read_camera_labels,
     read_context,
     read_frame,
@@ -40,7 +41,7 @@ from fuelrail.sharding.sources.waymo.records import records
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.scan_table import Reference
-    from fuelrail.sharding.sources.waymo.frame_heads import CameraCalibration, FrameHead
+    from fuelrail.sharding.sources.waymo.frame_heads import FrameHead
     from fuelrail.sharding.sources.waymo.records import FileRecord
 
 LIDAR: Final = "lidar"
@@ -143,7 +144,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         span: tuple[int, int] | None = None
         with opened(self.files, name) as window:
             context, first, place = None, "", window.where
-            cameras: dict[str, CameraCalibration] = {}
+            cameras: dict[str, Image] = {}
             stats: dict[str, str] = {}
             for record in records(window, whole=at_url, payloads=self.given.payload_crc):
                 head = read_frame(window, record, context, boxes2d=self.given.boxes2d, has_map=self.given.map)
@@ -164,10 +165,10 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         if not any(frame.images for frame in frames):
             raise SourceError(f"{place}: none of the {len(frames)} frames has an image")
         found = list(read_labels(labels, place, camera_synced=self.given.boxes == "camera_synced"))
-        is_labelled = any(columns.category for columns in found)
+        is_labelled = any(boxes.category for boxes in found)
         windows = self._windows(name, span, frames, offsets)
-        for frame, columns, members in zip(frames, found, windows, strict=True):
-            yield msgspec.structs.replace(frame, boxes=box_rows(columns) if is_labelled else None, members=members)
+        for frame, boxes, members in zip(frames, found, windows, strict=True):
+            yield msgspec.structs.replace(frame, boxes=boxes if is_labelled else None, members=members)
 
     def _windows(
         self, name: str, span: tuple[int, int] | None, frames: list[Frame], offsets: list[tuple[float, float, float]]
@@ -193,41 +194,28 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         file: str,
         record: FileRecord,
         head: FrameHead,
-        cameras: dict[str, CameraCalibration],
+        cameras: dict[str, Image],
         stats: dict[str, str],
     ) -> Frame:
-        pose = np.array(head.pose).reshape(4, 4)
+        ego2global = np.array(head.pose).reshape(4, 4)
         images = {}
         for image in head.images:
             found = cameras.get(image.name)
             if found is None:
                 raise ValueError(f"the camera {image.name} has no calibration; the context has {', '.join(cameras)}")
-            exposure_ns, readout_ns = shutter_times(image.shutter, image.trigger, image.done)
-            images[channel(image.name)] = Image(
-                ref=f"{file}#{image.offset}+{image.num_bytes}",
-                timestamp_ns=microseconds(image.pose_timestamp) * 1000,
-                intrinsics=found.intrinsics,
-                cam2ego=found.cam2ego,
-                ego2global=np.array(image.pose).reshape(4, 4),
-                width=found.width,
-                height=found.height,
-                extension="jpg",
-                dist=found.dist,
-                dist_model="opencv_radtan",
-                rolling_shutter=found.shutter,
-                exposure_ns=exposure_ns,
-                readout_ns=readout_ns,
-            )
+            ref, pose = f"{file}#{image.offset}+{image.num_bytes}", np.array(image.pose).reshape(4, 4)
+            times = (image.shutter, image.trigger, image.done)
+            images[channel(image.name)] = image_of(found, ref, pose, image.pose_timestamp, times)
         sweep = Sweep(
             ref=f"{file}#{record.start}+{record.end - record.start}",
             timestamp_ns=head.timestamp_us * 1000,
             lidar2ego=_IDENTITY,
-            ego2global=pose,
+            ego2global=ego2global,
             num_bytes=head.laser_bytes,
         )
         return Frame(
             timestamp_ns=head.timestamp_us * 1000,
-            ego2global=pose,
+            ego2global=ego2global,
             images=images,
             sweeps={LIDAR: sweep} if head.laser_bytes else {},
             boxes2d=_image_boxes(head) if self.given.boxes2d else {},
@@ -240,18 +228,6 @@ def channel(camera: str) -> str:
     return f"cam_{camera.lower()}"
 
 
-def microseconds(seconds: float) -> int:
-    """Round a time of the dataset: float64 seconds since 1970 are exact to 0.2 us, its clock to 1 us."""
-    return round(seconds * 1e6)
-
-
-def shutter_times(shutter: float, trigger: float, done: float) -> tuple[int | None, int | None]:
-    """Return exposure and read-out [ns]: the time from trigger to done is the sum of both (``dataset.proto``)."""
-    exposure, span = round(shutter * 1e9) if shutter > 0 else None, done - trigger
-    readout = microseconds(span - shutter) * 1000 if exposure is not None and span > shutter else None
-    return exposure, readout
-
-
 def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
     """Return values of the columns; ``night`` and ``rain`` where the dataset states time of day and weather."""
     time, weather = stats.get("time_of_day"), stats.get("weather")
@@ -262,32 +238,12 @@ def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
     }
 
 
-def box_rows(labels: LabelColumns) -> BoxRows:
-    """Make boxes in ego at the frame's pose."""
-    boxes = labels.boxes
-    return BoxRows(
-        centre=boxes[:, :3],
-        size_lwh=boxes[:, [4, 3, 5]],
-        yaw=boxes[:, 6],
-        category=labels.category,
-        track=labels.track,
-        num_lidar_pts=labels.num_points,
-    )
-
-
-def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]) -> ImageBoxRows:
-    """Make boxes (K, 4) of centre and sides [px]; pixel 0 is the left edge of the first one."""
-    centre, half = boxes[:, :2] - 0.5, boxes[:, 2:] / 2
-    return ImageBoxRows(box=np.concatenate([centre - half, centre + half], 1), category=category, track=track)
-
-
 def _image_boxes(head: FrameHead) -> dict[str, ImageBoxRows]:
     """Return the boxes of all images of a frame that has such labels; an image without any has no box."""
     if not head.camera_labels:
         return {}
     found = {channel(image.name): image_rows(np.empty((0, 4)), [], []) for image in head.images}
-    for one in map(read_camera_labels, head.camera_labels):
-        found[channel(one.camera)] = image_rows(one.boxes, one.category, one.track)
+    found.update((channel(name), boxes) for name, boxes in map(read_camera_labels, head.camera_labels))
     return found
 
 

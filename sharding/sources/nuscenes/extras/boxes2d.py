@@ -5,90 +5,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.sample.schema import box_corners
-from fuelrail.sharding.sources.adapter.channels import boxes2d_channel, computed
-from fuelrail.sharding.sources.adapter.frame import ImageBoxRows, StoredBoxes
+from fuelrail.sharding.sources.adapter.boxes import in_ego
+from fuelrail.sharding.sources.adapter.channels import boxes2d_channel, value_channel
+from fuelrail.sharding.sources.adapter.frame import ImageBoxRows
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.nuscenes.boxes import Annotations
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.sharding.sources.adapter.frame import BoxRows
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
-    from fuelrail.sharding.sources.shared.scan_table import Reference
 
 _DESCRIPTION: Final = "bounds of the part of each 3-D box that is in the image, whatever hides it; row counts in boxes"
 _NEAR_M: Final = 0.1
 _FACES: Final = np.array(((0, 1, 3, 2), (4, 5, 7, 6), (0, 1, 5, 4), (2, 3, 7, 6), (0, 2, 6, 4), (1, 3, 7, 5)))
 """Corners of each side of a box, in the order of `Boxes.corners`."""
 
-TOKENS: Final = Channel(
-    name="box_tokens",
-    kind="text",
-    field="box_tokens.txt",
-    law=Law("fixed"),
-    optional=True,
+TOKENS: Final = value_channel(
+    "box_tokens",
     description='JSON: lists "annotation", "instance" and "visibility" of the tables\' tokens, in the order of boxes',
 )
 
 
-class ImageBoxes:
-    """2-D boxes of every camera of the rig."""
+def image_box_channels(cameras: Sequence[str]) -> tuple[Channel, ...]:
+    """Return the entries of the table for the 2-D boxes of these cameras."""
+    return tuple(boxes2d_channel(name.lower(), _DESCRIPTION) for name in cameras)
 
-    def __init__(self, cameras: Sequence[str], annotations: Annotations) -> None:
-        self._annotations = annotations
-        made = [boxes2d_channel(name.lower(), _DESCRIPTION) for name in cameras]
-        self.channels = tuple(made) if len(annotations) else ()
 
-    def members(self, rows: SceneRows, at: int) -> tuple[()]:  # noqa: ARG002 - they are the frame's 2-D boxes
-        """Return None: an object has no path."""
-        return ()
-
-    def boxes2d(self, rows: SceneRows, at: int) -> dict[str, ImageBoxRows]:
-        """Return the boxes of one sample by camera; raise SourceError for an image that is not rectified."""
-        boxes = rows.boxes[at]
-        found: dict[str, ImageBoxRows] = {}
-        if not isinstance(boxes, StoredBoxes):
-            return found
-        tracks = self._annotations.tokens_of(int(rows.samples[at]))["instance"]
-        corners = box_corners(boxes.columns["boxes3d"], boxes.columns["rotation_wxyz"]).astype(np.float64)
-        for channel, row in zip(self.channels, rows.sensors[at], strict=False):
-            if row is None or not row.is_valid:
-                continue
-            if row.calibration.dist:
-                raise SourceError(
-                    f"sample '{rows.tokens[at]}': the image of '{channel.law.camera}' is not rectified, so that its "
-                    "2-D boxes are not known; leave out 'boxes2d' in the option channels"
-                )
-            ego2cam = invert_rigid(row.ego2global @ row.calibration.sensor2ego) @ rows.ego2global[at]
-            in_camera = corners @ ego2cam[:3, :3].T + ego2cam[:3, 3]
-            bounds, numbers = image_bounds(in_camera, row.calibration.intrinsics, (row.width, row.height))
-            found[str(channel.law.camera)] = ImageBoxRows(
-                box=bounds,
-                category=[boxes.category[number] for number in numbers.tolist()],
-                track=[tracks[number] for number in numbers.tolist()],
-                row=numbers,
+def image_boxes(rows: SceneRows, at: int, boxes: BoxRows) -> dict[str, ImageBoxRows]:
+    """Return the 2-D boxes of one sample by camera; raise SourceError for an image that is not rectified."""
+    found: dict[str, ImageBoxRows] = {}
+    ego2global, frame = rows.ego2global[at], np.zeros(len(boxes.category), np.int64)
+    category, track = np.array(boxes.category, object), np.array(boxes.track, object)
+    columns = in_ego([(0, boxes)], frame, np.zeros(1, np.int64), ego2global[None])
+    corners = box_corners(columns["boxes3d"], columns["rotation_wxyz"]).astype(np.float64)
+    for camera, image in rows.images[at].items():
+        if image.absent:
+            continue
+        if image.dist:
+            raise SourceError(
+                f"sample '{rows.tokens[at]}': the image of '{camera}' is not rectified, so that its 2-D boxes are not "
+                "known; leave out 'boxes2d' in the option channels"
             )
-        return found
-
-
-class BoxTokens:
-    """The tables' own tokens of each box, for tools that join with them."""
-
-    def __init__(self, annotations: Annotations) -> None:
-        self._annotations = annotations
-        self.channels = (TOKENS,) if len(annotations) else ()
-
-    def members(self, rows: SceneRows, at: int) -> list[Reference]:
-        """Return the reference of one sample's member."""
-        if not self.channels:
-            return []
-        tokens = self._annotations.tokens_of(int(rows.samples[at]))
-        return [computed(TOKENS, msgspec.json.encode(tokens))]
+        assert image.intrinsics is not None and image.cam2ego is not None, "every camera is calibrated"
+        assert image.ego2global is not None, "every row has a pose"
+        ego2cam = invert_rigid(image.ego2global @ image.cam2ego) @ ego2global
+        in_camera = corners @ ego2cam[:3, :3].T + ego2cam[:3, 3]
+        bounds, numbers = image_bounds(in_camera, image.intrinsics, (image.width, image.height))
+        found[camera] = ImageBoxRows(
+            box=bounds,
+            category=category[numbers].tolist(),
+            track=track[numbers].tolist(),
+            row=numbers,
+        )
+    return found
 
 
 def image_bounds(

@@ -1,38 +1,28 @@
-"""The members of a sample beyond cameras, lidars and boxes, in groups: what the options choose."""
+"""The members of a sample beyond cameras, lidars and boxes, in groups: their form, and the group of one's own files.
+
+``{version}/channels.json`` is a list of entries of the table of channels (FORMAT.md, section 2.1); the file of channel
+``depth`` of a sample is ``channels/depth/{sample token}.{extension}``. nuScenes itself has none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
-from fuelrail.pipeline.channels.table import Channel, Law
-from fuelrail.sharding.sources.adapter.channels import computed
-from fuelrail.sharding.sources.nuscenes.extras.boxes2d import BoxTokens, ImageBoxes
-from fuelrail.sharding.sources.nuscenes.extras.maps import Maps
-from fuelrail.sharding.sources.nuscenes.extras.radar import Radars
-from fuelrail.sharding.sources.nuscenes.extras.trajectories import Trajectories
+from fuelrail.pipeline.channels.table import Channel
+from fuelrail.sharding.sources.adapter.channels import value_channel
+from fuelrail.sharding.sources.adapter.frame import FileMember
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.adapter.frame import FileMember
-    from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
-    from fuelrail.sharding.sources.nuscenes.boxes import Annotations
-    from fuelrail.sharding.sources.nuscenes.extras.can import CanBus
-    from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
+    from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.nuscenes.tables import Tables
-    from fuelrail.sharding.sources.shared.joins import Database
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 GroupName = Literal["radar", "can", "boxes2d", "tokens", "trajectories", "description", "map"]
 """Names that the option ``channels`` takes."""
-_DESCRIPTION: Final = Channel(
-    name="description",
-    kind="text",
-    field="description.txt",
-    law=Law("fixed"),
-    optional=True,
-    description="the scene in words; none in the test split",
-)
+CHANNELS_FILE: Final = "channels.json"
+CHANNELS_FOLDER: Final = "channels"
+DESCRIPTION: Final = value_channel("description", description="the scene in words; none in the test split")
 
 
 class Group(Protocol):
@@ -48,37 +38,35 @@ class Group(Protocol):
         ...
 
 
-class Descriptions:
-    """What table ``scene`` says of a sample's scene in words."""
+class Stated(NamedTuple):
+    """Channels of what frames have themselves: values and 2-D boxes."""
 
-    channels = (_DESCRIPTION,)
+    channels: tuple[Channel, ...]
 
-    def members(self, rows: SceneRows, at: int) -> list[Reference]:  # noqa: ARG002 - all samples of a scene have it
-        """Return the reference of one sample's member; none where the tables say nothing."""
-        text = rows.scene.description
-        return [computed(_DESCRIPTION, text.encode())] if text else []
+    def members(self, rows: SceneRows, at: int) -> tuple[()]:  # noqa: ARG002 - there is nothing more
+        """Return none."""
+        return ()
 
 
-def chosen_groups(
-    names: Iterable[GroupName],
-    tables: Tables,
-    database: Database,
-    keyframes: Keyframes,
-    annotations: Annotations,
-    radar_sweeps: int,
-    windows: MapWindows | None,
-    can: CanBus,
-) -> dict[GroupName, Group]:
-    """Return the groups of these names, in the order of the table of channels; ``windows`` are of the maps."""
-    make: dict[GroupName, Callable[[], Group]] = {
-        "radar": lambda: Radars(tables, database, keyframes, radar_sweeps),
-        "can": lambda: can,
-        "boxes2d": lambda: ImageBoxes(keyframes.cameras, annotations),
-        "tokens": lambda: BoxTokens(annotations),
-        "trajectories": lambda: Trajectories(database, keyframes, annotations),
-        "description": Descriptions,
-    }
-    if windows is not None:
-        make["map"] = partial(Maps, windows)
-    chosen = set(names)
-    return {name: make[name]() for name in make if name in chosen}
+def load_channels(tables: Tables) -> tuple[Channel, ...]:
+    """Return the entries beside the tables; none where the file is not there. Raise SourceError."""
+    return tables.beside(CHANNELS_FILE, tuple[Channel, ...], "is not a list of channels") or ()
+
+
+def channel_file(channel: Channel, token: str) -> str:
+    """Return the file of a sample below the dataroot."""
+    return f"{CHANNELS_FOLDER}/{channel.name}/{token}.{channel.extension}"
+
+
+class OwnChannels:
+    """The channels that have files beside the tables."""
+
+    def __init__(self, channels: tuple[Channel, ...]) -> None:
+        self.channels = channels
+
+    def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
+        """Yield the members of one sample."""
+        for channel in self.channels:
+            hint = f'bring it there, or say "optional": true in {CHANNELS_FILE}'
+            name = channel_file(channel, rows.tokens[at])
+            yield FileMember(channel.field, name, (name,), "" if channel.optional else hint, is_estimate=False)

@@ -94,11 +94,10 @@ class Radars:
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
         """Yield the members of one sample; radars without a valid row are left out. Raises SourceError."""
         global2ego = invert_rigid(rows.ego2global[at])
-        for channel, row in rows.of_sample(at, rows.keyframes.radars):
-            if not row.is_valid:
+        for channel, sweep in rows.radars[at].items():
+            if sweep.absent:
                 continue
-            own = self._sweeps.row_of(row)
-            files, timestamp_ns, sensor2global = self._sweeps.files([own, *self._sweeps.rows_before(own)])
+            files, timestamp_ns, sensor2global = self._sweeps.files(self._sweeps.rows_up_to(rows.row_of(at, channel)))
             dt_s = (rows.timestamp_us[at] * NS_PER_US - timestamp_ns) * 1e-9
             sensor2ego = (global2ego @ sensor2global)[:, :3].reshape(-1, 12)
             made = RadarFiles(channel, files, dt_s.tolist(), sensor2ego.tolist())

@@ -241,7 +241,7 @@ def test_several_versions_must_be_distinguished(copy, tmp_path):
     shutil.copytree(copy.folder, copy.root / "v1.0-other")
     with pytest.raises(ConfigError, match=r"such as -o version=v1\.0-mini; there are: v1\.0-mini, v1\.0-other"):
         scan(copy.root, tmp_path)
-    with pytest.raises(SourceError, match="is not a folder"):
+    with pytest.raises(SourceError, match="nowhere' cannot be read: No such file"):
         scan(copy.root / "nowhere", tmp_path)
 
 
@@ -252,7 +252,7 @@ def test_a_missing_camera_file(copy, tmp_path):
     with pytest.raises(SourceError, match=says):
         scan(copy.root, tmp_path)
     _, info, table = scan(copy.root, tmp_path, missing_camera="mask")
-    assert info.facts["num_masked_cameras"] == 1
+    assert info.report.masked == {"cam_back": {"no file": 1}}
     row = table.row(2)
     assert decode_arrays(row.geometry, Geometry).cam_valid.tolist() == [1, 1, 1, 0, 1, 1]
     assert "cam_back.jpg" not in [member.name for member in row.members]

@@ -20,7 +20,7 @@ def test_a_listing_of_several_pages():
     pytest.importorskip("s3fs")
     with listing_server(2500) as url:
         files = source_files(url)
-        with files.fetched("tables", ()):
+        with files.scanning():
             for number in (2499, 0, 1000, 999, 1234):
                 assert files.facts(object_name(number)) == FileFacts(OBJECT_BYTES, f'"{number:032x}"')
             assert files.facts(object_name(2500)) is None
@@ -35,8 +35,7 @@ def test_folders_of_a_store_that_is_not_s3():
         for name, size in sizes.items():
             fs.pipe_file(f"/test_files/made/{name}", b"x" * size)
         files = source_files(url)
-        with files.fetched("tables", ("t.json", "other.json")) as folder:
-            assert [path.name for path in folder.iterdir()] == ["t.json"]
+        with files.scanning():
             found = [files.facts(name) for name in ("samples/a/b/x.jpg", "samples/a/y.jpg", "samples/z.jpg")]
             assert [facts.num_bytes for facts in found] == [3, 2, 1]
             assert files.facts("samples/a") is None
@@ -52,7 +51,7 @@ def test_a_listing_that_is_refused(monkeypatch):
         raise PermissionError("no")
 
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "ls", refuse)
-    with files.fetched("tables", ()), pytest.raises(SourceError, match="samples' may not be read: check credentials"):
+    with files.scanning(), pytest.raises(SourceError, match="samples' may not be read: check credentials"):
         files.facts("samples/x.jpg")
 
 
@@ -100,11 +99,6 @@ def look_at(context):
         pass
 
 
-def split(name):
-    folder, _, last = name.rpartition("/")
-    return folder, [last]
-
-
 WAYS = {
     "facts": lambda files, name: files.facts(name),
     "facts_of": lambda files, name: files.facts_of([name]),
@@ -113,7 +107,6 @@ WAYS = {
     "read a range": lambda files, name: files.read(name, 0, 4),
     "open_file": lambda files, name: open_file(files, name).close(),
     "opened": lambda files, name: look_at(opened(files, name)),
-    "fetched": lambda files, name: look_at(files.fetched(*split(name))),
     "listed": lambda files, name: files.listed(name),
 }
 READS = [way for way in WAYS if way != "listed"]

@@ -37,9 +37,16 @@ def column(database, texts):
     return made
 
 
+def tokens_of(database, texts):
+    tokens = Tokens("log", database)
+    tokens.append(texts)
+    tokens.check_unique()
+    return tokens
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["at hand", "column"])
 def test_links(database, whole):
-    tokens = Tokens("log", database, ["a", "b", "c"])
+    tokens = tokens_of(database, ["a", "b", "c"])
 
     def resolve(texts, may_be_empty=True):
         links = column(database, texts) if whole else texts
@@ -56,7 +63,7 @@ def test_links(database, whole):
 
 
 def test_several_columns_are_joined_at_once(database):
-    tokens = Tokens("log", database, ["a", "b", "c"])
+    tokens = tokens_of(database, ["a", "b", "c"])
     found = tokens.rows_of(column(database, ["c", "q"]), column(database, []), column(database, ["a", "", "c"]))
     assert [rows.tolist() for rows in found] == [[2, -1], [], [0, -1, 2]]
 
@@ -78,7 +85,7 @@ def test_what_is_not_looked_for_is_mostly_left_out():
 
 
 def test_an_empty_table_has_no_token(database):
-    tokens = Tokens("log", database, [])
+    tokens = tokens_of(database, [])
     tokens.check_unique()
     assert tokens.find(["a", ""]).tolist() == [-1, -1]
     assert tokens.rows_of(column(database, ["a", ""]))[0].tolist() == [-1, -1]
@@ -87,7 +94,7 @@ def test_an_empty_table_has_no_token(database):
 
 def test_rows_are_numbered_over_all_parts_of_a_column(database, monkeypatch):
     monkeypatch.setattr(columns, "ROWS_AT_ONCE", 2)
-    tokens = Tokens("log", database, list("abcde"))
+    tokens = tokens_of(database, list("abcde"))
     (rows,) = tokens.rows_of(column(database, ["e", "a", "c"]))
     assert tokens.find(["e", "a", "c"]).tolist() == rows.tolist() == [4, 0, 2]
 
@@ -130,4 +137,4 @@ def test_more_tokens_than_a_join_may_keep_in_memory(tmp_path, monkeypatch):
 def test_without_duckdb_a_large_join_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(ConfigError, match=r"needs duckdb, .*: pip install 'fuelrail\[tables\]'"):
-        Tokens("log", Database(tmp_path), ["a", "b"])
+        tokens_of(Database(tmp_path), ["a", "b"])
