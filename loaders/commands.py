@@ -194,7 +194,7 @@ def _jpegtran() -> Finding:
 
 
 def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
-    """Serve a loader's :meth:`~fuelrail.loaders.DataLoader.stats` at ``http://HOST:PORT/metrics``.
+    """Serve a loader's :meth:`~fuelrail.DataLoader.stats` at ``http://HOST:PORT/metrics``.
 
     ``port`` 0 takes any free one; with several ranks on a host give each its own, such as ``9400 + local_rank``. The
     answer's ``url`` is what ``fuelrail top`` wants, its ``close()`` ends it. Metrics and labels:

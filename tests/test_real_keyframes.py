@@ -12,8 +12,8 @@ import cv2
 import numpy as np
 import pytest
 
+from fuelrail import ImageAugment, World
 from fuelrail.__main__ import main
-from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.records import BatchSlot, DecodedSample
 from fuelrail.loaders.storage.reader import SampleReader

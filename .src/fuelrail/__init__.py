@@ -53,8 +53,10 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.weights import WeightsReport as WeightsReport
     from fuelrail.bench.trainer.weights import load_weights as load_weights
     from fuelrail.bench.trainer.weights import save_weights as save_weights
+    from fuelrail.loaders.batch.runner import LoaderStats as LoaderStats
     from fuelrail.loaders.commands import DoctorReport as DoctorReport
     from fuelrail.loaders.commands import doctor as doctor
+    from fuelrail.loaders.commands import serve_metrics as serve_metrics
     from fuelrail.loaders.config import Budget as Budget
     from fuelrail.loaders.config import Normalize as Normalize
     from fuelrail.loaders.config import StaticBatches as StaticBatches
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import Transforms as Transforms
     from fuelrail.loaders.decode.lens import Undistort as Undistort
     from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
+    from fuelrail.loaders.distributed import mesh_world as mesh_world
+    from fuelrail.loaders.integrations.iterable import IterableView as IterableView
     from fuelrail.loaders.loader import DataLoader as DataLoader
     from fuelrail.loaders.records import Batch as Batch
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
@@ -205,6 +209,10 @@ _PUBLIC: Final = {
     "doctor": "fuelrail.loaders.commands",
     "DoctorReport": "fuelrail.loaders.commands",
     "Normalize": "fuelrail.loaders.config",
+    "IterableView": "fuelrail.loaders.integrations.iterable",
+    "LoaderStats": "fuelrail.loaders.batch.runner",
+    "mesh_world": "fuelrail.loaders.distributed",
+    "serve_metrics": "fuelrail.loaders.commands",
     "StaticBatches": "fuelrail.loaders.config",
     "StorageOptions": "fuelrail.loaders.config",
     "Transforms": "fuelrail.loaders.config",

@@ -83,7 +83,7 @@ def preload() -> None:
 
 def load(name: str, *, is_layer: bool) -> int:
     """Read an epoch as a trainer does."""
-    from fuelrail.loaders import ImageAugment, OrderSpec
+    from fuelrail import ImageAugment, OrderSpec
     from fuelrail.pipeline.errors import FuelrailError
 
     options = {"layers": {"t": {"path": "LAYER", "missing": "mask"}}} if is_layer else {}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import (
+from fuelrail import (
     BadSamplePolicy,
     BevAugment,
     Budget,

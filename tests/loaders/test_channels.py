@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import BevAugment, DataLoader, FrameWindow, ImageAugment, OrderSpec, Transforms, World
+from fuelrail import BevAugment, DataLoader, FrameWindow, ImageAugment, OrderSpec, Transforms, World
 from fuelrail.loaders.batch.channels import OWN_NAMES, SelectedChannels, choose_channels
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.reader import SampleReader

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fuelrail.loaders import AttributeWeights, Mix, OrderSpec
+from fuelrail import AttributeWeights, Mix, OrderSpec
 from fuelrail.loaders.storage.cache.future_uses import FutureUses, RequestNumbers
 from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset

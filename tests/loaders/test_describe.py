@@ -8,8 +8,9 @@ from typing import get_type_hints
 import pytest
 import torch
 
+from fuelrail import DataLoader, World
 from fuelrail.__main__ import main
-from fuelrail.loaders import DataLoader, World, records
+from fuelrail.loaders import records
 from fuelrail.loaders.records import Batch
 from fuelrail.pipeline.errors import ConfigError
 

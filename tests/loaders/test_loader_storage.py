@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import ImageAugment
+from fuelrail import ImageAugment
 from fuelrail.loaders.records import Scheduled
 from fuelrail.loaders.schedule.prefetch import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, RequestStream, prefetch
 from fuelrail.loaders.storage import open_storage
@@ -157,7 +157,7 @@ class TestSameBatches:
         """The cache is on a real small file system, which takes a user namespace to mount."""
         code = """
 import logging, sys
-from fuelrail.loaders import DataLoader
+from fuelrail import DataLoader
 logging.basicConfig(format="%(levelname)s %(message)s")
 options = {"transforms": {"image": {"height": 32, "width": 48, "resize": 0.5}}, "num_workers": 2, "shuffle": True}
 alone = [key for batch in DataLoader(sys.argv[1], 3, **options) for key in batch["sample_key"]]

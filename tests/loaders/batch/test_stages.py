@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import ImageAugment, PixelAugment
+from fuelrail import ImageAugment, PixelAugment
 from fuelrail.loaders.batch.stages import check_pixels
 from fuelrail.loaders.decode import BatchDecoder, make_decoder
 from fuelrail.pipeline.errors import ConfigError, ImageError, StageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuelrail.loaders import StaticBatches, Transforms
+from fuelrail import StaticBatches, Transforms
 from fuelrail.loaders.batch.static import FixedBuffers, pad
 from fuelrail.loaders.batch.transfer import pack as pack_block
 from fuelrail.pipeline.channels.kinds import Packed

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import Transforms
+from fuelrail import Transforms
 from fuelrail.loaders.decode import dali_install, make_decoder
 from fuelrail.loaders.decode.dali_install import Engine, InstalledDali
 from fuelrail.loaders.decode.protocol import MIN_LANES, DaliOptions, ImageFacts

@@ -10,7 +10,7 @@ from itertools import islice
 
 import pytest
 
-from fuelrail.loaders import ImageAugment, OrderSpec
+from fuelrail import ImageAugment, OrderSpec
 from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from support.batches import TINY, copied, load, unlike
 from support.ray_cluster import ray_cluster
@@ -18,7 +18,7 @@ from support.remote_kills import batches_through_kills
 from support.transforms import failing
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
-from fuelrail.loaders import RemoteWorkers  # noqa: E402
+from fuelrail import RemoteWorkers  # noqa: E402
 
 TRAIN = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)
 pytestmark = [
@@ -113,7 +113,7 @@ def test_an_actor_that_no_node_has_a_cpu_for_does_not_hold_up_the_others(tiny, c
 def test_a_cluster_is_started_where_there_is_none(tiny):
     """It must not end with the thread of the first iteration."""
     script = f"""
-from fuelrail.loaders import RemoteWorkers
+from fuelrail import RemoteWorkers
 from support.batches import TINY, copied, load, unlike
 with load({str(tiny)!r}, image=TINY) as loader:
     expected = [copied(batch) for _ in range(2) for batch in loader]

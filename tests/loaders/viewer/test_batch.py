@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fuelrail
-from fuelrail.loaders import DataLoader, World
+from fuelrail import DataLoader, World
 from fuelrail.loaders.viewer import batch as batch_module
 from fuelrail.loaders.viewer.drawing import stack
 from fuelrail.pipeline.errors import ConfigError, OrderError

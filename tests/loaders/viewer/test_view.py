@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import fuelrail
+from fuelrail import ImageAugment, World
 from fuelrail.__main__ import main
-from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.viewer.view import decode_single
 from fuelrail.pipeline.channels.table import Channel, Law

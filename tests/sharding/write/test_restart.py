@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fuelrail.loaders import ImageAugment
+from fuelrail import ImageAugment
 from fuelrail.loaders.decode import probe
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.loaders.storage.reader import SampleReader
