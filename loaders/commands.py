@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def _configure_view(parser: argparse.ArgumentParser) -> None:
     from fuelrail.loaders.integrations.rerun import RecordOptions
-    from fuelrail.loaders.viewer.view import ViewOptions
+    from fuelrail.loaders.view import ViewOptions
 
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a Fuelrail dataset")
     parser.add_argument("key", metavar="KEY", nargs="?", help="sample key (default: the first sample of the dataset)")
@@ -35,7 +35,7 @@ def _configure_view(parser: argparse.ArgumentParser) -> None:
 
 def _run_view(args: argparse.Namespace) -> int:
     from fuelrail.loaders.integrations.rerun import RecordOptions, record_clip
-    from fuelrail.loaders.viewer.view import ViewOptions, view
+    from fuelrail.loaders.view import ViewOptions, view
 
     recording = from_flags(args, RecordOptions).rerun
     if recording is not None:

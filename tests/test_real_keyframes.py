@@ -18,8 +18,8 @@ from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.records import BatchSlot, DecodedSample
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet
-from fuelrail.loaders.viewer.view import decode_single
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.batching import Cursor
 from fuelrail.pipeline.sample.schema import Boxes
 from support.loaders import make_loader
 from support.restricted_pickle import load_restricted
@@ -146,8 +146,8 @@ def test_boxes_in_the_lidars_frame_are_those_of_the_record(sample, boxes, info):
 
 def test_boxes_are_drawn_through_the_augmentation(dataset, sample, boxes, tmp_path):
     cameras = [camera.channel for camera in dataset.manifest.cameras]
-    drawn = replace(sample, boxes=boxes)
-    batch = decode_single(drawn, cameras, IMAGE, seed=5, epoch=1, row=0)
+    with make_loader(dataset, 1, image=IMAGE, seed=5, shuffle=False, world=World()) as loader:
+        (batch,) = loader.make_steps(Cursor(1), 0)
     images, ego2img = batch["img"][0].numpy(), batch["ego2img"][0].numpy()
     seen = DrawnBoxes(boxes.corners().astype(np.float64), boxes.label)
     sheet = contact_sheet([DrawnFrame(images, ego2img, seen)], cameras, dataset.manifest.classes)

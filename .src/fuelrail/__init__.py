@@ -72,11 +72,11 @@ if TYPE_CHECKING:
     from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
     from fuelrail.loaders.schedule.ledger import LedgerOptions as LedgerOptions
     from fuelrail.loaders.serving.ray_workers import RemoteWorkers as RemoteWorkers
+    from fuelrail.loaders.view import ViewOptions as ViewOptions
+    from fuelrail.loaders.view import ViewReport as ViewReport
+    from fuelrail.loaders.view import view as view
     from fuelrail.loaders.viewer.batch import BatchDescription as BatchDescription
     from fuelrail.loaders.viewer.batch import Picture as Picture
-    from fuelrail.loaders.viewer.view import ViewOptions as ViewOptions
-    from fuelrail.loaders.viewer.view import ViewReport as ViewReport
-    from fuelrail.loaders.viewer.view import view as view
     from fuelrail.pipeline.channels.logits import Logits as Logits
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
     from fuelrail.pipeline.errors import ChecksumError as ChecksumError
@@ -218,9 +218,9 @@ _PUBLIC: Final = {
     "Transforms": "fuelrail.loaders.config",
     "Undistort": "fuelrail.loaders.decode.lens",
     "Picture": "fuelrail.loaders.viewer.batch",
-    "view": "fuelrail.loaders.viewer.view",
-    "ViewOptions": "fuelrail.loaders.viewer.view",
-    "ViewReport": "fuelrail.loaders.viewer.view",
+    "view": "fuelrail.loaders.view",
+    "ViewOptions": "fuelrail.loaders.view",
+    "ViewReport": "fuelrail.loaders.view",
     # pipeline
     "AttributeWeights": "fuelrail.pipeline.order.weights",
     "Balance": "fuelrail.pipeline.order.balance",

@@ -98,12 +98,10 @@ class LoaderDisplay(ABC):
             raise ConfigError(f"samples={samples} must be 1 or more")
         if missing := [name for name in _NEEDED if name not in found]:
             raise ConfigError(f"a batch without {missing[0]!r} cannot be drawn: let transform and collate_fn keep it")
-        manifest = self.dataset.manifest
         sheets = []
         for at in range(min(samples, len(found["sample_key"]))):
-            values = _values(found, at, self.selected)
-            sheet = draw_sample(found, at, self.cameras, manifest.classes, self.transforms, values)
-            sheets.append((f"{found['sample_key'][at]}   epoch {found['epoch']}, step {found['step']}", sheet))
+            title = f"{found['sample_key'][at]}   epoch {found['epoch']}, step {found['step']}"
+            sheets.append((title, draw_sample(found, at, self)))
         return Picture(stack(sheets))
 
     def _repr_html_(self) -> str:
@@ -199,18 +197,9 @@ class _Frames:
         return _moved(points.astype(np.float64), self.entry("lidar2ego")[self.key].astype(np.float64))
 
 
-def draw_sample(
-    batch: Mapping[str, Any],
-    at: int,
-    cameras: Sequence[str],
-    classes: Sequence[str],
-    transforms: Transforms,
-    values: Sequence[tuple[Channel, Any]] = (),
-) -> NDArray[np.uint8]:
-    """Draw sample ``at`` of a batch that was made with ``transforms``, uint8 [H, W, 3], RGB.
-
-    ``values`` are values of channels, those on images as the images of the sample's own frame are.
-    """
+def draw_sample(batch: Mapping[str, Any], at: int, loader: LoaderDisplay) -> NDArray[np.uint8]:
+    """Draw sample ``at`` of a loader's batch with its selected channels, uint8 [H, W, 3], RGB."""
+    cameras, transforms = loader.cameras, loader.transforms
     frames = _Frames(batch, at)
     images, ida_mat = frames.images(cameras, transforms), frames.entry("ida_mat")
     ego2img = frames.entry("ego2img") if "ego2img" in batch else np.full(ida_mat.shape, np.nan)
@@ -224,6 +213,7 @@ def draw_sample(
         DrawnFrame(images[t], ego2img[t], None if boxes is None else boxes[t], ida_mat[t], title)
         for t, title in enumerate(titles)
     ]
+    classes, values = loader.dataset.manifest.classes, values_of(batch, at, loader.selected)
     return contact_sheet(drawn, cameras, classes, values, points=frames.points(), key=frames.key)
 
 
@@ -248,7 +238,7 @@ def _undo(img: torch.Tensor, normalize: Normalize | None) -> NDArray[np.uint8]:
     return _array(levels.flip(-3) if normalize.channel_order == "bgr" else levels)
 
 
-def _values(batch: Mapping[str, Any], at: int, channels: Sequence[Channel]) -> list[tuple[Channel, Any]]:
+def values_of(batch: Mapping[str, Any], at: int, channels: Sequence[Channel]) -> list[tuple[Channel, Any]]:
     """Return the selected channels that a sample has, in its own frame."""
     if not channels:
         return []

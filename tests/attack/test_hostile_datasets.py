@@ -73,7 +73,7 @@ def preload() -> None:
     import fuelrail.loaders.commands
     import fuelrail.loaders.loader
     import fuelrail.loaders.storage.reader
-    import fuelrail.loaders.viewer.view
+    import fuelrail.loaders.view
     import fuelrail.sharding.commands
     import fuelrail.sharding.verify.dataset  # noqa: F401
 

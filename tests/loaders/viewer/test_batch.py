@@ -111,7 +111,7 @@ def test_groups_of_cameras_keep_their_sizes(root):
         shown = loader.show(batch).pixels
         assert "in groups" in loader._repr_html_()
     bare = {name: value for name, value in batch.items() if not name.startswith("gt_")}
-    plain = batch_module.draw_sample(bare, 0, ["cam_front", "cam_back"], [], loader.transforms)
+    plain = batch_module.draw_sample(bare, 0, loader)
     np.testing.assert_array_equal(plain[34:68, 4:100], batch["img"]["front"][0, 0].numpy().transpose(1, 2, 0)[30:])
     np.testing.assert_array_equal(plain[34:36, 104:152], batch["img"]["rest"][0, 0].numpy().transpose(1, 2, 0)[30:])
     assert shown.shape[0] == 22 + plain.shape[0] + 26
@@ -129,7 +129,7 @@ def test_selected_channels_are_drawn_with_their_values(root, tmp_path):
         with loader_of(root, layers=layers, window=window) as loader:
             for batch in loader:
                 for at, row in enumerate(batch["global_index"].tolist()):
-                    values = {one.name: value for one, value in batch_module._values(batch, at, loader.selected)}
+                    values = {one.name: value for one, value in batch_module.values_of(batch, at, loader.selected)}
                     if row % 2:
                         assert values == {}
                         continue
