@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from fuelrail.loaders.decode import decodes_on_device
-from fuelrail.loaders.records import DecodedSample, Fetched, Parsed, Source, Task
+from fuelrail.loaders.records import Fetched, Parsed, Source, Task
 from fuelrail.loaders.storage.protocol import LayeredSpan, PendingSample, SampleStorage, Span, StorageStats
 from fuelrail.pipeline.errors import ConfigError
 
@@ -57,14 +57,12 @@ class LeftOut(NamedTuple):
         kept = self.kept[task.source.base]
         return Fetched(task, tuple(kept[frame.row % len(kept)] for frame in task.frames))
 
-    def _undecoded(self, parsed: Parsed | list[Parsed]) -> DecodedSample | list[DecodedSample]:
+    def _undecoded(self, parsed: Parsed | list[Parsed]) -> Parsed | list[Parsed]:
         """Return a sample, or those of a batch, without writing their images into the batch's buffer."""
-        if not isinstance(parsed, list):
-            return parsed.decoded(parsed.task.slot)
-        slot = parsed[0].task.slot
-        if self.new_images is not None:
-            slot = slot.for_rows(len(parsed) * len(parsed[0].views), self.new_images)
-        return [one.decoded(slot) for one in parsed]
+        if not isinstance(parsed, list) or self.new_images is None:
+            return parsed
+        slot = parsed[0].slot.for_rows(len(parsed) * len(parsed[0].views), self.new_images)
+        return [one.in_slot(slot) for one in parsed]
 
 
 def leave_out(

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fuelrail.loaders.batch.buffer_pool import make_buffers
-from fuelrail.loaders.records import Parsed
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.batch.buffer_pool import Memory
     from fuelrail.loaders.config import Arguments
-    from fuelrail.loaders.records import CameraImages, Images, Scheduled
+    from fuelrail.loaders.records import CameraImages, Images, Parsed, Scheduled
     from fuelrail.pipeline.order.pack import Pack
 
 
@@ -75,9 +74,9 @@ def max_tokens(pack: Pack | None) -> int | None:
     return pack.budget if pack is not None and pack.truncate else None
 
 
-def rows_of_batch(item: Any) -> int:  # noqa: ANN401
+def rows_of_batch(item: Parsed) -> int:
     """Return the samples of the batch of packs that a parsed or decoded sample is in."""
-    return len((item.task if isinstance(item, Parsed) else item).slot.flags["pack"])
+    return len(item.slot.flags["pack"])
 
 
 def packed_entries(batch: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fuelrail.loaders.batch.temporal import hidden
 from fuelrail.loaders.batch.timed import TimedChannels
 from fuelrail.loaders.decode import ImageDecoder, decode_images, decode_views
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Source, Task
+from fuelrail.loaders.records import CameraImages, Fetched, Parsed, Source, Task
 from fuelrail.loaders.schedule.bad_samples import BAD_SAMPLE, BadSamples
 from fuelrail.loaders.storage.reader import FetchedSpan
 from fuelrail.pipeline.errors import ConfigError, ImageError
@@ -223,7 +223,7 @@ def decode(
     bad: BadSamples,
     parse_again: Callable[[Fetched], Parsed],
     parsed: Parsed,
-) -> DecodedSample:
+) -> Parsed:
     """Decode the sample's images into its place in the batch."""
     while True:
         task, views = parsed.task, parsed.views
@@ -241,7 +241,7 @@ def decode(
                 parsed = parse_again(fetch(bad, bad.replace(task, number, error)))
                 break
         else:
-            return parsed.decoded(task.slot)
+            return parsed
 
 
 def _decode(

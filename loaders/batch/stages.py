@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.batch.static import FixedBuffers
     from fuelrail.loaders.batch.transfer import CudaTransfer
     from fuelrail.loaders.config import Arguments, BoxFrame, Budget, Normalize, StaticBatches
-    from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Scheduled, Source
+    from fuelrail.loaders.records import CameraImages, Fetched, Parsed, Scheduled, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.order.pack import Pack
@@ -316,7 +316,7 @@ class BatchDecode:
         self._decoder, self._cameras, self._fill = decoder, cameras, fill
         self._bad, self._parse_again = bad, parse_again
 
-    def __call__(self, batch: Sequence[Parsed]) -> list[DecodedSample]:
+    def __call__(self, batch: Sequence[Parsed]) -> list[Parsed]:
         """Decode the parsed samples of one batch."""
         slot = batch[0].task.slot
         on_cpu = not decodes_on_device(self._decoder)
@@ -345,7 +345,7 @@ class BatchDecode:
                     for image, channel, change in zip(planes, self._cameras, parsed.changes, strict=True):
                         if channel in sample.images:
                             change_pixels(image, change, self._fill)
-        return [parsed.decoded(slot) for parsed in samples]
+        return samples if on_cpu else [parsed.in_slot(slot) for parsed in samples]
 
     def _decode(
         self, samples: Sequence[Parsed], parts: Sequence[tuple[Sequence[int] | None, torch.Tensor]]

@@ -29,7 +29,7 @@ from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, un
 
 if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame
-    from fuelrail.loaders.records import BatchSlot, Collated, DecodedSample
+    from fuelrail.loaders.records import BatchSlot, Collated, Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
 
 _LOG = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Sample(NamedTuple):
 
 def transform(
     function: Callable[[dict[str, Any]], Any] | None,
-    decoded: DecodedSample,
+    decoded: Parsed,
     *,
     lidar: LidarEntry | None,
     seed: int,
@@ -68,7 +68,8 @@ def transform(
     """Pass a sample through the user's function, as a dict: a batch of one without its B axis, and its ``seed``."""
     batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels, unknown=unknown)
     whole = batch.pop("img")
-    image = {name: one[decoded.at] for name, one in whole.items()} if isinstance(whole, dict) else whole[decoded.at]
+    task, at = decoded.task, decoded.task.at
+    image = {name: one[at] for name, one in whole.items()} if isinstance(whole, dict) else whole[at]
     own, joins, common = {}, {}, {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
@@ -77,12 +78,11 @@ def transform(
             own[name], joins[name] = part
         else:
             common[name] = value
-    number = decoded.base + decoded.row
-    number = second_view(number) if decoded.view else number
+    number = second_view(task.number) if decoded.view else task.number
     drawn = uniforms(seed, decoded.slot.epoch, number, [ALL_CAMERAS], "transform", 1)
     sample = {"img": image, **own, **common, "seed": int(drawn[0, 0] * 2**53)}
     value = sample if function is None else function(sample)
-    return Sample(decoded.slot, decoded.at, decoded.sample.key, value, joins, common)
+    return Sample(decoded.slot, at, decoded.key, value, joins, common)
 
 
 def collate(function: Callable[[list[Any]], Any] | None, transformed: Sequence[Sample]) -> Any:  # noqa: ANN401
