@@ -15,22 +15,19 @@ any number of ranks and after a resume.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from fuelrail.loaders.batch.assemble import NO_CHANNELS, assemble
-from fuelrail.loaders.batch.channels import SelectedChannels, of_one
+from fuelrail.loaders.batch.channels import of_one
 from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.stages import StageClock, stage_error
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import BatchSlot, Collated, Parsed
-    from fuelrail.pipeline.channels.sensors import LidarEntry
 
 _LOG = logging.getLogger(__name__)
 _SLOW_SHARE: Final = 0.5
@@ -50,6 +47,13 @@ class Sample(NamedTuple):
     value: Any
     joins: Mapping[str, Callable[[list[Any]], Any]]
     common: dict[str, Any]
+    second: Sample | None = None
+    """The other view of the sample, where there are two."""
+
+    @property
+    def views(self) -> tuple[Sample, ...]:
+        """The sample itself, and its other view."""
+        return (self,) if self.second is None else (self, self.second)
 
     def __str__(self) -> str:
         return f"sample {self.key!r} (epoch {self.slot.epoch}, step {self.slot.step})"
@@ -57,16 +61,19 @@ class Sample(NamedTuple):
 
 def transform(
     function: Callable[[dict[str, Any]], Any] | None,
-    decoded: Parsed,
-    *,
-    lidar: LidarEntry | None,
+    assemble: Callable[[Sequence[Parsed]], dict[str, Any]],
     seed: int,
-    box_frame: BoxFrame = "ego",
-    channels: SelectedChannels = NO_CHANNELS,
-    unknown: Collection[str] = (),
+    decoded: Parsed,
 ) -> Sample:
-    """Pass a sample through the user's function, as a dict: a batch of one without its B axis, and its ``seed``."""
-    batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels, unknown=unknown)
+    """Pass each view of a sample through the user's function, as a dict: a batch of one without its B axis."""
+    first, *others = [_transformed(function, assemble([view]), seed, view) for view in decoded.views]
+    return first._replace(second=others[0]) if others else first
+
+
+def _transformed(
+    function: Callable[[dict[str, Any]], Any] | None, batch: dict[str, Any], seed: int, decoded: Parsed
+) -> Sample:
+    """Return what the function makes of a batch of one; ``seed`` is that of the loader."""
     whole = batch.pop("img")
     task, at = decoded.task, decoded.task.at
     image = {name: one[at] for name, one in whole.items()} if isinstance(whole, dict) else whole[at]
