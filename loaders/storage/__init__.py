@@ -61,31 +61,14 @@ def open_storage(
         from fuelrail.loaders.storage.pread import PreadShards
 
         return PreadShards(dataset, verify=verify, retry=retry)
-    return _remote(dataset, backend, verify, storage_options, cache_dir, cache_size, retry)
-
-
-def _remote(
-    dataset: Dataset,
-    backend: str,
-    verify: bool,
-    storage_options: Mapping[str, Any] | None,
-    cache_dir: str | os.PathLike[str] | None,
-    cache_size: int | str | None,
-    retry: RetryPolicy | None,
-) -> Storage[memoryview]:
     from fuelrail.loaders.storage.cache.span_cache import SpanCache
-    from fuelrail.loaders.storage.clients import make_client
     from fuelrail.loaders.storage.remote import RemoteShards
 
-    url = dataset.url or f"file://{dataset.root.absolute()}"
-    options = dataset.storage_options if storage_options is None else storage_options
-    kind = backend if backend in ("fsspec", "obstore") else "auto"
     return RemoteShards(
         dataset,
-        partial(make_client, url, options, kind=kind),
-        url,
+        backend if backend in ("fsspec", "obstore") else "auto",
         verify=verify,
-        storage_options=options,
+        storage_options=storage_options,
         retry=retry,
         make_cache=None if cache_dir is None else partial(SpanCache.open_or_warn, dataset, cache_dir, cache_size),
     )
