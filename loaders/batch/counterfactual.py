@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from fuelrail.loaders.decode import decodes_on_device
 from fuelrail.loaders.records import Fetched, Parsed, Source, Task
-from fuelrail.loaders.storage.protocol import LayeredSpan, PendingSample, SampleStorage, Span, StorageStats
+from fuelrail.loaders.storage.protocol import LayeredSpan
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.batch.stages import BatchPipeline
     from fuelrail.loaders.schedule.schedule import Schedule
-    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.reader import FetchedSpan
-    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.runtime.stages import Stage
 
 LoaderPart = Literal["storage", "decompression", "decode", "transform"]
@@ -83,8 +81,7 @@ def leave_out(
     if "storage" not in parts:
         return LeftOut(frozenset(parts), new_images=new_images), schedule, pipeline
     kept = {source.base: _read_some(source, schedule.identity.split) for source in schedule.sources}
-    silent = tuple(source._replace(storage=_SilentStorage(source.storage)) for source in schedule.sources)
-    return LeftOut(frozenset(parts), kept, new_images), schedule._replace(sources=silent), pipeline
+    return LeftOut(frozenset(parts), kept, new_images), schedule._replace(reads=False), pipeline
 
 
 def _read_some(source: Source, split: str) -> list[FetchedSpan]:
@@ -97,34 +94,6 @@ def _read_some(source: Source, split: str) -> list[FetchedSpan]:
         one._replace(span=one.span.copied() if isinstance(one.span, LayeredSpan) else memoryview(bytes(one.span)))
         for one in spans
     ]
-
-
-class _SilentStorage:
-    """The storage of a source, with sessions that read nothing: no background reads either."""
-
-    def __init__(self, inner: SampleStorage) -> None:
-        self._inner = inner
-        self.look_ahead_bytes, self.needs_whole_spans = inner.look_ahead_bytes, inner.needs_whole_spans
-
-    def span(self, index: int, row: IndexRow) -> Span:
-        return self._inner.span(index, row)
-
-    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _SilentSession:  # noqa: ARG002
-        return _SilentSession()
-
-    def stats(self) -> StorageStats:
-        return self._inner.stats()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _SilentSession:
-    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSample]:
-        return [lambda: memoryview(b"") for _ in rows]
-
-    def close(self) -> None:
-        """Do nothing: nothing was requested."""
 
 
 class _Remembered:

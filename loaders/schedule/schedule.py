@@ -22,7 +22,7 @@ from fuelrail.pipeline.order.windows import TimeWindow, window_lookup
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.storage import Storage
-    from fuelrail.loaders.storage.protocol import SampleSession
+    from fuelrail.loaders.storage.protocol import PendingSample, SampleSession
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.batching import Walk
@@ -58,12 +58,16 @@ class Schedule(NamedTuple):
     where: PositionIndex
     identity: Identity
     layers: Layers
+    reads: bool = True
+    """False: nothing is requested, for a loader whose samples come from elsewhere."""
 
     def streams(self, walk: Walk) -> list[RequestStream]:
         """Open a request stream for the samples of this walk with each storage."""
         return [self._stream(source, walk) for source in self.sources]
 
     def _stream(self, source: Source, walk: Walk) -> RequestStream:
+        if not self.reads:
+            return RequestStream(source.reader, _NoSession())
         if {"has_pack", "has_bucket", "has_balance"} & self.identity.order.keys():
             # Which samples a step has, and in which turn, is known when its turn comes: the cache keeps what it has.
             session = source.storage.session()
@@ -78,6 +82,14 @@ class Schedule(NamedTuple):
         """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""
         only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
         return build_future_uses(self.where.numbers, walk, self.where.frames, only)
+
+
+class _NoSession:
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSample]:
+        return [lambda: memoryview(b"") for _ in rows]
+
+    def close(self) -> None:
+        """Do nothing: nothing was requested."""
 
 
 def _more_bytes(session: SampleSession) -> Callable[[int, IndexRow], int] | None:
