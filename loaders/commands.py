@@ -147,30 +147,22 @@ def _pillow() -> Finding:
 
 
 def _dali() -> list[Finding]:
-    """Return whether DALI can be used, and what decodes on a GPU."""
-    found = dali_install.installed_dali()
-    if found is None:
-        return [Finding("decoder=dali", "NVIDIA DALI is not installed", dali_install.what_to_install()), _engine()]
-    if found.problem:
-        return [Finding("decoder=dali", f"not ready: {found.problem}", found.advice), _engine()]
-    ready = Finding(
-        "decoder=dali",
-        f"ready: {found}; on the CPU it decodes in full size and is slower than turbo",
-        "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it",
-    )
-    return [ready, _engine()]
-
-
-def _engine() -> Finding:
-    """Return what decodes with decoder='dali' and device='cuda'."""
+    """Return whether DALI can be used, and what decodes with it on a GPU."""
     import torch
 
-    loads = f"libnvcuvid.so.1 {'loads' if dali_install.has_libnvcuvid() else 'does not load'}"
-    facts = f"driver {dali_install.driver_version() or 'not found'}, {loads}"
+    found = dali_install.installed_dali()
+    if found is None:
+        state, advice = "NVIDIA DALI is not installed", dali_install.WHAT_TO_INSTALL
+    elif found.problem:
+        state, advice = f"not ready: {found.problem}", found.advice
+    else:
+        state = f"ready: {found}; on the CPU it decodes in full size and is slower than turbo"
+        advice = "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
+    dali = Finding("decoder=dali", state, advice)
     if not torch.cuda.is_available():
-        return Finding("GPU decoding", f"none: torch finds no GPU ({facts})")
+        return [dali, Finding("GPU decoding", "none: torch finds no GPU")]
     engine = dali_install.gpu_engine()
-    return Finding("GPU decoding", f"by {engine.name}: {engine.reason} ({facts})", engine.advice)
+    return [dali, Finding("GPU decoding", f"by {engine.name}: {engine.reason}", engine.advice)]
 
 
 def _gpu() -> Finding:

@@ -49,7 +49,6 @@ def test_torch_computes_and_nvml_answers(bench, facts):
         "memory_bytes": properties.total_memory,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
-        "driver": dali_install.driver_version(),
         "libnvcuvid_loads": dali_install.has_libnvcuvid(),
         "nvidia_smi": _nvidia_smi(),
         **{f"host_to_device_gb_per_s_{kind}": _copy_rate(bench, kind == "pinned") for kind in ("pinned", "pageable")},

@@ -16,7 +16,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
@@ -204,7 +204,8 @@ class SpanCache:
 
     def add_stats(self, stats: StorageStats) -> StorageStats:
         """Return the statistics of a storage with this cache's added."""
-        return stats._replace(cache_bytes=self.folder.used_bytes, **self._counts)
+        counts: dict[str, Any] = dict(self._counts)
+        return stats._replace(cache_bytes=self.folder.used_bytes, **counts)
 
     def close(self) -> None:
         """Let go of the folder."""
