@@ -87,44 +87,38 @@ class BufferPool:
             ) from error
 
 
-class GroupBuffers:
-    """Buffers of a `BufferPool` with a part for each group of cameras, of these shapes."""
+class ImageBuffers:
+    """Memory for the images of batches, planes of uint8, in one array or in one for each group of cameras.
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], *, memory: Memory, keep: int) -> None:
-        self._shapes = shapes
-        self._pool = BufferPool((sum(map(math.prod, shapes)),), memory=memory, keep=keep)
+    ``on_device``: a decoder takes the memory on its own device, so there are only shapes, tensors of torch's device
+    ``meta``. ``varies``: batches differ in their number of rows; those of up to a power of two share a `BufferPool`.
+    """
 
-    def take(self) -> tuple[NDArray[np.uint8], ...]:
-        """Return one buffer's parts; it is free again when all of them are gone."""
-        ends = np.cumsum([math.prod(shape) for shape in self._shapes])[:-1]
-        return tuple(
-            part.reshape(shape) for part, shape in zip(np.split(self._pool.take(), ends), self._shapes, strict=True)
-        )
+    def __init__(
+        self, images: Sequence[CameraImages], *, varies: bool, on_device: bool, memory: Memory, keep: int
+    ) -> None:
+        self._images, self._varies, self._on_device = images, varies, on_device
+        self._memory, self._keep = memory, keep
+        self._pools: dict[int, BufferPool] = {}
 
-
-class ShapesOnly:
-    """A pool without memory, for a decoder that takes the images' memory on its own device."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]], *, is_grouped: bool) -> None:
-        self._shapes, self._is_grouped = shapes, is_grouped
-
-    def take(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return a tensor of torch's device ``meta``, or one for each group of cameras."""
-        made = tuple(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in self._shapes)
-        return made if self._is_grouped else made[0]
-
-
-def make_buffers(
-    images: Sequence[CameraImages], axes: tuple[int, ...], *, on_device: bool, memory: Memory, keep: int
-) -> BufferPool | GroupBuffers | ShapesOnly:
-    """Return where batches' images are decoded to; ``axes`` are those before the cameras'."""
-    shapes = image_shapes(images, axes)
-    is_grouped = images[0].name is not None
-    if on_device:
-        return ShapesOnly(shapes, is_grouped=is_grouped)
-    if is_grouped:
-        return GroupBuffers(shapes, memory=memory, keep=keep)
-    return BufferPool(shapes[0], memory=memory, keep=keep)
+    def take(self, axes: tuple[int, ...]) -> Images | tuple[Images, ...]:
+        """Return memory for images with these axes before the cameras'; it is free again when all views are gone."""
+        rows, is_grouped = axes[0], self._images[0].name is not None
+        if self._on_device:
+            shapes = image_shapes(self._images, axes)
+            made = tuple(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes)
+            return made if is_grouped else made[0]
+        room = 1 << (rows - 1).bit_length() if self._varies else rows
+        shapes = image_shapes(self._images, (room, *axes[1:]))
+        sizes = [math.prod(shape) for shape in shapes]
+        if room not in self._pools:
+            shape = (sum(sizes),) if is_grouped else shapes[0]
+            self._pools[room] = BufferPool(shape, memory=self._memory, keep=self._keep)
+        taken = self._pools[room].take()
+        if not is_grouped:
+            return taken[:rows]
+        parts = np.split(taken, np.cumsum(sizes)[:-1])
+        return tuple(part.reshape(shape)[:rows] for part, shape in zip(parts, shapes, strict=True))
 
 
 def image_shapes(images: Sequence[CameraImages], axes: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -29,16 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuelrail.loaders.batch.buffer_pool import make_buffers
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from fuelrail.loaders.batch.buffer_pool import Memory
     from fuelrail.loaders.config import Arguments
-    from fuelrail.loaders.records import CameraImages, Images, Parsed, Scheduled
+    from fuelrail.loaders.records import Parsed
     from fuelrail.pipeline.order.pack import Pack
 
 
@@ -139,35 +137,3 @@ def pad_packs(
             length = most if name in ("position_ids", "sequence_ids") else rows
             found[name] = padded(name, value, length, fills.get(name, 0))
     return found
-
-
-def choose_buffers(
-    pack: Pack | None,
-    images: Sequence[CameraImages],
-    axes: tuple[int, ...],
-    *,
-    on_device: bool,
-    memory: Memory,
-    keep: int,
-) -> Callable[[Scheduled], Images | tuple[Images, ...]]:
-    """Return what takes a buffer for the images of a batch, given its first sample; see `make_buffers`."""
-    if pack is None:
-        buffers = make_buffers(images, axes, on_device=on_device, memory=memory, keep=keep)
-        return lambda _: buffers.take()
-    packs = PackBuffers(images, on_device=on_device, memory=memory, keep=keep)
-    return lambda first: packs.take(len(first.flags["pack"]))
-
-
-class PackBuffers:
-    """Buffers for the images of batches that differ in their number of samples: a pool for each power of two."""
-
-    def __init__(self, images: Sequence[CameraImages], *, on_device: bool, memory: Memory, keep: int) -> None:
-        self._pools = {
-            bits: make_buffers(images, (1 << bits,), on_device=on_device, memory=memory, keep=keep)
-            for bits in range(31)
-        }
-
-    def take(self, rows: int) -> Images | tuple[Images, ...]:
-        """Return a buffer for the images of ``rows`` samples; see `BufferPool.take`."""
-        taken = self._pools[(rows - 1).bit_length()].take()
-        return tuple(one[:rows] for one in taken) if isinstance(taken, tuple) else taken[:rows]

@@ -13,7 +13,7 @@ import torch
 from fuelrail.loaders.autotune import Autotuner, Tuning, decode_ahead, make_tuner
 from fuelrail.loaders.batch import packs, samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
-from fuelrail.loaders.batch.buffer_pool import image_shapes
+from fuelrail.loaders.batch.buffer_pool import ImageBuffers, image_shapes
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.loaders.batch.samples import fetch
@@ -95,11 +95,10 @@ class BatchPipeline(NamedTuple):
         return make_tuner(budget, self.batch_size, batch_bytes, ready, lanes)
 
     def buffers(self, keep: int, memory: Memory) -> Callable[[Scheduled], Any]:
-        """Return what takes a buffer for the images of a batch; see `choose_buffers`."""
-        on_device = decodes_on_device(self.decoder)
-        return packs.choose_buffers(
-            self.pack, self.augments.images, self._image_axes, on_device=on_device, memory=memory, keep=keep
-        )
+        """Return what takes a buffer for the images of a batch, given its first sample; see `ImageBuffers`."""
+        varies, on_device, axes = self.pack is not None, decodes_on_device(self.decoder), self._image_axes
+        buffers = ImageBuffers(self.augments.images, varies=varies, on_device=on_device, memory=memory, keep=keep)
+        return lambda first: buffers.take((len(first.flags["pack"]),) if varies else axes)
 
     @property
     def parses_hard(self) -> bool:
