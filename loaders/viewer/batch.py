@@ -1,4 +1,4 @@
-"""A batch as people look at it: its entries as a table, its samples as a picture; the loader in a notebook."""
+"""A batch as people look at it: its entries as a table, its samples as a picture."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.schema import box_corners
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.batch.runner import LoaderStats
     from fuelrail.loaders.config import BoxFrame, Normalize, Transforms
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.order.spec import OrderSpec
 
 _NS_PER_S: Final = 1e9
 _NEEDED: Final = ("img", "ida_mat", "sample_key", "epoch", "step")
@@ -53,9 +51,6 @@ class LoaderDisplay(ABC):
 
     dataset: Dataset
     transforms: Transforms
-    order: OrderSpec
-    num_workers: int
-    prefetch_factor: int
     cameras: tuple[str, ...]
     selected: tuple[Channel, ...]
     """The selected channels of the dataset and of layers."""
@@ -67,10 +62,6 @@ class LoaderDisplay(ABC):
     @abstractmethod
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to make it again, its arguments, first the struct, and its position."""
-
-    @abstractmethod
-    def stats(self) -> LoaderStats:
-        """Return what the loader did."""
 
     def describe(self) -> BatchDescription:
         """Return name, form and meaning of each entry of the next iteration's first batch, loaded apart from this one.
@@ -103,20 +94,6 @@ class LoaderDisplay(ABC):
             title = f"{found['sample_key'][at]}   epoch {found['epoch']}, step {found['step']}"
             sheets.append((title, draw_sample(found, at, self)))
         return Picture(stack(sheets))
-
-    def _repr_html_(self) -> str:
-        """Return a table of the settings for notebooks, and of the stages once there were batches."""
-        image = self.transforms.image
-        rows = [
-            ("order", repr(self.order)),
-            ("images", f"{image.width} x {image.height}" if self.transforms.camera_groups is None else "in groups"),
-            ("decoding threads", str(self.num_workers)),
-            ("prefetched batches", str(self.prefetch_factor)),
-        ]
-        cells = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in rows)
-        stats = self.stats()
-        stages = stats._repr_html_() if stats.batches else ""
-        return f"<div><p>{escape(repr(self))}</p><table>{cells}</table>{stages}</div>"
 
     def _next_batch(self) -> dict[str, Any]:
         """Load the first batch of the next iteration by a loader of its own."""
