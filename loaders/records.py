@@ -82,8 +82,8 @@ class Scheduled(NamedTuple):
     """False for padding."""
     part: int = 0
     """Which dataset of a mix."""
-    present: Sequence[bool] | None = None
-    """False: the clip has no such frame, the row is that of its stand-in; None: all frames exist."""
+    present: Sequence[bool] = ()
+    """False: the clip has no such frame, the row is that of its stand-in."""
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
     """Facts of the whole batch (`BatchSlot`), the same for all of its samples."""
 

@@ -181,7 +181,7 @@ class Stats(typing.NamedTuple):
 
 
 def metrics():
-    from fuelrail.loaders.storage import StorageStats
+    from fuelrail.loaders.storage.protocol import StorageStats
 
     return loader_metrics(Stats((stage(HOSTILE),), storage=StorageStats(HOSTILE)), {"rank": HOSTILE, "job": HOSTILE})
 

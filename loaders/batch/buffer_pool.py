@@ -18,8 +18,6 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.windows import has_frames
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.storage.protocol import PendingSample
-    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.windows import Window
 
 
@@ -143,19 +141,9 @@ def tasks(
                 scheduled.epoch, scheduled.step, take(scheduled), flags, has_frames(window), groups, scheduled.position
             )
         assert slot is not None, "a batch begins with its first sample"
-        frames = frame_tasks(scheduled.rows, scheduled.present, entries, reads)
+        if entries:
+            facts = zip(scheduled.rows, scheduled.present, entries, reads, strict=True)
+            frames = tuple([FrameTask(*one) for one in facts])
+        else:  # the index is damaged there: the only read raises why
+            frames = tuple([FrameTask(row, True, None, reads[0]) for row in scheduled.rows])
         yield Task(slot, scheduled.at, sources[scheduled.part], frames, current, scheduled.valid, scheduled.position)
-
-
-def frame_tasks(
-    rows: Sequence[int],
-    present: Sequence[bool] | None,
-    entries: Sequence[IndexRow],
-    reads: Sequence[PendingSample],
-) -> tuple[FrameTask, ...]:
-    """Return a sample's frames; without ``entries`` (the index is damaged there) all share the read that raises why."""
-    if not entries:
-        return tuple(FrameTask(row, True, None, reads[0]) for row in rows)
-    if present is None:
-        return tuple(FrameTask(row, True, entry, read) for row, entry, read in zip(rows, entries, reads, strict=True))
-    return tuple(map(FrameTask, rows, present, entries, reads))

@@ -10,7 +10,7 @@ from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage, StageClo
 
 if TYPE_CHECKING:
     from fuelrail.loaders.autotune import Autotuner, Tuning
-    from fuelrail.loaders.storage import StorageStats
+    from fuelrail.loaders.storage.protocol import StorageStats
     from fuelrail.pipeline.order.batching import Cursor
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from fuelrail.loaders.batch.channels import moved_frames
 from fuelrail.loaders.batch.temporal import hidden
 from fuelrail.loaders.batch.timed import TimedChannels
-from fuelrail.loaders.decode import ImageDecoder, decode_images, decode_views
+from fuelrail.loaders.decode import decode_images, decode_views
 from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.records import CameraImages, Fetched, Parsed, Source, Task
 from fuelrail.loaders.schedule.bad_samples import BAD_SAMPLE, BadSamples
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.batch.timed import TimedValues
     from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.decode.lens import Undistort
+    from fuelrail.loaders.decode.protocol import ImageDecoder
     from fuelrail.loaders.storage.protocol import Span
     from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.order.windows import Window

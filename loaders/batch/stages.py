@@ -18,9 +18,9 @@ from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.loaders.batch.samples import fetch
 from fuelrail.loaders.batch.timed import TimedChannels, timed_channels
-from fuelrail.loaders.decode import BatchDecoder, ImageDecoder, decodes_on_device, make_decoder
+from fuelrail.loaders.decode import decodes_on_device, make_decoder
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
+from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES, BatchDecoder, ImageDecoder
 from fuelrail.loaders.records import Collated
 from fuelrail.loaders.schedule.datasets import image_facts, unknown_to
 from fuelrail.loaders.schedule.state import sample_settings

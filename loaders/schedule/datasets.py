@@ -21,7 +21,7 @@ from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.storage import Storage
+    from fuelrail.loaders.storage.protocol import Storage
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.order.mix import MixStage

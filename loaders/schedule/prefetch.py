@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fuelrail.loaders.records import Requested, Scheduled
+from fuelrail.loaders.storage.protocol import raise_at_its_turn
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
                 filled = filled or waiting > max_bytes * 3 // 4 or len(window) > MAX_SAMPLES * 3 // 4
                 if broken is not None:
                     scheduled, error = broken
-                    window.append((Requested(scheduled, (), (_Raise(error),)), 0))
+                    window.append((Requested(scheduled, (), (partial(raise_at_its_turn, error),)), 0))
             if not window:
                 break
             requested, length = window.popleft()
@@ -119,13 +121,3 @@ def _request(
                 by_row = {row: next(pending) for row in dict.fromkeys(scheduled.rows)}
                 reads[at] = tuple([by_row[row] for row in scheduled.rows])
     return reads
-
-
-class _Raise:
-    """Deferred error of a failed request."""
-
-    def __init__(self, error: FuelrailError) -> None:
-        self._error = error
-
-    def __call__(self) -> NoReturn:
-        raise self._error

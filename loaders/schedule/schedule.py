@@ -21,8 +21,7 @@ from fuelrail.pipeline.order.windows import TimeWindow, window_lookup
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Source
-    from fuelrail.loaders.storage import Storage
-    from fuelrail.loaders.storage.protocol import PendingSample, SampleSession
+    from fuelrail.loaders.storage.protocol import PendingSample, SampleSession, Storage
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.batching import Walk

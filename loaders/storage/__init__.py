@@ -15,14 +15,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
-from fuelrail.loaders.storage.protocol import Session, Storage, StorageStats
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.storage.protocol import Storage
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.storage.retry import RetryPolicy
-
-__all__ = ["BACKENDS", "Backend", "Session", "Storage", "StorageStats", "open_storage"]
 
 Backend: TypeAlias = Literal["auto", "pread", "remote", "fsspec", "obstore"]
 BACKENDS: Final = get_args(Backend)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle
+from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained
 from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
 from fuelrail.pipeline.format.dataset import Dataset, check_span
@@ -150,7 +150,8 @@ class _PreadSession:
         for _, row in rows:
             try:
                 file = self._files[row.shard]
-                if not file.has_in_memory(middle(row.offset, row.length)):
+                # The middle tells best: the pages at a span's ends are its neighbours' too.
+                if not file.has_in_memory(row.offset + row.length // 2):
                     file.read_ahead(row.offset, row.length)
             except (OSError, ShardError):
                 continue  # advice only; taking the span raises the error with its address

@@ -9,7 +9,7 @@ taken are bounded by the look-ahead of who asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
@@ -20,6 +20,11 @@ PendingSpan: TypeAlias = "Callable[[], memoryview]"
 """Waits for one span's bytes. Raises ShardError; called once."""
 PendingSample: TypeAlias = "Callable[[], Span]"
 """The same for a sample that may have rows in layers."""
+
+
+def raise_at_its_turn(error: Exception) -> NoReturn:
+    """Raise the error of a request that failed: with it bound, the wait for the bytes that do not come."""
+    raise error
 
 
 class StoredRow(NamedTuple):

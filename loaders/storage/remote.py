@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fuelrail.loaders.storage.clients import make_client
 from fuelrail.loaders.storage.files import replaced
-from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
+from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats, raise_at_its_turn
 from fuelrail.loaders.storage.ranges import WantedSpan, plan_ranges
 from fuelrail.loaders.storage.requests import FetchFailedError, Requester
 from fuelrail.pipeline.errors import (
@@ -224,7 +224,7 @@ class _RemoteSession:
             try:
                 storage.shard_name(row)
             except FuelrailError as error:  # a row that names no shard; reported at its turn
-                pending[number] = partial(_raise, error)
+                pending[number] = partial(raise_at_its_turn, error)
                 continue
             part = index, row.offset, row.length
             held = self._ranges.get(part)
@@ -315,7 +315,3 @@ class _RemoteSession:
             storage.cache.forget(index)
         future = self._start(row.shard, row.offset, row.offset + row.length)
         return self._take(_Range(future, row.offset, is_single=True), number, index, row)
-
-
-def _raise(error: FuelrailError) -> NoReturn:
-    raise error

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from fuelrail.loaders.storage import StorageStats
+    from fuelrail.loaders.storage.protocol import StorageStats
 
 WORDS = Vocabulary("words", 1000)
 POINTS = {"axes": ("point", "column"), "shape": (None, 3), "columns": ("x", "y", "z"), "dtype": "float32"}
