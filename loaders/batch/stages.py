@@ -30,13 +30,13 @@ from fuelrail.pipeline.order.windows import has_frames
 from fuelrail.pipeline.runtime.stages import Stage
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.batch.buffer_pool import Memory
     from fuelrail.loaders.batch.points import Points
     from fuelrail.loaders.batch.static import FixedBuffers
     from fuelrail.loaders.batch.transfer import CudaTransfer
     from fuelrail.loaders.config import Arguments, Budget, Normalize, StaticBatches
     from fuelrail.loaders.records import CameraImages, Fetched, Parsed, Scheduled, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
+    from fuelrail.loaders.storage.buffers import Memory
     from fuelrail.pipeline.order.pack import Pack
     from fuelrail.pipeline.order.windows import Window
     from fuelrail.pipeline.transforms.pixels import PixelAugment

@@ -19,12 +19,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import numpy as np
+import torch
 from msgspec import Meta
 
-from fuelrail.loaders.batch.buffer_pool import page_locked, pageable
+from fuelrail.loaders.batch.buffer_pool import page_locked
 from fuelrail.loaders.batch.processes import content_of
-from fuelrail.loaders.serving.memory import Pools, dump, load_with
+from fuelrail.loaders.serving.memory import KEEP_BYTES, dump, load_with
 from fuelrail.loaders.serving.server import RankServer
+from fuelrail.loaders.storage.buffers import Buffers, pageable
 from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.runtime.clusters import connect_ray
 from fuelrail.pipeline.runtime.workers import pickled_error
@@ -32,8 +34,6 @@ from fuelrail.pipeline.settings import CheckedSettings, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from fuelrail.loaders.autotune import Tuning
     from fuelrail.loaders.serving.counts import Counts, Facts
@@ -118,7 +118,7 @@ class StepClient:
             import ray
         self._ray: Any = ray
         self._options, self._setup, self.counts = options, setup, counts
-        self._pools = Pools(page_locked if pinned else pageable)
+        self._buffers = Buffers(page_locked if pinned else pageable, keep_bytes=KEEP_BYTES)
         self._is_stopped = threading.Event()
         self._actors: list[_Actor] = []
         self._times: deque[float] = deque(maxlen=_TIMES)
@@ -220,9 +220,9 @@ class StepClient:
         """Copy a batch's tensors into the loader's memory, for the object store's is read-only."""
         made: list[torch.Tensor] = []
         for content, dtype, shape in result.tensors:
-            memory = self._pools.room(content.nbytes)
-            np.copyto(memory.numpy(), content)
-            made.append(memory.view(dtype).view(shape))
+            memory = self._buffers.take(content.nbytes)
+            np.copyto(memory, content)
+            made.append(torch.from_numpy(memory).view(dtype).view(shape))
         return load_with(result.payload, made)
 
     def tune(self, tuning: Tuning) -> None:

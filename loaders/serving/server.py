@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fuelrail.loaders.autotune import Tuning
-    from fuelrail.loaders.batch.buffer_pool import Memory
+    from fuelrail.loaders.storage.buffers import Memory
     from fuelrail.pipeline.order.batching import Cursor
 
 

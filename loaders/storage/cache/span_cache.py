@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from fuelrail.loaders.storage.buffers import Buffers
 from fuelrail.loaders.storage.cache.folder import CacheFolder
 from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses
-from fuelrail.loaders.storage.pread import SpanBuffers
+from fuelrail.loaders.storage.pread import KEEP_BUFFERS_BYTES
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.storage.filesystem import DISK_FULL
 from fuelrail.pipeline.storage.private import make_folder, open_file
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _OPEN_FILES: Final = 128
-
-_KEEP_BUFFERS_BYTES: Final = 64 << 20
 
 _NOT_THE_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 """Errors of a file that is gone or another. Of the rest, such as too many open files, a good one can have any."""
@@ -59,7 +58,7 @@ class CachedSpan:
             if self._fd < 0:
                 self._fd = self._cache.folder.files.open(self._index)
                 self._cache.num_open += 1
-            buffer = self._cache.buffers.take(self._length)
+            buffer = memoryview(self._cache.buffers.take(self._length))  # type: ignore[arg-type]  # as in pread
             done = 0
             while done < self._length:
                 count = os.preadv(self._fd, [buffer[done:]], done)
@@ -92,7 +91,7 @@ class SpanCache:
         """
         self.folder = CacheFolder(folder, fingerprint, num_samples, length_of, max_bytes)
         self._length_of = length_of
-        self.buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
+        self.buffers = Buffers(keep_bytes=KEEP_BUFFERS_BYTES)
         self.num_open = 0
         self._counts: Counter[str] = Counter()
         """By the names of `StorageStats`."""
