@@ -101,7 +101,6 @@ def doctor() -> DoctorReport:
         _pillow(),
         *_dali(),
         *(Finding(f"decoder={name}", f"plug-in: {entry.value}") for name, entry in plugin_decoders().items()),
-        _gpu(),
         _jpegtran(),
         Finding("decoding threads", f"{default_num_workers()} by default: the CPUs that this process may use"),
     ]
@@ -160,19 +159,10 @@ def _dali() -> list[Finding]:
         advice = "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
     dali = Finding("decoder=dali", state, advice)
     if not torch.cuda.is_available():
-        return [dali, Finding("GPU decoding", "none: torch finds no GPU")]
+        built = "" if torch.version.cuda else "; this torch is built without CUDA"
+        return [dali, Finding("GPU decoding", f"none: torch finds no GPU{built}")]
     engine = dali_install.gpu_engine()
     return [dali, Finding("GPU decoding", f"by {engine.name}: {engine.reason}", engine.advice)]
-
-
-def _gpu() -> Finding:
-    import torch
-
-    if torch.cuda.is_available():
-        names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-        return Finding("GPU", f"{torch.cuda.device_count()} for torch: {', '.join(names)}")
-    built = torch.version.cuda
-    return Finding("GPU", "none that torch can use" + ("; this torch is built without CUDA" if built is None else ""))
 
 
 def _jpegtran() -> Finding:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 import msgspec
 
 from fuelrail.loaders.autotune import Tuning, batches_in_flight
-from fuelrail.loaders.batch import buffer_pool, user
+from fuelrail.loaders.batch import buffer_pool
 from fuelrail.loaders.batch.channels import choose
 from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
 from fuelrail.loaders.batch.packs import check_packs
@@ -384,7 +384,6 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     f"{num_batches} batches: a loader has one position; make one for each"
                 )
         finally:
-            user.warn_if_slow(self._make.transform, pipeline.clocks())
             if self._runner.runs(pipeline) and handed_out < num_batches:
                 self._halt()
 

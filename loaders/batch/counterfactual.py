@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+from fuelrail.loaders.batch.samples import keep
 from fuelrail.loaders.decode import decodes_on_device
 from fuelrail.loaders.records import Fetched, Parsed, Source, Task
 from fuelrail.loaders.storage.protocol import LayeredSpan
@@ -74,7 +75,7 @@ def leave_out(
     if unknown := sorted(set(parts) - {*allowed}):
         raise ConfigError(f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}")
     if "transform" in parts and pipeline.transform is not None:
-        pipeline = pipeline._replace(transform=_keep_sample)
+        pipeline = pipeline._replace(transform=keep)
     if "transform" in parts:
         pipeline = pipeline._replace(batch_transform=None)
     new_images = pipeline.decoder.new_output if decodes_on_device(pipeline.decoder) else None
@@ -125,8 +126,3 @@ def _own_bytes(parsed: Parsed) -> Parsed:
     )
     second = None if parsed.second is None else _own_bytes(parsed.second)
     return parsed._replace(samples=samples, second=second)
-
-
-def _keep_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return the sample: replaces a transform that is left out."""
-    return sample

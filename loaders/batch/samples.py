@@ -5,7 +5,6 @@ Nothing here refers to the loader itself, so that dropping the loader stops its 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -14,7 +13,7 @@ from fuelrail.loaders.batch.temporal import hidden
 from fuelrail.loaders.batch.timed import TimedChannels
 from fuelrail.loaders.decode import decode_images, decode_views
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.records import CameraImages, Fetched, Parsed, Source, Task
+from fuelrail.loaders.records import CameraImages, Fetched, Parsed, Task
 from fuelrail.loaders.schedule.bad_samples import BAD_SAMPLE, BadSamples
 from fuelrail.loaders.storage.reader import FetchedSpan
 from fuelrail.pipeline.errors import ConfigError, ImageError
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MUCH_LARGER: Final = 8.0
 NOT_TIMED: Final = TimedChannels()
 
 
@@ -109,22 +107,6 @@ def image_groups(transforms: Transforms, cameras: Sequence[str]) -> tuple[Camera
         CameraImages(name, tuple(map(cameras.index, group.cameras)), group.image)
         for name, group in transforms.camera_groups.items()
     )
-
-
-def warn_of_enlarged(images: Sequence[CameraImages], sources: Sequence[Source]) -> None:
-    """Warn where images become larger than they are stored by a factor that nobody means."""
-    for group in images:
-        for camera in (source.dataset.manifest.cameras[at] for source in sources for at in group.cameras):
-            for width, height in camera.sizes:
-                factor = group.augment.factor(width, height) if width and height else 0.0
-                if factor > _MUCH_LARGER:
-                    warnings.warn(
-                        f"the images of '{camera.channel}', stored as {width} x {height}, are enlarged {factor:.0f} "
-                        f"times, to {group.augment.width} x {group.augment.height} or a part of that: is this the size "
-                        "in Transforms(image=ImageAugment(height=..., width=...)) that you mean?",
-                        stacklevel=4,
-                    )
-                    return
 
 
 def fetch(bad: BadSamples, task: Task) -> Fetched:
@@ -210,6 +192,11 @@ def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, number: 
     maps = tuple(shown[frame.row][1] for frame in task.frames)
     bev = augments.bev.draw(seed=seed, epoch=epoch, sample=number)
     return Parsed(task, tuple(samples), maps, augments.changes(epoch, number, reader.camera_rows), bev)
+
+
+def keep(item: Any) -> Any:  # noqa: ANN401
+    """Return the item: the work of a stage that has nothing to do."""
+    return item
 
 
 def for_each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -177,12 +178,10 @@ class BatchPipeline(NamedTuple):
 
     def receiving(self, tuning: Tuning) -> list[Stage]:
         """Return the stages of batches that another process made: as far as that left them to this one."""
-        receive = self._received if self.transfer is not None else _as_is
-        stages = [Stage("receive", receive, 1, 1)]
-        return stages if self.transfer is None else self._with_last(stages, tuning)
-
-    def _received(self, collated: Collated) -> Any:  # noqa: ANN401
-        return collated.batch if self.batch_transform is None else collated
+        if self.transfer is None:
+            return [Stage("receive", samples.keep, 1, 1)]
+        receive = operator.attrgetter("batch") if self.batch_transform is None else samples.keep
+        return self._with_last([Stage("receive", receive, 1, 1)], tuning)
 
     def _with_last(self, stages: list[Stage], tuning: Tuning) -> list[Stage]:
         last = None if self.serves else self.batch_transform or self.normalize
@@ -223,7 +222,6 @@ def make_batch_pipeline(
         samples.image_groups(transforms, cameras), transforms.pixels, transforms.ego, options.seed, points.accumulation,
         transforms.undistort, options.batch_size if transforms.two_views else 0,
     )  # fmt: skip
-    samples.warn_of_enlarged(augments.images, sources)
     channels = (*sources[0].reader.channels, *sources[0].attributes.channels)
     timed = timed_channels(options.window, channels)
     timed.set_up(sources)
@@ -245,10 +243,6 @@ def make_batch_pipeline(
         ),
         batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack, timed=timed,
     )  # fmt: skip
-
-
-def _as_is(batch: Any) -> Any:  # noqa: ANN401
-    return batch
 
 
 def _all_views(items: Sequence[Parsed | user.Sample]) -> list[Any]:

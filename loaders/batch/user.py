@@ -2,8 +2,7 @@
 
 All run in the loader's threads, so their Python runs under the interpreter's lock, against the trainer's own: numpy,
 torch and other C code that releases the lock is fine, Python loops over points or pixels are not: these belong in
-worker processes (:mod:`fuelrail.loaders.batch.processes`). ``stats()`` shows the functions as stages, and a transform
-that takes a large part of the decoding's time is warned of in the log.
+worker processes (:mod:`fuelrail.loaders.batch.processes`). ``stats()`` shows the functions as stages.
 
 A *sample* is a dict with the names of a batch (:mod:`fuelrail.loaders.batch.assemble`) and no B axis (with temporal
 windows the T axis is the first: `fuelrail.loaders.batch.temporal`); ``img`` is a view of
@@ -14,24 +13,18 @@ any number of ranks and after a resume.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fuelrail.loaders.batch.channels import of_one
-from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.runtime.stages import StageClock, stage_error
+from fuelrail.pipeline.runtime.stages import stage_error
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import BatchSlot, Collated, Parsed
-
-_LOG = logging.getLogger(__name__)
-_SLOW_SHARE: Final = 0.5
-_SLOW_MS: Final = 1.0
 
 
 class Sample(NamedTuple):
@@ -199,19 +192,3 @@ def _same_rows(whole: torch.Tensor, transformed: Sequence[Sample], images: list[
         ):
             return _stack(images)
     return whole
-
-
-def warn_if_slow(function: Callable[[dict[str, Any]], Any] | None, clocks: Sequence[StageClock]) -> None:
-    """Log a warning if the transform takes a large part of the time that decoding takes, in threads."""
-    if isinstance(function, ProcessTransform):
-        return
-    per_item_ms = {clock.name: 1e3 * clock.busy_s / clock.items for clock in clocks if clock.items}
-    transforming, decoding = per_item_ms.get("transform", 0.0), per_item_ms.get("decode", 0.0)
-    if transforming > max(_SLOW_MS, _SLOW_SHARE * decoding):
-        _LOG.warning(
-            "transform takes %.1f ms a sample, decoding %.1f ms: it runs in the trainer's process, where Python code "
-            "competes with the training loop for the interpreter; move it to numpy or torch operations, to worker "
-            "processes (transform_in='process') or to the device (batch_transform=)",
-            transforming,
-            decoding,
-        )
