@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.storage.protocol import PendingSample, SampleStorage
+    from fuelrail.loaders.storage.layers import LayeredStorage
+    from fuelrail.loaders.storage.protocol import PendingSample
     from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
     from fuelrail.pipeline.format.attributes import AttributeColumns
     from fuelrail.pipeline.format.dataset import Dataset
@@ -61,7 +62,7 @@ class Source(NamedTuple):
     """The row of its index where its split begins."""
     base: int
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
-    storage: SampleStorage
+    storage: LayeredStorage
     reader: SampleReader
     attributes: AttributeColumns
     """The attributes that a batch has."""

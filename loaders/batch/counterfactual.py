@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from fuelrail.loaders.batch.samples import keep
 from fuelrail.loaders.decode import decodes_on_device
 from fuelrail.loaders.records import Fetched, Parsed, Source, Task
-from fuelrail.loaders.storage.protocol import LayeredSpan
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,10 +90,7 @@ def _read_some(source: Source, split: str) -> list[FetchedSpan]:
     stride = max(1, entry.num_samples // _NUM_KEPT)
     rows = range(entry.first_sample, entry.first_sample + entry.num_samples, stride)[:_NUM_KEPT]
     spans = [source.reader.fetch(row) for row in rows]
-    return [
-        one._replace(span=one.span.copied() if isinstance(one.span, LayeredSpan) else memoryview(bytes(one.span)))
-        for one in spans
-    ]
+    return [one._replace(span=one.span.copied()) for one in spans]
 
 
 class _Remembered:

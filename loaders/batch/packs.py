@@ -1,17 +1,9 @@
 """Batches of packs: rows of several samples each (``OrderSpec(pack=...)``).
 
-A batch of B packs holds S samples, pack by pack. Every entry of a batch has S in the place of B, and these are added:
-
-================ ================= ==================================================================================
-entry            form              meaning
-================ ================= ==================================================================================
-``pack``         [S] int64         the pack that the sample is in, 0 .. B - 1
-``pack_offsets`` [B + 1] int32     pack p has the samples ``pack_offsets[p] : pack_offsets[p + 1]``
-``cu_seqlens``   [S + 1] int32     sample s has the tokens ``cu_seqlens[s] : cu_seqlens[s + 1]``
-``max_seqlen``   int               the largest number of tokens of a sample
-``position_ids`` [tokens] int64    the place of each token in its sample
-``sequence_ids`` [tokens] int32    the sample, 0 .. S - 1, of each token
-================ ================= ==================================================================================
+A batch of B packs holds S samples, pack by pack. Every entry of a batch has S in the place of B, and ``pack``,
+``pack_offsets``, ``cu_seqlens``, ``max_seqlen``, ``position_ids`` and ``sequence_ids`` are added
+(`fuelrail.loaders.records.Batch`): pack p has the samples ``pack_offsets[p] : pack_offsets[p + 1]``, sample s has the
+tokens ``cu_seqlens[s] : cu_seqlens[s + 1]``.
 
 The last four describe the first selected channel of kind ``tokens`` whose length is open, whose `Packed` has the tokens
 of all samples in a row: ``batch["tokens"].values`` is what attention with ``cu_seqlens`` takes. Without such a channel

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.decode.lens import Undistort
     from fuelrail.loaders.decode.protocol import ImageDecoder
-    from fuelrail.loaders.storage.protocol import Span
+    from fuelrail.loaders.storage.protocol import LayeredSpan
     from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.order.windows import Window
     from fuelrail.pipeline.sample.schema import Sample
@@ -113,7 +113,7 @@ def fetch(bad: BadSamples, task: Task) -> Fetched:
     """Return the sample's bytes from storage, checked; of a bad sample, those of its substitute."""
     while True:
         stored = []
-        spans: dict[int, Span] = {}
+        spans: dict[int, LayeredSpan] = {}
         for number, (_, _, entry, pending_read) in enumerate(task.frames):
             read = id(pending_read)  # of rows that are shown more than once
             try:

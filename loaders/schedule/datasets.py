@@ -159,7 +159,7 @@ def require_poses(datasets: Mapping[str, Dataset]) -> None:
 def make_sources(
     datasets: Mapping[str, Dataset],
     split: str,
-    open_storage: Callable[[Dataset], Storage[memoryview]],
+    open_storage: Callable[[Dataset], Storage],
     *,
     points: bool,
     sweeps: bool,

@@ -21,7 +21,7 @@ from fuelrail.pipeline.order.windows import TimeWindow, window_lookup
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Source
-    from fuelrail.loaders.storage.protocol import PendingSample, SampleSession, Storage
+    from fuelrail.loaders.storage.protocol import PendingSpan, Storage
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.batching import Walk
@@ -66,16 +66,16 @@ class Schedule(NamedTuple):
 
     def _stream(self, source: Source, walk: Walk) -> RequestStream:
         if not self.reads:
-            return RequestStream(source.reader, _NoSession())
+            return RequestStream(source.reader, LayeredSession(_NoSession()))
         if {"has_pack", "has_bucket", "has_balance"} & self.identity.order.keys():
             # Which samples a step has, and in which turn, is known when its turn comes: the cache keeps what it has.
             session = source.storage.session()
-            return RequestStream(source.reader, session, None, _more_bytes(session))
+            return RequestStream(source.reader, session)
         # Samples that channels of other times need are often the same ones, and then requested once.
         numbers = RequestNumbers() if len(self.sources) > 1 or source.reader.num_frames is not None else None
         future_uses, uses_per_step = self._future_uses(source, walk, numbers)
         session = source.storage.session(future_uses, uses_per_step)
-        return RequestStream(source.reader, session, numbers, _more_bytes(session))
+        return RequestStream(source.reader, session, numbers)
 
     def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
         """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""
@@ -84,20 +84,16 @@ class Schedule(NamedTuple):
 
 
 class _NoSession:
-    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSample]:
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
         return [lambda: memoryview(b"") for _ in rows]
 
     def close(self) -> None:
         """Do nothing: nothing was requested."""
 
 
-def _more_bytes(session: SampleSession) -> Callable[[int, IndexRow], int] | None:
-    return session.look_up if isinstance(session, LayeredSession) else None
-
-
 def make_schedule(
     request: ScheduleRequest,
-    open_storage: Callable[[Dataset], Storage[memoryview]],
+    open_storage: Callable[[Dataset], Storage],
     *,
     global_batch: int,
     drop_last: bool,

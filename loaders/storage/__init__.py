@@ -36,7 +36,7 @@ def open_storage(
     cache_dir: str | os.PathLike[str] | None = None,
     cache_size: int | str | None = None,
     retry: RetryPolicy | None = None,
-) -> Storage[memoryview]:
+) -> Storage:
     """Return the storage of an open dataset.
 
     ``auto`` is ``remote`` for a dataset at a URL and where a cache is requested, ``pread`` elsewhere. ``verify`` checks
