@@ -144,7 +144,8 @@ def parse(
                 continue
             try:
                 if not is_frame:
-                    about[frame.row] = stored.row.timestamp_ns, timed.values(task.source, stored, frame.row)
+                    found = task.source.reader.values(stored) | task.source.attributes.of(frame.row)
+                    about[frame.row] = stored.row.timestamp_ns, found
                     continue
                 sample = task.source.reader.parse(stored)
                 if augments.accumulation is not None:

@@ -12,7 +12,7 @@ from fuelrail.loaders.schedule.layers import Layers, fingerprints_of
 from fuelrail.loaders.schedule.positions import Part, PositionIndex
 from fuelrail.loaders.schedule.prefetch import RequestStream
 from fuelrail.loaders.schedule.state import Identity
-from fuelrail.loaders.storage.cache.future_uses import FutureUses, Range, RequestNumbers, build_future_uses
+from fuelrail.loaders.storage.cache.future_uses import Range, RequestNumbers, build_future_uses
 from fuelrail.loaders.storage.layers import LayeredSession
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
@@ -69,18 +69,12 @@ class Schedule(NamedTuple):
             return RequestStream(source.reader, LayeredSession(_NoSession()))
         if {"has_pack", "has_bucket", "has_balance"} & self.identity.order.keys():
             # Which samples a step has, and in which turn, is known when its turn comes: the cache keeps what it has.
-            session = source.storage.session()
-            return RequestStream(source.reader, session)
+            return RequestStream(source.reader, source.storage.session())
         # Samples that channels of other times need are often the same ones, and then requested once.
         numbers = RequestNumbers() if len(self.sources) > 1 or source.reader.num_frames is not None else None
-        future_uses, uses_per_step = self._future_uses(source, walk, numbers)
-        session = source.storage.session(future_uses, uses_per_step)
-        return RequestStream(source.reader, session, numbers)
-
-    def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
-        """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""
         only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
-        return build_future_uses(self.where.numbers, walk, self.where.frames, only)
+        uses = build_future_uses(self.where.numbers, walk, self.where.frames, only)
+        return RequestStream(source.reader, source.storage.session(*uses), numbers)
 
 
 class _NoSession:
