@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def _configure_view(parser: argparse.ArgumentParser) -> None:
     from fuelrail.loaders.integrations.rerun import RecordOptions
-    from fuelrail.loaders.viewer.view import ViewOptions
+    from fuelrail.loaders.view import ViewOptions
 
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a Fuelrail dataset")
     parser.add_argument("key", metavar="KEY", nargs="?", help="sample key (default: the first sample of the dataset)")
@@ -35,7 +35,7 @@ def _configure_view(parser: argparse.ArgumentParser) -> None:
 
 def _run_view(args: argparse.Namespace) -> int:
     from fuelrail.loaders.integrations.rerun import RecordOptions, record_clip
-    from fuelrail.loaders.viewer.view import ViewOptions, view
+    from fuelrail.loaders.view import ViewOptions, view
 
     recording = from_flags(args, RecordOptions).rerun
     if recording is not None:
@@ -101,7 +101,6 @@ def doctor() -> DoctorReport:
         _pillow(),
         *_dali(),
         *(Finding(f"decoder={name}", f"plug-in: {entry.value}") for name, entry in plugin_decoders().items()),
-        _gpu(),
         _jpegtran(),
         Finding("decoding threads", f"{default_num_workers()} by default: the CPUs that this process may use"),
     ]
@@ -147,40 +146,23 @@ def _pillow() -> Finding:
 
 
 def _dali() -> list[Finding]:
-    """Return whether DALI can be used, and what decodes on a GPU."""
+    """Return whether DALI can be used, and what decodes with it on a GPU."""
+    import torch
+
     found = dali_install.installed_dali()
     if found is None:
-        return [Finding("decoder=dali", "NVIDIA DALI is not installed", dali_install.what_to_install()), _engine()]
-    if found.problem:
-        return [Finding("decoder=dali", f"not ready: {found.problem}", found.advice), _engine()]
-    ready = Finding(
-        "decoder=dali",
-        f"ready: {found}; on the CPU it decodes in full size and is slower than turbo",
-        "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it",
-    )
-    return [ready, _engine()]
-
-
-def _engine() -> Finding:
-    """Return what decodes with decoder='dali' and device='cuda'."""
-    import torch
-
-    loads = f"libnvcuvid.so.1 {'loads' if dali_install.has_libnvcuvid() else 'does not load'}"
-    facts = f"driver {dali_install.driver_version() or 'not found'}, {loads}"
+        state, advice = "NVIDIA DALI is not installed", dali_install.WHAT_TO_INSTALL
+    elif found.problem:
+        state, advice = f"not ready: {found.problem}", found.advice
+    else:
+        state = f"ready: {found}; on the CPU it decodes in full size and is slower than turbo"
+        advice = "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
+    dali = Finding("decoder=dali", state, advice)
     if not torch.cuda.is_available():
-        return Finding("GPU decoding", f"none: torch finds no GPU ({facts})")
+        built = "" if torch.version.cuda else "; this torch is built without CUDA"
+        return [dali, Finding("GPU decoding", f"none: torch finds no GPU{built}")]
     engine = dali_install.gpu_engine()
-    return Finding("GPU decoding", f"by {engine.name}: {engine.reason} ({facts})", engine.advice)
-
-
-def _gpu() -> Finding:
-    import torch
-
-    if torch.cuda.is_available():
-        names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
-        return Finding("GPU", f"{torch.cuda.device_count()} for torch: {', '.join(names)}")
-    built = torch.version.cuda
-    return Finding("GPU", "none that torch can use" + ("; this torch is built without CUDA" if built is None else ""))
+    return [dali, Finding("GPU decoding", f"by {engine.name}: {engine.reason}", engine.advice)]
 
 
 def _jpegtran() -> Finding:
@@ -194,7 +176,7 @@ def _jpegtran() -> Finding:
 
 
 def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
-    """Serve a loader's :meth:`~fuelrail.loaders.DataLoader.stats` at ``http://HOST:PORT/metrics``.
+    """Serve a loader's :meth:`~fuelrail.DataLoader.stats` at ``http://HOST:PORT/metrics``.
 
     ``port`` 0 takes any free one; with several ranks on a host give each its own, such as ``9400 + local_rank``. The
     answer's ``url`` is what ``fuelrail top`` wants, its ``close()`` ends it. Metrics and labels:

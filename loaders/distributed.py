@@ -88,7 +88,7 @@ def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> Wo
             raise WorldError(
                 f"device mesh axis {unclear[0]!r} of {names} may be data or model parallel; data-parallel names: "
                 f"{', '.join(sorted(DATA_AXES))}; model-parallel ones: {', '.join(sorted(MODEL_AXES))}; say it with "
-                "fuelrail.loaders.mesh_world(mesh, data_axes=(...)) and hand over the World it returns"
+                "fuelrail.mesh_world(mesh, data_axes=(...)) and hand over the World it returns"
             )
         data_axes = DATA_AXES
     coordinates = mesh.get_coordinate()
@@ -238,6 +238,6 @@ def warn_of_workers(share: WorkerShard) -> None:
         warnings.warn(
             f"a fuelrail DataLoader is iterated in worker {worker.id} of {worker.num_workers} of torch's "
             f"DataLoader: each worker gives every batch, {worker.num_workers} times in all; wrap it in "
-            "fuelrail.loaders.IterableView, which shares the steps out, or use num_workers=0",
+            "fuelrail.IterableView, which shares the steps out, or use num_workers=0",
             stacklevel=3,
         )

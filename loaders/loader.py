@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 import msgspec
 
 from fuelrail.loaders.autotune import Tuning, batches_in_flight
-from fuelrail.loaders.batch import buffer_pool, user
+from fuelrail.loaders.batch import buffer_pool
 from fuelrail.loaders.batch.channels import choose
 from fuelrail.loaders.batch.counterfactual import LeftOut, LoaderPart, leave_out
 from fuelrail.loaders.batch.packs import check_packs
@@ -32,6 +32,7 @@ from fuelrail.loaders.schedule.schedule import Schedule, ScheduleRequest, make_s
 from fuelrail.loaders.schedule.state import decode_state, settings_of_state, state_at
 from fuelrail.loaders.serving.client import serve_elsewhere
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.buffers import Memory, pageable
 from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
@@ -204,7 +205,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
         self._buffers = partial(self._make.buffers, keep)
-        self._take = self._buffers(buffer_pool.page_locked if pinned else buffer_pool.pageable)
+        self._take = self._buffers(buffer_pool.page_locked if pinned else pageable)
         self._start = self._position = Cursor()
         self._epoch_is_set = False
         make, parts, _ = self.__reduce__()
@@ -383,7 +384,6 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     f"{num_batches} batches: a loader has one position; make one for each"
                 )
         finally:
-            user.warn_if_slow(self._make.transform, pipeline.clocks())
             if self._runner.runs(pipeline) and handed_out < num_batches:
                 self._halt()
 
@@ -408,7 +408,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             raise ConfigError("parts can be left out of a loader without where= only")
         self._left_out, self._schedule, self._make = leave_out(parts, self._schedule, self._make)
 
-    def serve(self, memory: buffer_pool.Memory, note: Callable[..., None], *, finishes: bool) -> BadSamples:
+    def serve(self, memory: Memory, note: Callable[..., None], *, finishes: bool) -> BadSamples:
         """Make batches in this memory, for another process; return what knows its bad samples, which ``note`` gets.
 
         Unless it ``finishes`` them, a batch is a `Collated`, not normalised and not transformed.

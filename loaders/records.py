@@ -8,8 +8,8 @@ prefetch  `Scheduled`            `Requested`             rows of the index, pend
 slot      `Requested`            `Task`                  its place in a batch buffer, its dataset's storage and reader
 fetch     `Task`                 `Fetched`               checked bytes of every frame
 parse     `Fetched`              `Parsed`                samples with images still encoded; the augmentation drawn
-decode    `Parsed`               `DecodedSample`         pixels in the slot; `DecodedWindow` with all frames
-collate   list of DecodedSample  `Batch`                 tensors, matrices, labels (`fuelrail.loaders.batch.assemble`)
+decode    `Parsed`               `Parsed`                pixels in the slot, which with DALI may be another one
+collate   list of `Parsed`       `Batch`                 tensors, matrices, labels (`fuelrail.loaders.batch.assemble`)
 transfer  batch, or `Collated`   batch                   on the device, normalised, through ``batch_transform``
 ========= ====================== ======================= ==========================================================
 
@@ -25,18 +25,19 @@ import torch
 from torch import Tensor
 
 from fuelrail.pipeline.order.epoch import NO_FLAGS
-from fuelrail.pipeline.transforms.ego import IDENTITY, BevMap
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.storage.protocol import PendingSample, SampleStorage
+    from fuelrail.loaders.storage.layers import LayeredStorage
+    from fuelrail.loaders.storage.protocol import PendingSample
     from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
     from fuelrail.pipeline.format.attributes import AttributeColumns
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample
+    from fuelrail.pipeline.transforms.ego import BevMap
     from fuelrail.pipeline.transforms.image import ImageAugment
     from fuelrail.pipeline.transforms.image_map import ImageMap
     from fuelrail.pipeline.transforms.pixels import PixelChange
@@ -61,7 +62,7 @@ class Source(NamedTuple):
     """The row of its index where its split begins."""
     base: int
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
-    storage: SampleStorage
+    storage: LayeredStorage
     reader: SampleReader
     attributes: AttributeColumns
     """The attributes that a batch has."""
@@ -82,8 +83,8 @@ class Scheduled(NamedTuple):
     """False for padding."""
     part: int = 0
     """Which dataset of a mix."""
-    present: Sequence[bool] | None = None
-    """False: the clip has no such frame, the row is that of its stand-in; None: all frames exist."""
+    present: Sequence[bool] = ()
+    """False: the clip has no such frame, the row is that of its stand-in."""
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
     """Facts of the whole batch (`BatchSlot`), the same for all of its samples."""
 
@@ -256,6 +257,16 @@ class Parsed(NamedTuple):
         """The sample itself."""
         return self.samples[self.task.current]
 
+    @property
+    def slot(self) -> BatchSlot:
+        """The batch that it is a part of."""
+        return self.task.slot
+
+    @property
+    def key(self) -> str:
+        """The name of the sample."""
+        return self.sample.key
+
     def is_shown_before(self, frame: int) -> int | None:
         """Return the earlier frame that shows the same row, under the same maps, so that its images can be copied."""
         frames = self.task.frames
@@ -264,69 +275,13 @@ class Parsed(NamedTuple):
                 return earlier
         return None
 
-    def decoded(self, slot: BatchSlot) -> DecodedSample:
-        """Return the next record, for images that are decoded into their place in ``slot``."""
-        task = self.task
-        window = None
-        if task.slot.has_windows:
-            frames = task.frames
-            rows, present = tuple(frame.row for frame in frames), tuple(frame.present for frame in frames)
-            window = DecodedWindow(rows, present, self.samples, self.maps)
-        maps, source = self.maps[task.current], task.source
-        return DecodedSample(
-            slot, task.at, task.row, task.valid, self.sample, maps, self.bev, source.name, source.base, window,
-            self.extra, self.view, None if self.second is None else self.second.decoded(slot), self.timed,
-        )  # fmt: skip
+    def in_slot(self, slot: BatchSlot) -> Parsed:
+        """Return the sample, and its other draw, with their images in this slot's memory."""
+        second = None if self.second is None else self.second.in_slot(slot)
+        return self._replace(task=self.task._replace(slot=slot), second=second)
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r}, {self.task}"
-
-
-class DecodedWindow(NamedTuple):
-    """The T frames of one decoded sample."""
-
-    rows: tuple[int, ...]
-    present: tuple[bool, ...]
-    """False: a stand-in for a frame that the clip does not have."""
-    samples: tuple[Sample, ...]
-    maps: tuple[Sequence[ImageMap], ...]
-
-
-class DecodedSample(NamedTuple):
-    """One sample whose images are decoded in row ``at`` of its slot's buffer.
-
-    Made by `fuelrail.loaders.batch.samples.decode`, with DALI by `fuelrail.loaders.batch.stages`.
-    """
-
-    slot: BatchSlot
-    at: int
-    row: int
-    valid: bool
-    sample: Sample
-    maps: Sequence[ImageMap]
-    bev: BevMap = IDENTITY
-    dataset: str | None = None
-    """The dataset's name in a mix."""
-    base: int = 0
-    """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
-    window: DecodedWindow | None = None
-    """All frames, the sample's own among them."""
-    extra: Sequence[Mapping[str, Any]] = ()
-    """Frame by frame the values of the selected channels (`Parsed`)."""
-    view: int | None = None
-    """Which of two draws it is, 0 or 1; None: there is one."""
-    second: DecodedSample | None = None
-    """The same sample under its other draw, in another row of the slot's buffer."""
-    timed: Mapping[str, Sequence[Any]] = {}
-    """The values of channels at times of their own (`Parsed`)."""
-
-    @property
-    def key(self) -> str:
-        """The name of the sample."""
-        return self.sample.key
-
-    def __str__(self) -> str:
-        return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"
 
 
 class Collated(NamedTuple):

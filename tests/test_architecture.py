@@ -100,7 +100,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"batch"},
         {"serving", "viewer"},
         {"loader"},
-        {"integrations"},
+        {"integrations", "view"},
         {"commands"},
     ],
     "bench": [

@@ -181,7 +181,7 @@ class Stats(typing.NamedTuple):
 
 
 def metrics():
-    from fuelrail.loaders.storage import StorageStats
+    from fuelrail.loaders.storage.protocol import StorageStats
 
     return loader_metrics(Stats((stage(HOSTILE),), storage=StorageStats(HOSTILE)), {"rank": HOSTILE, "job": HOSTILE})
 
@@ -253,7 +253,6 @@ COMMANDS = [
 
 
 @pytest.mark.process
-@pytest.mark.filterwarnings("ignore:the images of .* are enlarged")
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_command_prints_and_writes_hostile_names_as_text(words, hostile_dataset, tmp_path, capfd, monkeypatch):

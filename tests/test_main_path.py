@@ -11,8 +11,8 @@ import cv2
 import numpy as np
 import pytest
 
+from fuelrail import ImageAugment, World
 from fuelrail.__main__ import main
-from fuelrail.loaders import ImageAugment, World
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.loaders import make_loader
 

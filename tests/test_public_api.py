@@ -51,14 +51,6 @@ def test_all_errors_are_public() -> None:
     assert kinds <= set(FROZEN)
 
 
-def test_the_loaders_hall_has_its_names_too() -> None:
-    from fuelrail import loaders
-
-    for name in ("DataLoader", "ImageAugment", "BevAugment", "PixelAugment"):
-        assert getattr(loaders, name) is getattr(fuelrail, name)
-    assert set(loaders.__all__) <= set(dir(loaders))
-
-
 def test_tab_completion_imports_nothing_heavy() -> None:
     code = """
 import sys, fuelrail

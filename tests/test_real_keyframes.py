@@ -12,15 +12,16 @@ import cv2
 import numpy as np
 import pytest
 
+from fuelrail import ImageAugment, World
 from fuelrail.__main__ import main
-from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.batch.assemble import assemble
-from fuelrail.loaders.records import BatchSlot, DecodedSample
+from fuelrail.loaders.records import BatchSlot, FrameTask, Parsed, Source, Task
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet
-from fuelrail.loaders.viewer.view import decode_single
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.batching import Cursor
 from fuelrail.pipeline.sample.schema import Boxes
+from fuelrail.pipeline.transforms.ego import IDENTITY
 from support.loaders import make_loader
 from support.restricted_pickle import load_restricted
 from support.shared_data import shared_data
@@ -132,10 +133,12 @@ def test_the_lidar_points_in_each_box_are_as_many_as_annotated(sample, boxes):
         assert abs(int(inside.sum()) - expected) <= max(3, 0.15 * expected)
 
 
-def test_boxes_in_the_lidars_frame_are_those_of_the_record(sample, boxes, info):
+def test_boxes_in_the_lidars_frame_are_those_of_the_record(dataset, sample, boxes, info):
     maps = IMAGE.evaluation().draw(sample.geometry.img_wh.tolist(), seed=0, epoch=0, sample=0)
     slot = BatchSlot(0, 0, np.zeros((1, 6, 3, IMAGE.height, IMAGE.width), np.uint8))
-    entry = DecodedSample(slot, 0, 0, True, replace(sample, boxes=boxes), maps)
+    source = Source(None, dataset, 0, 0, None, None, None)
+    task = Task(slot, 0, source, (FrameTask(0, True, None, None),), 0, True, 0)
+    entry = Parsed(task, (replace(sample, boxes=boxes),), (maps,), (), IDENTITY)
     found = assemble([entry], box_frame="lidar")["gt_boxes_3d"][0].numpy()
     theirs = np.array([instance["bbox_3d"] for instance in info["instances"]])
     np.testing.assert_allclose(found[:, :6], theirs[:, :6], atol=1e-3)
@@ -146,8 +149,8 @@ def test_boxes_in_the_lidars_frame_are_those_of_the_record(sample, boxes, info):
 
 def test_boxes_are_drawn_through_the_augmentation(dataset, sample, boxes, tmp_path):
     cameras = [camera.channel for camera in dataset.manifest.cameras]
-    drawn = replace(sample, boxes=boxes)
-    batch = decode_single(drawn, cameras, IMAGE, seed=5, epoch=1, row=0)
+    with make_loader(dataset, 1, image=IMAGE, seed=5, shuffle=False, world=World()) as loader:
+        (batch,) = loader.make_steps(Cursor(1), 0)
     images, ego2img = batch["img"][0].numpy(), batch["ego2img"][0].numpy()
     seen = DrawnBoxes(boxes.corners().astype(np.float64), boxes.label)
     sheet = contact_sheet([DrawnFrame(images, ego2img, seen)], cameras, dataset.manifest.classes)

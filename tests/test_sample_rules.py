@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from fuelrail import ImageAugment, World
 from fuelrail.__main__ import main
-from fuelrail.loaders import ImageAugment, World
 from fuelrail.pipeline.errors import SchemaError, SourceError
 from fuelrail.pipeline.format import rules
 from fuelrail.pipeline.format.dataset import open_dataset

@@ -53,8 +53,10 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.weights import WeightsReport as WeightsReport
     from fuelrail.bench.trainer.weights import load_weights as load_weights
     from fuelrail.bench.trainer.weights import save_weights as save_weights
+    from fuelrail.loaders.batch.runner import LoaderStats as LoaderStats
     from fuelrail.loaders.commands import DoctorReport as DoctorReport
     from fuelrail.loaders.commands import doctor as doctor
+    from fuelrail.loaders.commands import serve_metrics as serve_metrics
     from fuelrail.loaders.config import Budget as Budget
     from fuelrail.loaders.config import Normalize as Normalize
     from fuelrail.loaders.config import StaticBatches as StaticBatches
@@ -62,17 +64,19 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import Transforms as Transforms
     from fuelrail.loaders.decode.lens import Undistort as Undistort
     from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
+    from fuelrail.loaders.distributed import mesh_world as mesh_world
+    from fuelrail.loaders.integrations.iterable import IterableView as IterableView
     from fuelrail.loaders.loader import DataLoader as DataLoader
     from fuelrail.loaders.records import Batch as Batch
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
     from fuelrail.loaders.schedule.ledger import LedgerOptions as LedgerOptions
     from fuelrail.loaders.serving.ray_workers import RemoteWorkers as RemoteWorkers
+    from fuelrail.loaders.view import ViewOptions as ViewOptions
+    from fuelrail.loaders.view import ViewReport as ViewReport
+    from fuelrail.loaders.view import view as view
     from fuelrail.loaders.viewer.batch import BatchDescription as BatchDescription
     from fuelrail.loaders.viewer.batch import Picture as Picture
-    from fuelrail.loaders.viewer.view import ViewOptions as ViewOptions
-    from fuelrail.loaders.viewer.view import ViewReport as ViewReport
-    from fuelrail.loaders.viewer.view import view as view
     from fuelrail.pipeline.channels.logits import Logits as Logits
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
     from fuelrail.pipeline.errors import ChecksumError as ChecksumError
@@ -205,14 +209,18 @@ _PUBLIC: Final = {
     "doctor": "fuelrail.loaders.commands",
     "DoctorReport": "fuelrail.loaders.commands",
     "Normalize": "fuelrail.loaders.config",
+    "IterableView": "fuelrail.loaders.integrations.iterable",
+    "LoaderStats": "fuelrail.loaders.batch.runner",
+    "mesh_world": "fuelrail.loaders.distributed",
+    "serve_metrics": "fuelrail.loaders.commands",
     "StaticBatches": "fuelrail.loaders.config",
     "StorageOptions": "fuelrail.loaders.config",
     "Transforms": "fuelrail.loaders.config",
     "Undistort": "fuelrail.loaders.decode.lens",
     "Picture": "fuelrail.loaders.viewer.batch",
-    "view": "fuelrail.loaders.viewer.view",
-    "ViewOptions": "fuelrail.loaders.viewer.view",
-    "ViewReport": "fuelrail.loaders.viewer.view",
+    "view": "fuelrail.loaders.view",
+    "ViewOptions": "fuelrail.loaders.view",
+    "ViewReport": "fuelrail.loaders.view",
     # pipeline
     "AttributeWeights": "fuelrail.pipeline.order.weights",
     "Balance": "fuelrail.pipeline.order.balance",

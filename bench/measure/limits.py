@@ -63,7 +63,7 @@ def measure_limits(
     """
     count = len(fetched)
     stored = [entry.stored[entry.task.current] for entry in fetched]
-    spans = [frame.base for frame in stored]
+    spans = [frame.span.base for frame in stored]
     shards = () if dataset is None else dataset.shards
     dictionary = None if dataset is None else dataset.dictionary
     framed = [bool(shards) and is_framed(shards[frame.row.shard].name) for frame in stored]

@@ -21,7 +21,7 @@ import msgspec
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.source import make_dataroot
 from fuelrail.bench.report.files import publish_json
-from fuelrail.loaders import DataLoader
+from fuelrail.loaders.loader import DataLoader
 from fuelrail.sharding.api import shard
 from fuelrail.sharding.progress import Quiet
 

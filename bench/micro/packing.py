@@ -31,11 +31,15 @@ from numpy.typing import NDArray
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.source import documentation_texts, make_dataroot
 from fuelrail.bench.report.files import publish_json
-from fuelrail.loaders import Cost, DataLoader, ImageAugment, OrderSpec, Pack, Transforms
+from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.integrations.sampler import BatchSampler
+from fuelrail.loaders.loader import DataLoader
 from fuelrail.pipeline.order.balance import deal
 from fuelrail.pipeline.order.compile import CompiledOrder
-from fuelrail.pipeline.order.pack import PackedOrder
+from fuelrail.pipeline.order.cost import Cost
+from fuelrail.pipeline.order.pack import Pack, PackedOrder
+from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.sharding.api import shard
 from fuelrail.sharding.progress import Quiet
 

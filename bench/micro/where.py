@@ -28,7 +28,8 @@ from fuelrail.bench.measure.machine import CpuWatch, MachineFacts, machine_facts
 from fuelrail.bench.measure.processes import tree_cpu_s
 from fuelrail.bench.micro.source import make_dataroot
 from fuelrail.bench.report.files import publish_json
-from fuelrail.loaders import DataLoader, World
+from fuelrail.loaders.loader import DataLoader
+from fuelrail.pipeline.order.batching import World
 from fuelrail.sharding.api import shard
 from fuelrail.sharding.progress import Quiet
 

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fuelrail.bench.peers.peer import Batch, Sample, Work
-from fuelrail.loaders import DataLoader, Transforms, World
+from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.loader import DataLoader
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.transforms.image import ImageAugment
 
 

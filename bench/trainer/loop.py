@@ -17,7 +17,7 @@ from fuelrail.bench.trainer.strategies.step import to_device
 if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Clock
     from fuelrail.bench.trainer.strategies.step import Parallel
-    from fuelrail.loaders import DataLoader
+    from fuelrail.loaders.loader import DataLoader
 
 
 def train(

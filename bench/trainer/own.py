@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.records import StepRecord
     from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
     from fuelrail.bench.trainer.strategies.step import Parallel
-    from fuelrail.loaders import DataLoader
+    from fuelrail.loaders.loader import DataLoader
 
 Scores = Mapping[str, Tensor | Sequence[Any]]
 

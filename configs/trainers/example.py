@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fuelrail.loaders import ImageAugment, Transforms
+from fuelrail import ImageAugment, Transforms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

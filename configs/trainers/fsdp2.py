@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
-from fuelrail.loaders import DataLoader, RemoteWorkers
+from fuelrail import DataLoader, RemoteWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ import torch
 from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, report, targets
 from torch.nn.functional import mse_loss
 
-from fuelrail.loaders import DataLoader
+from fuelrail import DataLoader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, joi
 from megatron.core import parallel_state
 from torch.nn.functional import mse_loss
 
-from fuelrail.loaders import DataLoader
+from fuelrail import DataLoader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

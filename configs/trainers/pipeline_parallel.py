@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import mse_loss
 
-from fuelrail.loaders import DataLoader
+from fuelrail import DataLoader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

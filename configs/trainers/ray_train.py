@@ -19,7 +19,7 @@ from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 from torch.nn.functional import mse_loss
 
-from fuelrail.loaders import DataLoader
+from fuelrail import DataLoader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

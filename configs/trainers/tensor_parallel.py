@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 
-from fuelrail.loaders import DataLoader
+from fuelrail import DataLoader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

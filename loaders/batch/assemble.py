@@ -43,7 +43,7 @@ from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, ida_mats
 
 if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame
-    from fuelrail.loaders.records import DecodedSample
+    from fuelrail.loaders.records import Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.transforms.ego import BevMap
 
@@ -54,7 +54,7 @@ _OF_CAMERAS: Final = ("intrinsics", "dist", "cam2ego", "cam2keyego", "ego2img", 
 
 
 def assemble(
-    decoded: Sequence[DecodedSample],
+    decoded: Sequence[Parsed],
     *,
     lidar: LidarEntry | None = None,
     box_frame: BoxFrame = "ego",
@@ -96,18 +96,18 @@ def assemble(
         "sample_token": [sample.meta.sample_token for sample in samples],
         "clip_id": [sample.meta.clip_id for sample in samples],
         "frame": _tensor([sample.meta.frame_idx for sample in samples]),
-        "global_index": _tensor([entry.row for entry in decoded]),
-        "valid": _tensor([entry.valid for entry in decoded]),
+        "global_index": _tensor([entry.task.row for entry in decoded]),
+        "valid": _tensor([entry.task.valid for entry in decoded]),
         "epoch": slot.epoch,
         "step": slot.step,
     }
-    at = [entry.at for entry in decoded]
+    at = [entry.task.at for entry in decoded]
     # Of a second view the row wraps around to that of the first.
     batch.update({name: torch.from_numpy(np.take(values, at, mode="wrap")) for name, values in slot.flags.items()})
     if decoded[0].view is not None:
         batch["view"] = torch.tensor([entry.view for entry in decoded])
-    if decoded[0].dataset is not None:
-        batch["dataset"] = [entry.dataset for entry in decoded]
+    if decoded[0].task.source.name is not None:
+        batch["dataset"] = [entry.task.source.name for entry in decoded]
     if frames.has_windows:
         ego2key = invert_rigid(own2global)[:, None] @ geometry.ego2global
         batch["ego2key"] = _float32(frames_bda @ ego2key @ frames_undo)

@@ -1,35 +1,21 @@
-"""Reused batch buffers that nobody can overwrite while somebody still looks at them."""
+"""The memory that images are decoded into, and the samples' places in it."""
 
 from __future__ import annotations
 
-import collections
 import math
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fuelrail.loaders.records import BatchSlot, CameraImages, FrameTask, Images, Requested, Scheduled, Source, Task
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.loaders.storage.buffers import Buffers, Memory
 from fuelrail.pipeline.order.windows import has_frames
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.storage.protocol import PendingSample
-    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.windows import Window
-
-
-Memory: TypeAlias = Callable[[int], NDArray[np.uint8]]
-"""Returns new memory of a number of bytes, uint8 (n,)."""
-
-
-def pageable(num_bytes: int) -> NDArray[np.uint8]:
-    """Return plain host memory."""
-    return np.empty(num_bytes, np.uint8)
 
 
 def page_locked(num_bytes: int) -> NDArray[np.uint8]:
@@ -38,93 +24,36 @@ def page_locked(num_bytes: int) -> NDArray[np.uint8]:
     return pinned
 
 
-class BufferPool:
-    """uint8 buffers of one shape, handed out as arrays and taken back when the last view is gone.
+class ImageBuffers:
+    """Memory for the images of batches, planes of uint8, in one array or in one for each group of cameras.
 
-    Taking fresh memory for each batch costs a page fault every 4 KiB. Here a buffer comes back when the array dies
-    that every view and tensor refers to, so a batch that the user keeps is simply not reused. The pool keeps at most
-    ``keep`` free buffers. Thread-safe.
+    ``on_device``: a decoder takes the memory on its own device, so there are only shapes, tensors of torch's device
+    ``meta``. ``varies``: batches differ in their number of rows; those of up to a power of two share `Buffers`.
     """
 
-    def __init__(self, shape: tuple[int, ...], *, memory: Memory, keep: int) -> None:
-        self._shape, self._memory, self._keep = shape, memory, keep
-        self._free: list[NDArray[np.uint8]] = []
-        self._lent: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
-        self._returned: collections.deque[weakref.ref[NDArray[np.uint8]]] = collections.deque()
-        self._lock = threading.Lock()
+    def __init__(
+        self, images: Sequence[CameraImages], *, varies: bool, on_device: bool, memory: Memory, keep: int
+    ) -> None:
+        self._images, self._varies, self._on_device = images, varies, on_device
+        self._memory, self._keep = memory, keep
+        self._pools: dict[int, Buffers] = {}
 
-    def take(self) -> NDArray[np.uint8]:
-        """Return a buffer with undefined content.
-
-        It is free again when the returned array and all views of it, numpy's and torch's, are gone.
-        """
-        with self._lock:
-            self._take_back()
-            base = self._free.pop() if self._free else self._new()
-            # numpy lets a view of a view refer to the array that owns the memory, which would be `base`. An array on a
-            # memoryview ends that chain: all views of it refer to it.
-            lent = np.frombuffer(base.data, np.uint8)
-            # The callback is C code on purpose. Batches die in the training loop, and a Ctrl-C that struck at the start
-            # of a Python function called from there would be printed and dropped.
-            ref = weakref.ref(lent, self._returned.append)
-            self._lent[id(ref)] = ref, base
-        return lent.reshape(self._shape)
-
-    def _take_back(self) -> None:
-        """Move the buffers whose arrays died since the last call to the free ones."""
-        while self._returned:
-            _, base = self._lent.pop(id(self._returned.popleft()))
-            if len(self._free) < self._keep:
-                self._free.append(base)
-
-    def _new(self) -> NDArray[np.uint8]:
-        try:
-            return self._memory(math.prod(self._shape))
-        except (MemoryError, RuntimeError, ValueError) as error:  # numpy's, torch's, and numpy's beyond all addresses
-            raise ConfigError(
-                f"no memory for a batch of images of shape {list(self._shape)}, {math.prod(self._shape)} bytes: take a "
-                f"smaller batch_size, prefetch_factor or image size, or fewer frames ({error})"
-            ) from error
-
-
-class GroupBuffers:
-    """Buffers of a `BufferPool` with a part for each group of cameras, of these shapes."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]], *, memory: Memory, keep: int) -> None:
-        self._shapes = shapes
-        self._pool = BufferPool((sum(map(math.prod, shapes)),), memory=memory, keep=keep)
-
-    def take(self) -> tuple[NDArray[np.uint8], ...]:
-        """Return one buffer's parts; it is free again when all of them are gone."""
-        ends = np.cumsum([math.prod(shape) for shape in self._shapes])[:-1]
-        return tuple(
-            part.reshape(shape) for part, shape in zip(np.split(self._pool.take(), ends), self._shapes, strict=True)
-        )
-
-
-class ShapesOnly:
-    """A pool without memory, for a decoder that takes the images' memory on its own device."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]], *, is_grouped: bool) -> None:
-        self._shapes, self._is_grouped = shapes, is_grouped
-
-    def take(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return a tensor of torch's device ``meta``, or one for each group of cameras."""
-        made = tuple(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in self._shapes)
-        return made if self._is_grouped else made[0]
-
-
-def make_buffers(
-    images: Sequence[CameraImages], axes: tuple[int, ...], *, on_device: bool, memory: Memory, keep: int
-) -> BufferPool | GroupBuffers | ShapesOnly:
-    """Return where batches' images are decoded to; ``axes`` are those before the cameras'."""
-    shapes = image_shapes(images, axes)
-    is_grouped = images[0].name is not None
-    if on_device:
-        return ShapesOnly(shapes, is_grouped=is_grouped)
-    if is_grouped:
-        return GroupBuffers(shapes, memory=memory, keep=keep)
-    return BufferPool(shapes[0], memory=memory, keep=keep)
+    def take(self, axes: tuple[int, ...]) -> Images | tuple[Images, ...]:
+        """Return memory for images with these axes before the cameras'; it is free again when all views are gone."""
+        rows, is_grouped = axes[0], self._images[0].name is not None
+        if self._on_device:
+            shapes = image_shapes(self._images, axes)
+            made = tuple(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes)
+            return made if is_grouped else made[0]
+        room = 1 << (rows - 1).bit_length() if self._varies else rows
+        shapes = image_shapes(self._images, (room, *axes[1:]))
+        sizes = [math.prod(shape) for shape in shapes]
+        size = sum(sizes)
+        if room not in self._pools:
+            self._pools[room] = Buffers(self._memory, keep_bytes=self._keep * size, rounded=int)
+        parts = np.split(self._pools[room].take(size), np.cumsum(sizes)[:-1])
+        images = tuple(part.reshape(shape)[:rows] for part, shape in zip(parts, shapes, strict=True))
+        return images if is_grouped else images[0]
 
 
 def image_shapes(images: Sequence[CameraImages], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -149,19 +78,9 @@ def tasks(
                 scheduled.epoch, scheduled.step, take(scheduled), flags, has_frames(window), groups, scheduled.position
             )
         assert slot is not None, "a batch begins with its first sample"
-        frames = frame_tasks(scheduled.rows, scheduled.present, entries, reads)
+        if entries:
+            facts = zip(scheduled.rows, scheduled.present, entries, reads, strict=True)
+            frames = tuple([FrameTask(*one) for one in facts])
+        else:  # the index is damaged there: the only read raises why
+            frames = tuple([FrameTask(row, True, None, reads[0]) for row in scheduled.rows])
         yield Task(slot, scheduled.at, sources[scheduled.part], frames, current, scheduled.valid, scheduled.position)
-
-
-def frame_tasks(
-    rows: Sequence[int],
-    present: Sequence[bool] | None,
-    entries: Sequence[IndexRow],
-    reads: Sequence[PendingSample],
-) -> tuple[FrameTask, ...]:
-    """Return a sample's frames; without ``entries`` (the index is damaged there) all share the read that raises why."""
-    if not entries:
-        return tuple(FrameTask(row, True, None, reads[0]) for row in rows)
-    if present is None:
-        return tuple(FrameTask(row, True, entry, read) for row, entry, read in zip(rows, entries, reads, strict=True))
-    return tuple(map(FrameTask, rows, present, entries, reads))

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.batch.temporal import Frames
     from fuelrail.loaders.batch.timed import TimedChannel
     from fuelrail.loaders.config import Transforms
-    from fuelrail.loaders.records import DecodedSample, Parsed
+    from fuelrail.loaders.records import Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
@@ -230,7 +230,7 @@ class SelectedChannels(NamedTuple):
             for one in self.channels
         )
 
-    def entries(self, decoded: Sequence[DecodedSample], frames: Frames) -> dict[str, Any]:
+    def entries(self, decoded: Sequence[Parsed], frames: Frames) -> dict[str, Any]:
         """Return the entries of a batch of these samples; see the module's tables.
 
         Raises SchemaError where values cannot be stacked.
@@ -253,9 +253,9 @@ class SelectedChannels(NamedTuple):
             batch[f"{channel.name}_valid"] = torch.from_numpy(axes.shaped(present))
         return batch
 
-    def _shape(self, channel: Channel, sample: DecodedSample) -> tuple[int, ...]:
+    def _shape(self, channel: Channel, sample: Parsed) -> tuple[int, ...]:
         """Return the shape of a value that no sample of the batch has; 0 where the table leaves a side open."""
-        motion = Motion(dict(zip(self.cameras, sample.maps, strict=True)), sample.bev)
+        motion = Motion(dict(zip(self.cameras, sample.maps[sample.task.current], strict=True)), sample.bev)
         return LAWS[channel.law.name].shape(tuple(side or 0 for side in channel.shape), channel, motion)
 
 

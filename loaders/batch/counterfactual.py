@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+from fuelrail.loaders.batch.samples import keep
 from fuelrail.loaders.decode import decodes_on_device
-from fuelrail.loaders.records import DecodedSample, Fetched, Parsed, Source, Task
-from fuelrail.loaders.storage.protocol import LayeredSpan, PendingSample, SampleStorage, Span, StorageStats
+from fuelrail.loaders.records import Fetched, Parsed, Source, Task
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.batch.stages import BatchPipeline
     from fuelrail.loaders.schedule.schedule import Schedule
-    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.reader import FetchedSpan
-    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.runtime.stages import Stage
 
 LoaderPart = Literal["storage", "decompression", "decode", "transform"]
@@ -57,14 +55,12 @@ class LeftOut(NamedTuple):
         kept = self.kept[task.source.base]
         return Fetched(task, tuple(kept[frame.row % len(kept)] for frame in task.frames))
 
-    def _undecoded(self, parsed: Parsed | list[Parsed]) -> DecodedSample | list[DecodedSample]:
+    def _undecoded(self, parsed: Parsed | list[Parsed]) -> Parsed | list[Parsed]:
         """Return a sample, or those of a batch, without writing their images into the batch's buffer."""
-        if not isinstance(parsed, list):
-            return parsed.decoded(parsed.task.slot)
-        slot = parsed[0].task.slot
-        if self.new_images is not None:
-            slot = slot.for_rows(len(parsed) * len(parsed[0].views), self.new_images)
-        return [one.decoded(slot) for one in parsed]
+        if not isinstance(parsed, list) or self.new_images is None:
+            return parsed
+        slot = parsed[0].slot.for_rows(len(parsed) * len(parsed[0].views), self.new_images)
+        return [one.in_slot(slot) for one in parsed]
 
 
 def leave_out(
@@ -78,15 +74,14 @@ def leave_out(
     if unknown := sorted(set(parts) - {*allowed}):
         raise ConfigError(f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}")
     if "transform" in parts and pipeline.transform is not None:
-        pipeline = pipeline._replace(transform=_keep_sample)
+        pipeline = pipeline._replace(transform=keep)
     if "transform" in parts:
         pipeline = pipeline._replace(batch_transform=None)
     new_images = pipeline.decoder.new_output if decodes_on_device(pipeline.decoder) else None
     if "storage" not in parts:
         return LeftOut(frozenset(parts), new_images=new_images), schedule, pipeline
     kept = {source.base: _read_some(source, schedule.identity.split) for source in schedule.sources}
-    silent = tuple(source._replace(storage=_SilentStorage(source.storage)) for source in schedule.sources)
-    return LeftOut(frozenset(parts), kept, new_images), schedule._replace(sources=silent), pipeline
+    return LeftOut(frozenset(parts), kept, new_images), schedule._replace(reads=False), pipeline
 
 
 def _read_some(source: Source, split: str) -> list[FetchedSpan]:
@@ -95,38 +90,7 @@ def _read_some(source: Source, split: str) -> list[FetchedSpan]:
     stride = max(1, entry.num_samples // _NUM_KEPT)
     rows = range(entry.first_sample, entry.first_sample + entry.num_samples, stride)[:_NUM_KEPT]
     spans = [source.reader.fetch(row) for row in rows]
-    return [
-        one._replace(span=one.span.copied() if isinstance(one.span, LayeredSpan) else memoryview(bytes(one.span)))
-        for one in spans
-    ]
-
-
-class _SilentStorage:
-    """The storage of a source, with sessions that read nothing: no background reads either."""
-
-    def __init__(self, inner: SampleStorage) -> None:
-        self._inner = inner
-        self.look_ahead_bytes, self.needs_whole_spans = inner.look_ahead_bytes, inner.needs_whole_spans
-
-    def span(self, index: int, row: IndexRow) -> Span:
-        return self._inner.span(index, row)
-
-    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _SilentSession:  # noqa: ARG002
-        return _SilentSession()
-
-    def stats(self) -> StorageStats:
-        return self._inner.stats()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _SilentSession:
-    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSample]:
-        return [lambda: memoryview(b"") for _ in rows]
-
-    def close(self) -> None:
-        """Do nothing: nothing was requested."""
+    return [one._replace(span=one.span.copied()) for one in spans]
 
 
 class _Remembered:
@@ -158,8 +122,3 @@ def _own_bytes(parsed: Parsed) -> Parsed:
     )
     second = None if parsed.second is None else _own_bytes(parsed.second)
     return parsed._replace(samples=samples, second=second)
-
-
-def _keep_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return the sample: replaces a transform that is left out."""
-    return sample

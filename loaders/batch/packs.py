@@ -1,17 +1,9 @@
 """Batches of packs: rows of several samples each (``OrderSpec(pack=...)``).
 
-A batch of B packs holds S samples, pack by pack. Every entry of a batch has S in the place of B, and these are added:
-
-================ ================= ==================================================================================
-entry            form              meaning
-================ ================= ==================================================================================
-``pack``         [S] int64         the pack that the sample is in, 0 .. B - 1
-``pack_offsets`` [B + 1] int32     pack p has the samples ``pack_offsets[p] : pack_offsets[p + 1]``
-``cu_seqlens``   [S + 1] int32     sample s has the tokens ``cu_seqlens[s] : cu_seqlens[s + 1]``
-``max_seqlen``   int               the largest number of tokens of a sample
-``position_ids`` [tokens] int64    the place of each token in its sample
-``sequence_ids`` [tokens] int32    the sample, 0 .. S - 1, of each token
-================ ================= ==================================================================================
+A batch of B packs holds S samples, pack by pack. Every entry of a batch has S in the place of B, and ``pack``,
+``pack_offsets``, ``cu_seqlens``, ``max_seqlen``, ``position_ids`` and ``sequence_ids`` are added
+(`fuelrail.loaders.records.Batch`): pack p has the samples ``pack_offsets[p] : pack_offsets[p + 1]``, sample s has the
+tokens ``cu_seqlens[s] : cu_seqlens[s + 1]``.
 
 The last four describe the first selected channel of kind ``tokens`` whose length is open, whose `Packed` has the tokens
 of all samples in a row: ``batch["tokens"].values`` is what attention with ``cu_seqlens`` takes. Without such a channel
@@ -29,17 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuelrail.loaders.batch.buffer_pool import make_buffers
-from fuelrail.loaders.records import Parsed
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from fuelrail.loaders.batch.buffer_pool import Memory
     from fuelrail.loaders.config import Arguments
-    from fuelrail.loaders.records import CameraImages, Images, Scheduled
+    from fuelrail.loaders.records import Parsed
     from fuelrail.pipeline.order.pack import Pack
 
 
@@ -75,9 +64,9 @@ def max_tokens(pack: Pack | None) -> int | None:
     return pack.budget if pack is not None and pack.truncate else None
 
 
-def rows_of_batch(item: Any) -> int:  # noqa: ANN401
+def rows_of_batch(item: Parsed) -> int:
     """Return the samples of the batch of packs that a parsed or decoded sample is in."""
-    return len((item.task if isinstance(item, Parsed) else item).slot.flags["pack"])
+    return len(item.slot.flags["pack"])
 
 
 def packed_entries(batch: dict[str, Any]) -> dict[str, Any]:
@@ -140,35 +129,3 @@ def pad_packs(
             length = most if name in ("position_ids", "sequence_ids") else rows
             found[name] = padded(name, value, length, fills.get(name, 0))
     return found
-
-
-def choose_buffers(
-    pack: Pack | None,
-    images: Sequence[CameraImages],
-    axes: tuple[int, ...],
-    *,
-    on_device: bool,
-    memory: Memory,
-    keep: int,
-) -> Callable[[Scheduled], Images | tuple[Images, ...]]:
-    """Return what takes a buffer for the images of a batch, given its first sample; see `make_buffers`."""
-    if pack is None:
-        buffers = make_buffers(images, axes, on_device=on_device, memory=memory, keep=keep)
-        return lambda _: buffers.take()
-    packs = PackBuffers(images, on_device=on_device, memory=memory, keep=keep)
-    return lambda first: packs.take(len(first.flags["pack"]))
-
-
-class PackBuffers:
-    """Buffers for the images of batches that differ in their number of samples: a pool for each power of two."""
-
-    def __init__(self, images: Sequence[CameraImages], *, on_device: bool, memory: Memory, keep: int) -> None:
-        self._pools = {
-            bits: make_buffers(images, (1 << bits,), on_device=on_device, memory=memory, keep=keep)
-            for bits in range(31)
-        }
-
-    def take(self, rows: int) -> Images | tuple[Images, ...]:
-        """Return a buffer for the images of ``rows`` samples; see `BufferPool.take`."""
-        taken = self._pools[(rows - 1).bit_length()].take()
-        return tuple(one[:rows] for one in taken) if isinstance(taken, tuple) else taken[:rows]

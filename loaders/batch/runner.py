@@ -10,7 +10,7 @@ from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage, StageClo
 
 if TYPE_CHECKING:
     from fuelrail.loaders.autotune import Autotuner, Tuning
-    from fuelrail.loaders.storage import StorageStats
+    from fuelrail.loaders.storage.protocol import StorageStats
     from fuelrail.pipeline.order.batching import Cursor
 
 
@@ -134,16 +134,3 @@ class LoaderStats(NamedTuple):
     """Distinct bad samples that were substituted."""
     refused_images: int
     """Images that DALI failed on and libjpeg-turbo decoded on the CPU; if they are many, the GPU decodes nothing."""
-
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks: each stage's share of its threads' time."""
-        head = "<tr><th>stage</th><th>threads</th><th>done</th><th>busy</th><th>starved</th><th>blocked</th></tr>"
-        rows = ""
-        for one in self.stages:
-            total = max(one.busy_s + one.starved_s + one.blocked_s, 1e-9)
-            shares = (f"<td>{100 * part / total:.0f} %</td>" for part in (one.busy_s, one.starved_s, one.blocked_s))
-            rows += f"<tr><td>{one.name}</td><td>{one.num_threads}</td><td>{one.items:,}</td>{''.join(shares)}</tr>"
-        text = (
-            f"{self.samples:,} samples in {self.elapsed_s:.1f} s; the trainer waited {self.waited_s:.1f} s for batches"
-        )
-        return f"<div><p>{text}</p><table>{head}{rows}</table></div>"

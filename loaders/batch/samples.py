@@ -5,16 +5,15 @@ Nothing here refers to the loader itself, so that dropping the loader stops its 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from fuelrail.loaders.batch.channels import moved_frames
 from fuelrail.loaders.batch.temporal import hidden
 from fuelrail.loaders.batch.timed import TimedChannels
-from fuelrail.loaders.decode import ImageDecoder, decode_images, decode_views
+from fuelrail.loaders.decode import decode_images, decode_views
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Source, Task
+from fuelrail.loaders.records import CameraImages, Fetched, Parsed, Task
 from fuelrail.loaders.schedule.bad_samples import BAD_SAMPLE, BadSamples
 from fuelrail.loaders.storage.reader import FetchedSpan
 from fuelrail.pipeline.errors import ConfigError, ImageError
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
     from fuelrail.loaders.batch.timed import TimedValues
     from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.decode.lens import Undistort
-    from fuelrail.loaders.storage.protocol import Span
+    from fuelrail.loaders.decode.protocol import ImageDecoder
+    from fuelrail.loaders.storage.protocol import LayeredSpan
     from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.order.windows import Window
     from fuelrail.pipeline.sample.schema import Sample
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MUCH_LARGER: Final = 8.0
 NOT_TIMED: Final = TimedChannels()
 
 
@@ -110,27 +109,11 @@ def image_groups(transforms: Transforms, cameras: Sequence[str]) -> tuple[Camera
     )
 
 
-def warn_of_enlarged(images: Sequence[CameraImages], sources: Sequence[Source]) -> None:
-    """Warn where images become larger than they are stored by a factor that nobody means."""
-    for group in images:
-        for camera in (source.dataset.manifest.cameras[at] for source in sources for at in group.cameras):
-            for width, height in camera.sizes:
-                factor = group.augment.factor(width, height) if width and height else 0.0
-                if factor > _MUCH_LARGER:
-                    warnings.warn(
-                        f"the images of '{camera.channel}', stored as {width} x {height}, are enlarged {factor:.0f} "
-                        f"times, to {group.augment.width} x {group.augment.height} or a part of that: is this the size "
-                        "in Transforms(image=ImageAugment(height=..., width=...)) that you mean?",
-                        stacklevel=4,
-                    )
-                    return
-
-
 def fetch(bad: BadSamples, task: Task) -> Fetched:
     """Return the sample's bytes from storage, checked; of a bad sample, those of its substitute."""
     while True:
         stored = []
-        spans: dict[int, Span] = {}
+        spans: dict[int, LayeredSpan] = {}
         for number, (_, _, entry, pending_read) in enumerate(task.frames):
             read = id(pending_read)  # of rows that are shown more than once
             try:
@@ -161,7 +144,8 @@ def parse(
                 continue
             try:
                 if not is_frame:
-                    about[frame.row] = stored.row.timestamp_ns, timed.values(task.source, stored, frame.row)
+                    found = task.source.reader.values(stored) | task.source.attributes.of(frame.row)
+                    about[frame.row] = stored.row.timestamp_ns, found
                     continue
                 sample = task.source.reader.parse(stored)
                 if augments.accumulation is not None:
@@ -211,6 +195,11 @@ def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, number: 
     return Parsed(task, tuple(samples), maps, augments.changes(epoch, number, reader.camera_rows), bev)
 
 
+def keep(item: Any) -> Any:  # noqa: ANN401
+    """Return the item: the work of a stage that has nothing to do."""
+    return item
+
+
 def for_each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """Apply a stage's work on single items to each item of a batch."""
     return [function(item) for item in items]
@@ -223,7 +212,7 @@ def decode(
     bad: BadSamples,
     parse_again: Callable[[Fetched], Parsed],
     parsed: Parsed,
-) -> DecodedSample:
+) -> Parsed:
     """Decode the sample's images into its place in the batch."""
     while True:
         task, views = parsed.task, parsed.views
@@ -241,7 +230,7 @@ def decode(
                 parsed = parse_again(fetch(bad, bad.replace(task, number, error)))
                 break
         else:
-            return parsed.decoded(task.slot)
+            return parsed
 
 
 def _decode(

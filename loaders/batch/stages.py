@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -13,14 +14,14 @@ import torch
 from fuelrail.loaders.autotune import Autotuner, Tuning, decode_ahead, make_tuner
 from fuelrail.loaders.batch import packs, samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
-from fuelrail.loaders.batch.buffer_pool import image_shapes
+from fuelrail.loaders.batch.buffer_pool import ImageBuffers, image_shapes
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.processes import ProcessTransform
 from fuelrail.loaders.batch.samples import fetch
 from fuelrail.loaders.batch.timed import TimedChannels, timed_channels
-from fuelrail.loaders.decode import BatchDecoder, ImageDecoder, decodes_on_device, make_decoder
+from fuelrail.loaders.decode import decodes_on_device, make_decoder
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
+from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES, BatchDecoder, ImageDecoder
 from fuelrail.loaders.records import Collated
 from fuelrail.loaders.schedule.datasets import image_facts, unknown_to
 from fuelrail.loaders.schedule.state import sample_settings
@@ -30,14 +31,13 @@ from fuelrail.pipeline.order.windows import has_frames
 from fuelrail.pipeline.runtime.stages import Stage
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.batch.buffer_pool import Memory
     from fuelrail.loaders.batch.points import Points
     from fuelrail.loaders.batch.static import FixedBuffers
     from fuelrail.loaders.batch.transfer import CudaTransfer
-    from fuelrail.loaders.config import Arguments, BoxFrame, Budget, Normalize, StaticBatches
-    from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Scheduled, Source
+    from fuelrail.loaders.config import Arguments, Budget, Normalize, StaticBatches
+    from fuelrail.loaders.records import CameraImages, Fetched, Parsed, Scheduled, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
-    from fuelrail.pipeline.channels.sensors import LidarEntry
+    from fuelrail.loaders.storage.buffers import Memory
     from fuelrail.pipeline.order.pack import Pack
     from fuelrail.pipeline.order.windows import Window
     from fuelrail.pipeline.transforms.pixels import PixelAugment
@@ -49,11 +49,10 @@ _FEW_IMAGES: Final = 24
 
 
 class BatchPipeline(NamedTuple):
-    """What a loader's stages are made of; ``lidar`` is the one whose sweeps become ``points``."""
+    """What a loader's stages are made of."""
 
     bad: BadSamples
     cameras: tuple[str, ...]
-    lidar: LidarEntry | None
     augments: samples.Augments
     decoder: ImageDecoder | BatchDecoder
     batch_size: int
@@ -62,9 +61,8 @@ class BatchPipeline(NamedTuple):
     collate_fn: Callable[[list[Any]], Any] | None
     normalize: Normalize | None
     transfer: CudaTransfer | None
-    box_frame: BoxFrame
     channels: SelectedChannels
-    unknown: frozenset[str]
+    assemble: Callable[[Sequence[Parsed]], dict[str, Any]]
     batch_transform: user.BatchTransform | None = None
     static: StaticBatches | None = None
     fixed: FixedBuffers | None = None
@@ -98,11 +96,10 @@ class BatchPipeline(NamedTuple):
         return make_tuner(budget, self.batch_size, batch_bytes, ready, lanes)
 
     def buffers(self, keep: int, memory: Memory) -> Callable[[Scheduled], Any]:
-        """Return what takes a buffer for the images of a batch; see `choose_buffers`."""
-        on_device = decodes_on_device(self.decoder)
-        return packs.choose_buffers(
-            self.pack, self.augments.images, self._image_axes, on_device=on_device, memory=memory, keep=keep
-        )
+        """Return what takes a buffer for the images of a batch, given its first sample; see `ImageBuffers`."""
+        varies, on_device, axes = self.pack is not None, decodes_on_device(self.decoder), self._image_axes
+        buffers = ImageBuffers(self.augments.images, varies=varies, on_device=on_device, memory=memory, keep=keep)
+        return lambda first: buffers.take((len(first.flags["pack"]),) if varies else axes)
 
     @property
     def parses_hard(self) -> bool:
@@ -156,48 +153,35 @@ class BatchPipeline(NamedTuple):
         else:
             decode_one = partial(samples.decode, self.decoder, self.cameras, fill, self.bad, parse)
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
-        if self.transform is None and self.collate_fn is None:
-            collate: Callable[[Any], Any] = partial(
-                assemble, lidar=self.lidar, box_frame=self.box_frame, channels=self.channels, unknown=self.unknown
-            )
-            if self.augments.second_at:
-                collate = _of_views(collate, lambda decoded: (decoded, decoded.second))
-        else:
-            each: Callable[[Any], Any] = partial(
-                user.transform,
-                self.transform,
-                lidar=self.lidar,
-                seed=self.augments.seed,
-                box_frame=self.box_frame,
-                channels=self.channels,
-                unknown=self.unknown,
-            )
-            if self.augments.second_at:
-                each = partial(_transformed_views, each)
+        collate: Callable[[Sequence[Any]], Any] = self.assemble
+        if self.transform is not None or self.collate_fn is not None:
+            each: Callable[[Any], Any] = partial(user.transform, self.transform, self.assemble, self.augments.seed)
             each = each if group else partial(samples.for_each, each)
-            if self.transfer is not None:
-                each = self.transfer.on_own_stream(each)
-            stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
             collate = partial(user.collate, self.collate_fn)
-            if self.augments.second_at:
-                collate = _of_views(collate, tuple)
             if self.transfer is not None:
-                collate = self.transfer.on_own_stream(collate)
-        if self.static is not None:
-            collate = _padded(self.static, collate, self.pack, self.batch_size)
-        if self.batch_transform is not None or self.serves:
-            collate = partial(_placed, collate)
+                each, collate = self.transfer.on_own_stream(each), self.transfer.on_own_stream(collate)
+            stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
+        collate = partial(self._collated, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
         return self._with_last(stages, tuning)
 
+    def _collated(self, collate: Callable[[Sequence[Any]], Any], items: Sequence[Any]) -> Any:  # noqa: ANN401
+        """Return the batch of decoded or transformed samples, as a `Collated` where later work needs its place."""
+        views = _all_views(items)
+        batch = collate(views)
+        if self.static is not None:
+            batch = static.pad(self.static, batch, self.pack, self.batch_size)
+        if self.batch_transform is None and not self.serves:
+            return batch
+        slot, keys = views[0].slot, tuple(one.key for one in views[: len(items)])
+        return Collated(batch, slot.epoch, slot.step, slot.position, keys)
+
     def receiving(self, tuning: Tuning) -> list[Stage]:
         """Return the stages of batches that another process made: as far as that left them to this one."""
-        receive = self._received if self.transfer is not None else _as_is
-        stages = [Stage("receive", receive, 1, 1)]
-        return stages if self.transfer is None else self._with_last(stages, tuning)
-
-    def _received(self, collated: Collated) -> Any:  # noqa: ANN401
-        return collated.batch if self.batch_transform is None else collated
+        if self.transfer is None:
+            return [Stage("receive", samples.keep, 1, 1)]
+        receive = operator.attrgetter("batch") if self.batch_transform is None else samples.keep
+        return self._with_last([Stage("receive", receive, 1, 1)], tuning)
 
     def _with_last(self, stages: list[Stage], tuning: Tuning) -> list[Stage]:
         last = None if self.serves else self.batch_transform or self.normalize
@@ -238,11 +222,11 @@ def make_batch_pipeline(
         samples.image_groups(transforms, cameras), transforms.pixels, transforms.ego, options.seed, points.accumulation,
         transforms.undistort, options.batch_size if transforms.two_views else 0,
     )  # fmt: skip
-    samples.warn_of_enlarged(augments.images, sources)
     channels = (*sources[0].reader.channels, *sources[0].attributes.channels)
     timed = timed_channels(options.window, channels)
     timed.set_up(sources)
     fixed, pack = transforms.static_batches, None if options.order is None else options.order.pack
+    selected = SelectedChannels(channels, tuple(sources[0].reader.cameras), packs.max_tokens(pack), timed.by_name)
     batch_transform = options.batch_transform and user.BatchTransform(
         options.batch_transform,
         transforms.normalize,
@@ -251,42 +235,19 @@ def make_batch_pipeline(
         must_be_dict=fixed is not None,
     )
     return BatchPipeline(
-        bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, transform,
-        options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-        SelectedChannels(channels, tuple(sources[0].reader.cameras), packs.max_tokens(pack), timed.by_name),
-        unknown_to(sources),
+        bad, cameras, augments, decoder, options.batch_size, options.window, transform,
+        options.collate_fn, transforms.normalize, transfer, selected,
+        partial(
+            assemble, lidar=points.lidar, box_frame=transforms.box_frame, channels=selected,
+            unknown=unknown_to(sources),
+        ),
         batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack, timed=timed,
     )  # fmt: skip
 
 
-def _as_is(batch: Any) -> Any:  # noqa: ANN401
-    return batch
-
-
-def _placed(collate: Callable[[Any], Any], items: Sequence[Any]) -> Collated:
-    """Collate decoded or transformed samples, each perhaps with its second view, to a batch with its place."""
-    samples = [item[0] if isinstance(item, list) else item for item in items]
-    slot = samples[0].slot
-    return Collated(collate(items), slot.epoch, slot.step, slot.position, tuple(one.key for one in samples))
-
-
-def _padded(
-    settings: StaticBatches, collate: Callable[[Any], Any], pack: Pack | None, num_packs: int
-) -> Callable[[Any], Any]:
-    return lambda decoded: static.pad(settings, collate(decoded), pack, num_packs)
-
-
-def _transformed_views(each: Callable[[Any], Any], decoded: Any) -> list[Any]:  # noqa: ANN401
-    return [each(decoded), each(decoded.second)]
-
-
-def _of_views(collate: Callable[[Any], Any], views: Callable[[Any], Sequence[Any]]) -> Callable[[Any], Any]:
-    """Return ``collate`` for items of two views each: it gets all first views, then all second ones."""
-    return lambda items: collate(_firsts_then_seconds(map(views, items)))
-
-
-def _firsts_then_seconds(views: Iterable[Sequence[Any]]) -> list[Any]:
-    return [view for of_all in zip(*views, strict=True) for view in of_all]
+def _all_views(items: Sequence[Parsed | user.Sample]) -> list[Any]:
+    """Return the views of parsed or transformed samples: all first ones, then all second ones."""
+    return [view for of_all in zip(*(item.views for item in items), strict=True) for view in of_all]
 
 
 def check_pixels(decoder: ImageDecoder, pixels: PixelAugment) -> None:
@@ -316,7 +277,7 @@ class BatchDecode:
         self._decoder, self._cameras, self._fill = decoder, cameras, fill
         self._bad, self._parse_again = bad, parse_again
 
-    def __call__(self, batch: Sequence[Parsed]) -> list[DecodedSample]:
+    def __call__(self, batch: Sequence[Parsed]) -> list[Parsed]:
         """Decode the parsed samples of one batch."""
         slot = batch[0].task.slot
         on_cpu = not decodes_on_device(self._decoder)
@@ -324,7 +285,7 @@ class BatchDecode:
             slot = slot.for_rows(len(batch) * len(batch[0].views), self._decoder.new_output)
         parts = slot.parts()
         samples = list(batch)
-        failed = self._decode(_firsts_then_seconds(one.views for one in samples), parts)
+        failed = self._decode(_all_views(samples), parts)
         for row, (frame, error) in failed.items():
             at = row % len(samples)
             if row != at and at in failed:
@@ -340,12 +301,12 @@ class BatchDecode:
                     if is_bad is not None:
                         break
         if on_cpu:
-            for at, parsed in enumerate(_firsts_then_seconds(one.views for one in samples)):
+            for at, parsed in enumerate(_all_views(samples)):
                 for sample, planes in zip(parsed.samples, slot.frames(at), strict=True):
                     for image, channel, change in zip(planes, self._cameras, parsed.changes, strict=True):
                         if channel in sample.images:
                             change_pixels(image, change, self._fill)
-        return [parsed.decoded(slot) for parsed in samples]
+        return samples if on_cpu else [parsed.in_slot(slot) for parsed in samples]
 
     def _decode(
         self, samples: Sequence[Parsed], parts: Sequence[tuple[Sequence[int] | None, torch.Tensor]]

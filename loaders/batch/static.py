@@ -53,7 +53,9 @@ def pad(settings: StaticBatches, batch: Any, pack: Pack | None = None, num_packs
             padded[name], padded["points_mask"] = _padded(batch, name, settings.max_points, "max_points", 0.0)
         else:
             fix = "set max_points" if name == "points" else "make it one tensor of one shape in transform or collate_fn"
-            raise ConfigError(f"static batches need a fixed shape, and {name!r} is {_kind(value)} of tensors: {fix}")
+            raise ConfigError(
+                f"static batches need a fixed shape, and {name!r} is a {type(value).__name__} of tensors: {fix}"
+            )
     return padded if pack is None else pad_packs(pack, num_packs, settings.max_tokens, padded, _BOX_FILL)
 
 
@@ -76,10 +78,6 @@ def _parts(name: str, value: object) -> dict[tuple[str, ...], torch.Tensor]:
         return {}
     is_flat = all(isinstance(one, torch.Tensor) for one in value.values())
     return {(name, part): one for part, one in value.items()} if is_flat else {}
-
-
-def _kind(value: object) -> str:
-    return f"a {type(value).__name__}"
 
 
 def _padded(

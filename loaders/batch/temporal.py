@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.records import DecodedSample
+    from fuelrail.loaders.records import Parsed
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -48,14 +48,12 @@ class Frames(NamedTuple):
     """(B, T) with windows, (B,) without."""
 
     @classmethod
-    def of(cls, decoded: Sequence[DecodedSample]) -> Self:
+    def of(cls, decoded: Sequence[Parsed]) -> Self:
         """Collect the frames of some samples, of which all or none have windows."""
-        if decoded[0].window is None:
-            return cls([entry.sample for entry in decoded], [entry.maps for entry in decoded], (len(decoded),))
-        windows = [entry.window for entry in decoded if entry.window is not None]
-        samples = [sample for window in windows for sample in window.samples]
-        maps = [maps for window in windows for maps in window.maps]
-        return cls(samples, maps, (len(windows), len(windows[0].samples)))
+        samples = [sample for entry in decoded for sample in entry.samples]
+        maps = [maps for entry in decoded for maps in entry.maps]
+        num_frames = (len(decoded[0].samples),) if decoded[0].slot.has_windows else ()
+        return cls(samples, maps, (len(decoded), *num_frames))
 
     @property
     def has_windows(self) -> bool:
@@ -83,10 +81,10 @@ class Frames(NamedTuple):
         return [values[at * t : (at + 1) * t] for at in range(num_samples)]
 
 
-def frame_facts(decoded: Sequence[DecodedSample]) -> dict[str, torch.Tensor]:
+def frame_facts(decoded: Sequence[Parsed]) -> dict[str, torch.Tensor]:
     """Return which frames the samples' windows show."""
-    windows = [entry.window for entry in decoded if entry.window is not None]
+    frames = [entry.task.frames for entry in decoded]
     return {
-        "frame_valid": torch.tensor([window.present for window in windows]),
-        "frame_global_index": torch.tensor([window.rows for window in windows]),
+        "frame_valid": torch.tensor([[one.present for one in of_sample] for of_sample in frames]),
+        "frame_global_index": torch.tensor([[one.row for one in of_sample] for of_sample in frames]),
     }

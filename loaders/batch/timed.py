@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.records import Source
-    from fuelrail.loaders.storage.reader import FetchedSpan
     from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.order.windows import Interpolation, Window
@@ -107,10 +106,6 @@ class TimedChannels(NamedTuple):
             reader = source.reader
             reader.num_frames = self.num_frames if self.by_name else None
             reader.timed = tuple(channel for channel in reader.channels if channel.name in self.by_name)
-
-    def values(self, source: Source, stored: FetchedSpan, row: int) -> dict[str, Value | None]:
-        """Return the values of a stored sample, and its attributes; raises MemberError."""
-        return source.reader.values(stored) | source.attributes.of(row)
 
     def read(self, time_ns: int, about: Collection[tuple[int, Mapping[str, Value | None]]]) -> TimedValues:
         """Return the values of each channel about a sample's time, from those of samples at their times."""

@@ -7,10 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from fuelrail.loaders.batch.buffer_pool import BufferPool, page_locked, pageable
+from fuelrail.loaders.batch.buffer_pool import page_locked
 from fuelrail.loaders.decode.protocol import wait_on_host
+from fuelrail.loaders.storage.buffers import Buffers, Memory, pageable
 from fuelrail.pipeline.errors import ConfigError
 
 ALIGNMENT: Final = 64
@@ -187,8 +190,8 @@ class Arena:
     """
 
     def __init__(self, *, pinned: bool) -> None:
-        self._new = page_locked if pinned else pageable
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._buffers = Buffers(page_locked if pinned else pageable, keep_bytes=0)
+        self._memory = np.empty(0, np.uint8)
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> Packed:
         """Copy tensors (of any dtype, shape and dense layout; see `is_packed`) behind one another, each aligned.
@@ -197,27 +200,27 @@ class Arena:
         """
         return pack(tensors, self._grown)
 
-    def _grown(self, num_bytes: int) -> torch.Tensor:
+    def _grown(self, num_bytes: int) -> NDArray[np.uint8]:
         if num_bytes > len(self._memory):
             # A quarter more, so that batches that grow a little do not each take new memory.
             room = -(-num_bytes * 5 // 4 // ALIGNMENT) * ALIGNMENT
-            self._memory = torch.from_numpy(BufferPool((room,), memory=self._new, keep=0).take())
+            self._memory = self._buffers.take(room)
         return self._memory
 
 
-def pack(tensors: Sequence[torch.Tensor], room: Callable[[int], torch.Tensor]) -> Packed:
-    """Copy tensors behind one another, each aligned, into memory that ``room`` returns for a number of bytes."""
+def pack(tensors: Sequence[torch.Tensor], room: Memory) -> Packed:
+    """Copy tensors behind one another, each aligned, into memory that ``room`` returns."""
     dense = [tensor if _is_dense(tensor) else tensor.contiguous() for tensor in tensors]
     pieces: list[Piece] = []
     num_bytes = 0
     for tensor in dense:
         pieces.append(Piece(tensor.dtype, tuple(tensor.shape), tensor.stride(), num_bytes // tensor.itemsize))
         num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    memory = room(num_bytes)
+    memory = torch.from_numpy(room(num_bytes))[:num_bytes]
     start = memory.data_ptr()
     for tensor, piece in zip(dense, pieces, strict=True):
         ctypes.memmove(start + piece.offset * tensor.itemsize, tensor.data_ptr(), tensor.nbytes)
-    return Packed(memory[:num_bytes], pieces)
+    return Packed(memory, pieces)
 
 
 def is_packed(tensor: torch.Tensor) -> bool:

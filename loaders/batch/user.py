@@ -2,8 +2,7 @@
 
 All run in the loader's threads, so their Python runs under the interpreter's lock, against the trainer's own: numpy,
 torch and other C code that releases the lock is fine, Python loops over points or pixels are not: these belong in
-worker processes (:mod:`fuelrail.loaders.batch.processes`). ``stats()`` shows the functions as stages, and a transform
-that takes a large part of the decoding's time is warned of in the log.
+worker processes (:mod:`fuelrail.loaders.batch.processes`). ``stats()`` shows the functions as stages.
 
 A *sample* is a dict with the names of a batch (:mod:`fuelrail.loaders.batch.assemble`) and no B axis (with temporal
 windows the T axis is the first: `fuelrail.loaders.batch.temporal`); ``img`` is a view of
@@ -14,27 +13,18 @@ any number of ranks and after a resume.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fuelrail.loaders.batch.assemble import NO_CHANNELS, assemble
-from fuelrail.loaders.batch.channels import SelectedChannels, of_one
-from fuelrail.loaders.batch.processes import ProcessTransform
+from fuelrail.loaders.batch.channels import of_one
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.runtime.stages import StageClock, stage_error
+from fuelrail.pipeline.runtime.stages import stage_error
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.config import BoxFrame
-    from fuelrail.loaders.records import BatchSlot, Collated, DecodedSample
-    from fuelrail.pipeline.channels.sensors import LidarEntry
-
-_LOG = logging.getLogger(__name__)
-_SLOW_SHARE: Final = 0.5
-_SLOW_MS: Final = 1.0
+    from fuelrail.loaders.records import BatchSlot, Collated, Parsed
 
 
 class Sample(NamedTuple):
@@ -50,6 +40,13 @@ class Sample(NamedTuple):
     value: Any
     joins: Mapping[str, Callable[[list[Any]], Any]]
     common: dict[str, Any]
+    second: Sample | None = None
+    """The other view of the sample, where there are two."""
+
+    @property
+    def views(self) -> tuple[Sample, ...]:
+        """The sample itself, and its other view."""
+        return (self,) if self.second is None else (self, self.second)
 
     def __str__(self) -> str:
         return f"sample {self.key!r} (epoch {self.slot.epoch}, step {self.slot.step})"
@@ -57,18 +54,22 @@ class Sample(NamedTuple):
 
 def transform(
     function: Callable[[dict[str, Any]], Any] | None,
-    decoded: DecodedSample,
-    *,
-    lidar: LidarEntry | None,
+    assemble: Callable[[Sequence[Parsed]], dict[str, Any]],
     seed: int,
-    box_frame: BoxFrame = "ego",
-    channels: SelectedChannels = NO_CHANNELS,
-    unknown: Collection[str] = (),
+    decoded: Parsed,
 ) -> Sample:
-    """Pass a sample through the user's function, as a dict: a batch of one without its B axis, and its ``seed``."""
-    batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels, unknown=unknown)
+    """Pass each view of a sample through the user's function, as a dict: a batch of one without its B axis."""
+    first, *others = [_transformed(function, assemble([view]), seed, view) for view in decoded.views]
+    return first._replace(second=others[0]) if others else first
+
+
+def _transformed(
+    function: Callable[[dict[str, Any]], Any] | None, batch: dict[str, Any], seed: int, decoded: Parsed
+) -> Sample:
+    """Return what the function makes of a batch of one; ``seed`` is that of the loader."""
     whole = batch.pop("img")
-    image = {name: one[decoded.at] for name, one in whole.items()} if isinstance(whole, dict) else whole[decoded.at]
+    task, at = decoded.task, decoded.task.at
+    image = {name: one[at] for name, one in whole.items()} if isinstance(whole, dict) else whole[at]
     own, joins, common = {}, {}, {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
@@ -77,12 +78,11 @@ def transform(
             own[name], joins[name] = part
         else:
             common[name] = value
-    number = decoded.base + decoded.row
-    number = second_view(number) if decoded.view else number
+    number = second_view(task.number) if decoded.view else task.number
     drawn = uniforms(seed, decoded.slot.epoch, number, [ALL_CAMERAS], "transform", 1)
     sample = {"img": image, **own, **common, "seed": int(drawn[0, 0] * 2**53)}
     value = sample if function is None else function(sample)
-    return Sample(decoded.slot, decoded.at, decoded.sample.key, value, joins, common)
+    return Sample(decoded.slot, at, decoded.key, value, joins, common)
 
 
 def collate(function: Callable[[list[Any]], Any] | None, transformed: Sequence[Sample]) -> Any:  # noqa: ANN401
@@ -192,19 +192,3 @@ def _same_rows(whole: torch.Tensor, transformed: Sequence[Sample], images: list[
         ):
             return _stack(images)
     return whole
-
-
-def warn_if_slow(function: Callable[[dict[str, Any]], Any] | None, clocks: Sequence[StageClock]) -> None:
-    """Log a warning if the transform takes a large part of the time that decoding takes, in threads."""
-    if isinstance(function, ProcessTransform):
-        return
-    per_item_ms = {clock.name: 1e3 * clock.busy_s / clock.items for clock in clocks if clock.items}
-    transforming, decoding = per_item_ms.get("transform", 0.0), per_item_ms.get("decode", 0.0)
-    if transforming > max(_SLOW_MS, _SLOW_SHARE * decoding):
-        _LOG.warning(
-            "transform takes %.1f ms a sample, decoding %.1f ms: it runs in the trainer's process, where Python code "
-            "competes with the training loop for the interpreter; move it to numpy or torch operations, to worker "
-            "processes (transform_in='process') or to the device (batch_transform=)",
-            transforming,
-            decoding,
-        )

@@ -14,19 +14,16 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Final, TypeGuard, cast
 
 from fuelrail.loaders.decode.protocol import (
-    INTERPOLATIONS,
     UNKNOWN,
     BatchDecoder,
     DaliOptions,
     ImageDecoder,
     ImageFacts,
     ImagesDecoder,
-    Interpolation,
     Place,
     ViewsDecoder,
 )
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.sample.image_header import ImageInfo, probe
 from fuelrail.pipeline.settings import did_you_mean
 
 if TYPE_CHECKING:
@@ -36,24 +33,6 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.image_map import ImageMap
-
-__all__ = [
-    "BACKENDS",
-    "INTERPOLATIONS",
-    "BatchDecoder",
-    "ImageDecoder",
-    "ImageInfo",
-    "ImagesDecoder",
-    "Interpolation",
-    "Place",
-    "ViewsDecoder",
-    "decode_images",
-    "decode_views",
-    "decodes_on_device",
-    "make_decoder",
-    "plugin_decoders",
-    "probe",
-]
 
 GROUP: Final = "fuelrail.decoders"
 
@@ -125,7 +104,7 @@ def _plugin(name: str, place: Place) -> ImageDecoder:
     if not isinstance(made, ImageDecoder):
         raise ConfigError(
             f"decoder '{name}'{package}: '{entry.value}' made {type(made).__name__}, which is not an ImageDecoder of "
-            "fuelrail.loaders.decode; give it the attribute `name` and the method `decode_into`"
+            "fuelrail.loaders.decode.protocol; give it the attribute `name` and the method `decode_into`"
         )
     return made
 

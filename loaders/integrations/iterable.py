@@ -19,7 +19,7 @@ class IterableView(IterableDataset[Any]):
 
     ::
 
-        view = IterableView(fuelrail.loaders.DataLoader("DATASET", batch_size=8, shuffle=True, drop_last=True))
+        view = IterableView(fuelrail.DataLoader("DATASET", batch_size=8, shuffle=True, drop_last=True))
         outer = torch.utils.data.DataLoader(view, batch_size=None)
         for epoch in range(epochs):
             for batch in outer:

@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 
-from fuelrail.loaders.decode import ImageDecoder, make_decoder, probe
+from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.decode.protocol import ImageDecoder
     from fuelrail.pipeline.format.dataset import Dataset
 
 

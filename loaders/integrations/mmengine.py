@@ -69,7 +69,7 @@ torch.serialization.add_safe_globals(
 class FuelrailDataset(IterableView):
     """A loader as the dataset of a config; its items are whole batches.
 
-    The options are those of :class:`fuelrail.loaders.DataLoader`; settings are given as dicts.
+    The options are those of :class:`fuelrail.DataLoader`; settings are given as dicts.
     """
 
     def __init__(self, dataset: str, batch_size: int, **options: Any) -> None:

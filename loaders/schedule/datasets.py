@@ -21,7 +21,7 @@ from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.storage import Storage
+    from fuelrail.loaders.storage.protocol import Storage
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.order.mix import MixStage
@@ -159,7 +159,7 @@ def require_poses(datasets: Mapping[str, Dataset]) -> None:
 def make_sources(
     datasets: Mapping[str, Dataset],
     split: str,
-    open_storage: Callable[[Dataset], Storage[memoryview]],
+    open_storage: Callable[[Dataset], Storage],
     *,
     points: bool,
     sweeps: bool,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fuelrail.loaders.records import Requested, Scheduled
+from fuelrail.loaders.storage.protocol import raise_at_its_turn
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import RequestNumbers
-    from fuelrail.loaders.storage.protocol import PendingSample, SampleSession
+    from fuelrail.loaders.storage.layers import LayeredSession
+    from fuelrail.loaders.storage.protocol import PendingSample
     from fuelrail.loaders.storage.reader import SampleReader
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -30,10 +33,8 @@ class RequestStream(NamedTuple):
     """One dataset's reader, which has its rows, and storage session, which its samples are requested from."""
 
     rows: SampleReader
-    session: SampleSession
+    session: LayeredSession
     numbers: RequestNumbers | None = None
-    more_bytes: Callable[[int, IndexRow], int] | None = None
-    """The bytes that layers add to the span of a row; None without layers."""
 
 
 def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_bytes: int) -> Iterator[Requested]:
@@ -58,12 +59,10 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
                         more = False
                         break
                     try:
-                        index, _, _, more_bytes = streams[scheduled.part]
-                        entries = index.rows(scheduled.rows)
+                        reader, session, _ = streams[scheduled.part]
+                        entries = reader.rows(scheduled.rows)
                         by_row = dict(zip(scheduled.rows, entries, strict=True))
-                        length = sum([entry.length for entry in by_row.values()])
-                        if more_bytes is not None:
-                            length += sum(map(more_bytes, by_row, by_row.values()))
+                        length = sum([entry.length + session.look_up(row, entry) for row, entry in by_row.items()])
                     except FuelrailError as failure:
                         # Raised when its turn comes, so that the outcome does not depend on the look-ahead.
                         broken, more = (scheduled, failure), False
@@ -78,7 +77,7 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
                 filled = filled or waiting > max_bytes * 3 // 4 or len(window) > MAX_SAMPLES * 3 // 4
                 if broken is not None:
                     scheduled, error = broken
-                    window.append((Requested(scheduled, (), (_Raise(error),)), 0))
+                    window.append((Requested(scheduled, (), (partial(raise_at_its_turn, error),)), 0))
             if not window:
                 break
             requested, length = window.popleft()
@@ -98,7 +97,7 @@ def _request(
     Where requests have numbers, a row that a sample shows more than once is requested once.
     """
     reads: list[tuple[PendingSample, ...]] = [()] * len(bundle)
-    for part, (_, session, numbers, _) in enumerate(streams):
+    for part, (_, session, numbers) in enumerate(streams):
         wanted: list[tuple[int, IndexRow]] = []
         number = num_requested
         for scheduled, entries in bundle:
@@ -119,13 +118,3 @@ def _request(
                 by_row = {row: next(pending) for row in dict.fromkeys(scheduled.rows)}
                 reads[at] = tuple([by_row[row] for row in scheduled.rows])
     return reads
-
-
-class _Raise:
-    """Deferred error of a failed request."""
-
-    def __init__(self, error: FuelrailError) -> None:
-        self._error = error
-
-    def __call__(self) -> NoReturn:
-        raise self._error

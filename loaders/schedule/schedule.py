@@ -12,7 +12,7 @@ from fuelrail.loaders.schedule.layers import Layers, fingerprints_of
 from fuelrail.loaders.schedule.positions import Part, PositionIndex
 from fuelrail.loaders.schedule.prefetch import RequestStream
 from fuelrail.loaders.schedule.state import Identity
-from fuelrail.loaders.storage.cache.future_uses import FutureUses, Range, RequestNumbers, build_future_uses
+from fuelrail.loaders.storage.cache.future_uses import Range, RequestNumbers, build_future_uses
 from fuelrail.loaders.storage.layers import LayeredSession
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
@@ -21,8 +21,7 @@ from fuelrail.pipeline.order.windows import TimeWindow, window_lookup
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Source
-    from fuelrail.loaders.storage import Storage
-    from fuelrail.loaders.storage.protocol import SampleSession
+    from fuelrail.loaders.storage.protocol import PendingSpan, Storage
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.batching import Walk
@@ -58,35 +57,37 @@ class Schedule(NamedTuple):
     where: PositionIndex
     identity: Identity
     layers: Layers
+    reads: bool = True
+    """False: nothing is requested, for a loader whose samples come from elsewhere."""
 
     def streams(self, walk: Walk) -> list[RequestStream]:
         """Open a request stream for the samples of this walk with each storage."""
         return [self._stream(source, walk) for source in self.sources]
 
     def _stream(self, source: Source, walk: Walk) -> RequestStream:
+        if not self.reads:
+            return RequestStream(source.reader, LayeredSession(_NoSession()))
         if {"has_pack", "has_bucket", "has_balance"} & self.identity.order.keys():
             # Which samples a step has, and in which turn, is known when its turn comes: the cache keeps what it has.
-            session = source.storage.session()
-            return RequestStream(source.reader, session, None, _more_bytes(session))
+            return RequestStream(source.reader, source.storage.session())
         # Samples that channels of other times need are often the same ones, and then requested once.
         numbers = RequestNumbers() if len(self.sources) > 1 or source.reader.num_frames is not None else None
-        future_uses, uses_per_step = self._future_uses(source, walk, numbers)
-        session = source.storage.session(future_uses, uses_per_step)
-        return RequestStream(source.reader, session, numbers, _more_bytes(session))
-
-    def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
-        """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""
         only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
-        return build_future_uses(self.where.numbers, walk, self.where.frames, only)
+        uses = build_future_uses(self.where.numbers, walk, self.where.frames, only)
+        return RequestStream(source.reader, source.storage.session(*uses), numbers)
 
 
-def _more_bytes(session: SampleSession) -> Callable[[int, IndexRow], int] | None:
-    return session.look_up if isinstance(session, LayeredSession) else None
+class _NoSession:
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
+        return [lambda: memoryview(b"") for _ in rows]
+
+    def close(self) -> None:
+        """Do nothing: nothing was requested."""
 
 
 def make_schedule(
     request: ScheduleRequest,
-    open_storage: Callable[[Dataset], Storage[memoryview]],
+    open_storage: Callable[[Dataset], Storage],
     *,
     global_batch: int,
     drop_last: bool,

@@ -226,7 +226,6 @@ class BatchClient:
         link, self._link = self._link, None
         if link is not None:
             link.end()
-        self.counts.keep()
         what = f"the process that makes the batches ended before batch {received} of this iteration"
         if link is not None and link.process is not None:
             what += (
@@ -251,7 +250,6 @@ class BatchClient:
 
     def end(self) -> None:
         """End the process; the next iteration starts another one."""
-        self.counts.keep()
         link, self._link = self._link, None
         if link is not None and link.pid == os.getpid():
             link.end()

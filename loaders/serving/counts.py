@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.loaders.storage.protocol import StorageStats, add_stats
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 class Facts(NamedTuple):
     """What the server did so far, and what happened since the last batch."""
 
+    process: str
+    """A name of its own."""
     clocks: tuple[StageClock, ...]
     storage: StorageStats
     refused_images: int
@@ -26,38 +29,31 @@ class Facts(NamedTuple):
 
 
 class Counts:
-    """What processes that make batches did so far: known as of the newest batch, over all that ended before."""
+    """What processes that make batches did so far, as of the newest batch of each."""
 
     def __init__(self, bad: BadSamples, observer: Observer | None) -> None:
         self._bad, self._observer = bad, observer
-        self._past: tuple[StageClock, ...] = ()
-        self._past_storage: list[StorageStats] = []
-        self._past_refused = 0
-        self._newest: Facts | None = None
+        self._newest: dict[str, Facts] = {}
 
     def note(self, facts: Facts) -> None:
         """Take what came with a batch."""
-        self._newest = facts
+        self._newest[facts.process] = facts
         self._bad.add(facts.bad, facts.replaced)
         if self._observer is not None:
             for event in facts.events:
                 self._observer(*event)
 
-    def keep(self) -> None:
-        """Count on from here: the next facts are of another process, which begins at zero."""
-        self._past, self._past_storage, self._past_refused = self.clocks(), self.storage(), self.refused_images
-        self._newest = None
-
     def clocks(self) -> tuple[StageClock, ...]:
         """Return the clocks of the stages that ran there."""
-        return self._past if self._newest is None else add_clocks(self._past, self._newest.clocks)
+        nothing: tuple[StageClock, ...] = ()
+        return functools.reduce(add_clocks, [facts.clocks for facts in self._newest.values()], nothing)
 
     def storage(self) -> list[StorageStats]:
         """Return what storages did there, in one or no record."""
-        stats = self._past_storage if self._newest is None else [*self._past_storage, self._newest.storage]
+        stats = [facts.storage for facts in self._newest.values()]
         return [add_stats(stats)] if stats else []
 
     @property
     def refused_images(self) -> int:
         """Images that were decoded another way than the one chosen."""
-        return self._past_refused + (0 if self._newest is None else self._newest.refused_images)
+        return sum(facts.refused_images for facts in self._newest.values())

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fuelrail.loaders.batch.buffer_pool import BufferPool, Memory
 from fuelrail.loaders.batch.transfer import ALIGNMENT, Piece, is_plain, pack
+from fuelrail.loaders.storage.buffers import Buffers
 from fuelrail.pipeline.errors import ConfigError
 
-_SMALLEST_BITS: Final = 12
-_KEEP: Final = 16
+KEEP_BYTES: Final = 1 << 30
+"""Buffers that may lie ready."""
 
 
 class Exported(NamedTuple):
@@ -84,21 +84,6 @@ def load_with(payload: bytes, tensors: Sequence[torch.Tensor]) -> Any:  # noqa: 
     return _Unpickler(io.BytesIO(payload), tensors).load()
 
 
-class Pools:
-    """Memory of any size, from a pool of buffers for each power of two."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._pools: dict[int, BufferPool] = {}
-
-    def room(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of a number of bytes, uint8 (n,), which is free again when its last view is gone."""
-        bits = max(_SMALLEST_BITS, (num_bytes - 1).bit_length())
-        if bits not in self._pools:
-            self._pools[bits] = BufferPool((1 << bits,), memory=self._memory, keep=_KEEP)
-        return torch.from_numpy(self._pools[bits].take())[:num_bytes]
-
-
 class SharedMemory:
     """Blocks of this process's memory that others can map, up to ``limit_bytes`` together. Thread-safe."""
 
@@ -109,7 +94,7 @@ class SharedMemory:
         self._starts: list[tuple[int, int, int]] = []
         """Address, end and number of each block, by address."""
         self._lock = threading.RLock()  # a block may be collected while another is made
-        self._pools = Pools(self.new)
+        self._buffers = Buffers(self.new, keep_bytes=KEEP_BYTES)
 
     def new(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return a new block, uint8 (n,), which is given back when the array is collected.
@@ -163,7 +148,7 @@ class SharedMemory:
         small = [tensor for tensor, place in zip(tensors, found, strict=True) if place is None]
         held = {place[0]: tensor for tensor, place in zip(tensors, found, strict=True) if place is not None}
         if small:
-            packed = pack(small, self._pools.room)
+            packed = pack(small, self._buffers.take)
             place = self.find(packed.block)
             assert place is not None, "a block of a pool"
             held[place[0]] = packed.block

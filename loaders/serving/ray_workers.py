@@ -9,6 +9,7 @@ loader's memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import statistics
@@ -18,12 +19,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import numpy as np
+import torch
 from msgspec import Meta
 
-from fuelrail.loaders.batch.buffer_pool import page_locked, pageable
+from fuelrail.loaders.batch.buffer_pool import page_locked
 from fuelrail.loaders.batch.processes import content_of
-from fuelrail.loaders.serving.memory import Pools, dump, load_with
+from fuelrail.loaders.serving.memory import KEEP_BYTES, dump, load_with
 from fuelrail.loaders.serving.server import RankServer
+from fuelrail.loaders.storage.buffers import Buffers, pageable
 from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.runtime.clusters import connect_ray
 from fuelrail.pipeline.runtime.workers import pickled_error
@@ -31,8 +34,6 @@ from fuelrail.pipeline.settings import CheckedSettings, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from fuelrail.loaders.autotune import Tuning
     from fuelrail.loaders.serving.counts import Counts, Facts
@@ -49,9 +50,6 @@ _START_S: Final = 30.0
 """What is late before any step was made: actors import torch first, and a cluster may lack CPUs for one of them."""
 _TIMES: Final = 32
 _ATTEMPTS: Final = 10
-_HUNGRY: Final = 0.05
-_WINDOW: Final = 16
-"""Steps after which the number of actors is changed, by one: up if the trainer waited, down if all steps were ready."""
 
 
 class RemoteWorkers(CheckedSettings, frozen=True):
@@ -60,8 +58,7 @@ class RemoteWorkers(CheckedSettings, frozen=True):
     Attributes:
         address: the cluster, as ``ray.init`` takes it ("auto", "ray://HOST:10001"); None: a local one that is started.
             A process that is connected to a cluster stays with that one.
-        num_workers: number of actors, the largest one if ``min_workers`` is smaller.
-        min_workers: smallest number of actors: more of them are started while the trainer waits for batches.
+        num_workers: number of actors.
         cpus: CPUs of each actor, and its decoding threads.
 
     Raises ConfigError for values that are not allowed.
@@ -69,7 +66,6 @@ class RemoteWorkers(CheckedSettings, frozen=True):
 
     address: Annotated[str | None, must_be("a text or None")] = None
     num_workers: Annotated[int, Meta(ge=1), _COUNT] = 2
-    min_workers: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
     cpus: Annotated[int, Meta(ge=1), _COUNT] = 1
 
 
@@ -122,10 +118,9 @@ class StepClient:
             import ray
         self._ray: Any = ray
         self._options, self._setup, self.counts = options, setup, counts
-        self._pools = Pools(page_locked if pinned else pageable)
+        self._buffers = Buffers(page_locked if pinned else pageable, keep_bytes=KEEP_BYTES)
         self._is_stopped = threading.Event()
         self._actors: list[_Actor] = []
-        self._wanted = min(options.num_workers, options.min_workers or options.num_workers)
         self._times: deque[float] = deque(maxlen=_TIMES)
         self._late: dict[Any, _Actor] = {}
         """Steps that another actor made first, which keep theirs busy: it may even lack a node with a free CPU."""
@@ -139,33 +134,23 @@ class StepClient:
 
     def _items(self, walk: Walk, is_stopped: threading.Event) -> Iterator[Any]:
         steps: deque[_Step] = deque()
-        number, taken, waits, ready = 0, 0, 0.0, 0
-        begin_s = time.monotonic()
+        numbers = itertools.count()
         while not is_stopped.is_set():
-            ready += bool(steps) and self._is_done(steps[-1])
-            while len(steps) < _AHEAD * self._wanted:
-                steps.append(_Step(number))
+            while len(steps) < _AHEAD * self._options.num_workers:
+                steps.append(_Step(next(numbers)))
                 self._ask(steps[-1], walk.start)
-                number += 1
-            asked_s = time.monotonic()
             result = self._result(steps[0], walk.start, is_stopped)
             if result is None:
                 break
-            waits += time.monotonic() - asked_s
             steps.popleft()
             if result.facts is None:
                 error, cause = pickle.loads(result.payload)
                 raise error from cause
             self.counts.note(result.facts)
-            self.counts.keep()
             batch = self._open(result)
             del result
             yield batch
             del batch
-            taken += 1
-            if taken == _WINDOW:
-                self._adapt(waits / max(time.monotonic() - begin_s, 1e-9), ready)
-                taken, waits, ready, begin_s = 0, 0.0, 0, time.monotonic()
         for step in steps:
             for reference in step.asked:
                 with contextlib.suppress(self._ray.exceptions.RayError):
@@ -177,7 +162,7 @@ class StepClient:
 
         One that has made none may have no node: it gets a second step only where all are such.
         """
-        if len(self._actors) < self._wanted:
+        if len(self._actors) < self._options.num_workers:
             kind = self._ray.remote(StepMaker).options(num_cpus=self._options.cpus, scheduling_strategy="SPREAD")
             self._actors.append(_Actor(kind.remote(self._setup)))
         if self._late:
@@ -191,9 +176,6 @@ class StepClient:
         if (actor := self._actor(step)) is not None:
             step.asked[actor.handle.make.remote(place, step.number)] = actor
             actor.num_asked += 1
-
-    def _is_done(self, step: _Step) -> bool:
-        return bool(self._ray.wait(list(step.asked), timeout=0)[0])
 
     def _result(self, step: _Step, place: Cursor, is_stopped: threading.Event) -> _Result | None:
         """Wait for a step; ask for it again where it is lost or late. None when the iteration was stopped."""
@@ -234,21 +216,13 @@ class StepClient:
                 f"want of memory ({' '.join(str(error).split())[:300]})"
             ) from error
 
-    def _adapt(self, waited: float, ready: int) -> None:
-        most = self._options.num_workers
-        if waited > _HUNGRY and self._wanted < most:
-            self._wanted += 1
-        elif ready >= _WINDOW and self._wanted > (self._options.min_workers or most):
-            self._wanted -= 1
-            self._actors.remove(min(self._actors, key=lambda one: one.num_asked))
-
     def _open(self, result: _Result) -> Any:  # noqa: ANN401
         """Copy a batch's tensors into the loader's memory, for the object store's is read-only."""
         made: list[torch.Tensor] = []
         for content, dtype, shape in result.tensors:
-            memory = self._pools.room(content.nbytes)
-            np.copyto(memory.numpy(), content)
-            made.append(memory.view(dtype).view(shape))
+            memory = self._buffers.take(content.nbytes)
+            np.copyto(memory, content)
+            made.append(torch.from_numpy(memory).view(dtype).view(shape))
         return load_with(result.payload, made)
 
     def tune(self, tuning: Tuning) -> None:

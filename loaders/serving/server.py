@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import secrets
 import threading
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fuelrail.loaders.autotune import Tuning
-    from fuelrail.loaders.batch.buffer_pool import Memory
+    from fuelrail.loaders.storage.buffers import Memory
     from fuelrail.pipeline.order.batching import Cursor
 
 
@@ -170,6 +171,7 @@ class RankServer:
         self.changed = threading.Condition()
         self.clients: list[Client] = []
         self._memory_bytes = setup.memory_bytes
+        self._name = secrets.token_hex(8)
         self._done = 0
         """The last iteration that was ended."""
 
@@ -250,7 +252,7 @@ class RankServer:
         stats = self._loader.stats()
         replaced, events = self._replaced[:], self._events[:]
         del self._replaced[: len(replaced)], self._events[: len(events)]
-        return Facts(stats.stages, stats.storage, stats.refused_images, self._bad.numbers, replaced, events)
+        return Facts(self._name, stats.stages, stats.storage, stats.refused_images, self._bad.numbers, replaced, events)
 
     def tune(self, tuning: Tuning) -> None:
         """Change the loader's numbers of threads and of ready batches."""

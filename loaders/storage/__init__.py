@@ -15,14 +15,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
-from fuelrail.loaders.storage.protocol import Session, Storage, StorageStats
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.storage.protocol import Storage
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.storage.retry import RetryPolicy
-
-__all__ = ["BACKENDS", "Backend", "Session", "Storage", "StorageStats", "open_storage"]
 
 Backend: TypeAlias = Literal["auto", "pread", "remote", "fsspec", "obstore"]
 BACKENDS: Final = get_args(Backend)
@@ -38,7 +36,7 @@ def open_storage(
     cache_dir: str | os.PathLike[str] | None = None,
     cache_size: int | str | None = None,
     retry: RetryPolicy | None = None,
-) -> Storage[memoryview]:
+) -> Storage:
     """Return the storage of an open dataset.
 
     ``auto`` is ``remote`` for a dataset at a URL and where a cache is requested, ``pread`` elsewhere. ``verify`` checks
@@ -61,31 +59,14 @@ def open_storage(
         from fuelrail.loaders.storage.pread import PreadShards
 
         return PreadShards(dataset, verify=verify, retry=retry)
-    return _remote(dataset, backend, verify, storage_options, cache_dir, cache_size, retry)
-
-
-def _remote(
-    dataset: Dataset,
-    backend: str,
-    verify: bool,
-    storage_options: Mapping[str, Any] | None,
-    cache_dir: str | os.PathLike[str] | None,
-    cache_size: int | str | None,
-    retry: RetryPolicy | None,
-) -> Storage[memoryview]:
     from fuelrail.loaders.storage.cache.span_cache import SpanCache
-    from fuelrail.loaders.storage.clients import make_client
     from fuelrail.loaders.storage.remote import RemoteShards
 
-    url = dataset.url or f"file://{dataset.root.absolute()}"
-    options = dataset.storage_options if storage_options is None else storage_options
-    kind = backend if backend in ("fsspec", "obstore") else "auto"
     return RemoteShards(
         dataset,
-        partial(make_client, url, options, kind=kind),
-        url,
+        backend if backend in ("fsspec", "obstore") else "auto",
         verify=verify,
-        storage_options=options,
+        storage_options=storage_options,
         retry=retry,
         make_cache=None if cache_dir is None else partial(SpanCache.open_or_warn, dataset, cache_dir, cache_size),
     )

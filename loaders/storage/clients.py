@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-CLIENTS: Final = ("auto", "fsspec", "obstore")
 _BLOCKING_THREADS: Final = 16
 _CREDENTIALS_HELD: Final = timedelta(minutes=5)
 _S3_OPTIONS: Final = {
@@ -97,7 +96,7 @@ class ObstoreClient:
 
     kind = "obstore"
 
-    def __init__(self, bucket: str, prefix: str, config: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(self, bucket: str, prefix: str, config: Mapping[str, Any]) -> None:
         import obstore
         from obstore.store import S3Store
 
@@ -112,7 +111,7 @@ class ObstoreClient:
             bucket,
             config=dict(config),  # type: ignore[arg-type]
             client_options={
-                "timeout": f"{max(1, round(timeout_s))}s",
+                "timeout": "30s",
                 "connect_timeout": "5s",
                 "allow_http": plain_http,
             },
@@ -129,15 +128,11 @@ class ObstoreClient:
         """See RangeClient."""
 
 
-def make_client(
-    url: str, storage_options: Mapping[str, Any] | None = None, *, kind: str = "auto", timeout_s: float = 30.0
-) -> RangeClient:
+def make_client(url: str, storage_options: Mapping[str, Any] | None = None, *, kind: str = "auto") -> RangeClient:
     """Make the client for a dataset's URL; ``auto``: obstore for S3 if installed and if it supports all options.
 
-    Raises ConfigError for an unknown kind, a missing library and wrong options.
+    ``kind`` may also be "fsspec" or "obstore". Raises ConfigError for a missing library and wrong options.
     """
-    if kind not in CLIENTS:
-        raise ConfigError(f"storage client {kind!r} is not known; choose one of {', '.join(CLIENTS)}")
     fs, path = filesystem(url, storage_options)
     if kind == "fsspec" or (kind == "auto" and not url.startswith(("s3://", "s3a://"))):
         return FsspecClient(fs, path)
@@ -148,7 +143,7 @@ def make_client(
         return FsspecClient(fs, path)
     bucket, _, prefix = path.partition("/")
     try:
-        return ObstoreClient(bucket, prefix, config, timeout_s)
+        return ObstoreClient(bucket, prefix, config)
     except ImportError as error:
         if kind == "obstore":
             raise ConfigError(f"the client obstore needs {error.name}: pip install 'fuelrail[s3]'") from error

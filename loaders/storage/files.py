@@ -121,11 +121,6 @@ class ShardFile:
         return (now.st_ino, now.st_size, now.st_mtime_ns) != (then.st_ino, then.st_size, then.st_mtime_ns)
 
 
-def middle(start: int, length: int) -> int:
-    """Return the byte that tells best whether a span is in memory: the pages at its ends are its neighbours' too."""
-    return start + length // 2
-
-
 def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFile | None = None) -> ShardError:
     """Return the error with the sample's address, and whether dataset or shard was replaced since it was opened."""
     try:

@@ -16,8 +16,7 @@ from fuelrail.loaders.storage.protocol import (
     LayeredSpan,
     PendingSample,
     PendingSpan,
-    SampleStorage,
-    Span,
+    Session,
     Storage,
     StorageStats,
     StoredRow,
@@ -39,7 +38,7 @@ class LayerPart(NamedTuple):
     """A layer that is read: its storage, and the decoded fields by the names that it stores, with those of a loader."""
 
     layer: Layer
-    storage: Storage[memoryview]
+    storage: Storage
     fields: Mapping[str, str]
 
     def find(self, position: int, key: str) -> _Found:
@@ -85,12 +84,12 @@ class LayerPart(NamedTuple):
 
 
 def with_layers(
-    base: Storage[memoryview],
+    base: Storage,
     layers: Sequence[Layer],
     channels: Sequence[Channel],
-    open_storage: Callable[[Dataset], Storage[memoryview]],
-) -> SampleStorage:
-    """Return the storage of a dataset with those of its layers of which channels are selected; none: the base's own."""
+    open_storage: Callable[[Dataset], Storage],
+) -> LayeredStorage:
+    """Return the storage of a dataset with those of its layers of which channels are selected."""
     chosen = {channel.name for channel in channels}
     parts = []
     for layer in layers:
@@ -98,17 +97,17 @@ def with_layers(
         fields = {own.field: joined.field for own, joined in both if joined.name in chosen}
         if fields:
             parts.append(LayerPart(layer, open_storage(layer.data), fields))
-    return LayeredStorage(base, parts) if parts else base
+    return LayeredStorage(base, parts)
 
 
 class LayeredStorage:
-    """The storage of a dataset with layers. Safe to use from many threads."""
+    """The storage of a dataset with its layers, if any. Safe to use from many threads."""
 
-    def __init__(self, base: Storage[memoryview], parts: Sequence[LayerPart]) -> None:
+    def __init__(self, base: Storage, parts: Sequence[LayerPart] = ()) -> None:
         self._base, self.parts = base, tuple(parts)
         self.look_ahead_bytes, self.needs_whole_spans = base.look_ahead_bytes, base.needs_whole_spans
 
-    def span(self, index: int, row: IndexRow) -> Span:
+    def span(self, index: int, row: IndexRow) -> LayeredSpan:
         """Return one sample's bytes and those of its layers, now. Raise ShardError with shard, offset and key."""
         base = self._base.span(index, row)
         layers = []
@@ -121,7 +120,8 @@ class LayeredStorage:
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> LayeredSession:
         """Start a stream of requests to the base and to all layers."""
-        return LayeredSession(self._base, self.parts, future_uses, uses_per_step)
+        parts = [_PartSession(part, future_uses, uses_per_step) for part in self.parts]
+        return LayeredSession(self._base.session(future_uses, uses_per_step), parts)
 
     def stats(self) -> StorageStats:
         """Return the counters of the base and of all layers together."""
@@ -137,11 +137,8 @@ class LayeredStorage:
 class LayeredSession:
     """One iteration's requests to a base and its layers."""
 
-    def __init__(
-        self, base: Storage[memoryview], parts: Sequence[LayerPart], future_uses: FutureUses | None, uses_per_step: int
-    ) -> None:
-        self._base = base.session(future_uses, uses_per_step)
-        self._parts = [_PartSession(part, future_uses, uses_per_step) for part in parts]
+    def __init__(self, base: Session, parts: Sequence[_PartSession] = ()) -> None:
+        self._base, self._parts = base, parts
         self._found: dict[int, list[_Found]] = {}
         self._num_requested = 0
 

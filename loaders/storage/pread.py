@@ -10,20 +10,16 @@ Of a dataset that exceeds the memory most samples leave the page cache as soon a
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle
+from fuelrail.loaders.storage.buffers import Buffers
+from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained
 from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
 from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
 from fuelrail.pipeline.format.dataset import Dataset, check_span
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_KEEP_BUFFERS_BYTES: Final = 64 << 20
+KEEP_BUFFERS_BYTES: Final = 64 << 20
 _KEEP_OF_MEMORY: Final = 0.6
 """Part of the page cache's room that a dataset larger than it may take."""
 
@@ -61,7 +57,7 @@ class PreadShards:
         self._dataset, self._verify, self._retry = dataset, verify, retry or RetryPolicy()
         self._residency = Residency(dataset, memory_bytes)
         self._files: OpenShards[ShardFile] = OpenShards(partial(_open, dataset))
-        self._buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
+        self._buffers = Buffers(keep_bytes=KEEP_BUFFERS_BYTES)
         self._spans = self._span_bytes = self._retries = self._refetched = 0
 
     def span(self, index: int, row: IndexRow) -> memoryview:  # noqa: ARG002 - part of the protocol
@@ -104,7 +100,7 @@ class PreadShards:
 
     def _read(self, row: IndexRow) -> memoryview:
         file = self._files[row.shard]
-        buffer = self._buffers.take(row.length)
+        buffer = memoryview(self._buffers.take(row.length))  # type: ignore[arg-type]  # numpy 1 and 2 differ
         done = 0
         while done < row.length:
             count = os.preadv(file.fd, [buffer[done:]], row.offset + done)
@@ -150,7 +146,8 @@ class _PreadSession:
         for _, row in rows:
             try:
                 file = self._files[row.shard]
-                if not file.has_in_memory(middle(row.offset, row.length)):
+                # The middle tells best: the pages at a span's ends are its neighbours' too.
+                if not file.has_in_memory(row.offset + row.length // 2):
                     file.read_ahead(row.offset, row.length)
             except (OSError, ShardError):
                 continue  # advice only; taking the span raises the error with its address
@@ -186,64 +183,3 @@ class Residency:
 def page_cache_room_bytes() -> int:
     """Return the memory that the page cache may take: what the kernel calls available, or the container's limit."""
     return min(free_memory_bytes(), memory_limit_bytes() or sys.maxsize)
-
-
-class _Lent(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """A buffer in use; it returns to the pool when the last view of it is gone.
-
-    ``__del__`` costs a tenth of what a weakref's finaliser does.
-    """
-
-    pool: SpanBuffers | None = None
-    whole: NDArray[np.uint8]
-
-    def __del__(self) -> None:
-        if self.pool is not None:
-            self.pool.put_back(self.whole)
-
-
-class SpanBuffers:
-    """Byte buffers of any length, rounded up to one of eight sizes an octave so that they can serve again.
-
-    Fresh memory costs a page fault every 4 KiB, which is dearer than filling it. A buffer comes back when the last view
-    of it is gone; up to ``keep_bytes`` lie ready. Thread-safe.
-    """
-
-    def __init__(self, keep_bytes: int) -> None:
-        self._keep_bytes = keep_bytes
-        self._free: dict[int, collections.deque[NDArray[np.uint8]]] = {}
-        self._free_bytes = 0
-        self._lock = threading.Lock()
-
-    def take(self, length: int) -> memoryview:
-        """Return a writable view of ``length`` bytes with undefined content."""
-        size = rounded_up(length)
-        with self._lock:
-            ready = self._free.get(size)
-            base = ready.pop() if ready else None
-            if base is not None:
-                self._free_bytes -= size
-        if base is None:
-            base = np.empty(size, np.uint8)
-        lent = base[:length].view(_Lent)
-        lent.pool, lent.whole = self, base
-        return memoryview(lent)  # type: ignore[arg-type]  # numpy 1 and 2 type the buffer protocol differently
-
-    def put_back(self, base: NDArray[np.uint8]) -> None:
-        """Take back a buffer whose last view is gone."""
-        # Garbage collection may run this in a thread that holds the lock right now; then the buffer is let go.
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._free_bytes + base.size <= self._keep_bytes:
-                    self._free.setdefault(base.size, collections.deque()).append(base)
-                    self._free_bytes += base.size
-            finally:
-                self._lock.release()
-
-
-def rounded_up(length: int) -> int:
-    """Return the smallest m * 2**k >= length with m of 8 .. 15; at least 4096."""
-    if length <= 4096:
-        return 4096
-    step: int = 1 << ((length - 1).bit_length() - 4)
-    return -(-length // step) * step

@@ -9,17 +9,21 @@ taken are bounded by the look-ahead of who asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index.row import IndexRow
 
-T_co = TypeVar("T_co", covariant=True)
 PendingSpan: TypeAlias = "Callable[[], memoryview]"
 """Waits for one span's bytes. Raises ShardError; called once."""
-PendingSample: TypeAlias = "Callable[[], Span]"
-"""The same for a sample that may have rows in layers."""
+PendingSample: TypeAlias = "Callable[[], LayeredSpan]"
+"""The same for a sample, which may have rows in layers."""
+
+
+def raise_at_its_turn(error: Exception) -> NoReturn:
+    """Raise the error of a request that failed: with it bound, the wait for the bytes that do not come."""
+    raise error
 
 
 class StoredRow(NamedTuple):
@@ -33,16 +37,12 @@ class LayeredSpan(NamedTuple):
     """The span of a sample, and its rows in the layers, in their order; None where a layer has no row."""
 
     base: memoryview
-    layers: tuple[StoredRow | None, ...]
+    layers: tuple[StoredRow | None, ...] = ()
 
     def copied(self) -> LayeredSpan:
         """Return the same on memory of its own."""
         layers = [one and one._replace(span=memoryview(bytes(one.span))) for one in self.layers]
         return LayeredSpan(memoryview(bytes(self.base)), tuple(layers))
-
-
-Span: TypeAlias = memoryview | LayeredSpan
-"""A sample's bytes; of a dataset with layers also those of its rows in them."""
 
 
 class StorageStats(NamedTuple):
@@ -80,17 +80,17 @@ def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
     return StorageStats(backend, *(sum(column) for column in list(zip(*stats, strict=True))[1:]))
 
 
-class Session(Protocol[T_co]):
+class Session(Protocol):
     """One iteration's requests."""
 
-    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> Sequence[Callable[[], T_co]]:
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> Sequence[PendingSpan]:
         """Ask for spans, given as (index, row), in the order in which they will be taken; never blocks for long."""
 
     def close(self) -> None:
         """Cancel what was requested; a thread that waits gets a StorageError. May be called twice, from any thread."""
 
 
-class Storage(Protocol[T_co]):
+class Storage(Protocol):
     """Where the shards of one dataset lie, and the rows of its layers. Safe to use from many threads."""
 
     look_ahead_bytes: int
@@ -98,10 +98,10 @@ class Storage(Protocol[T_co]):
     needs_whole_spans: bool
     """Whether rows must be those of whole spans: a cache serves loaders that select other channels, too."""
 
-    def span(self, index: int, row: IndexRow) -> T_co:
+    def span(self, index: int, row: IndexRow) -> memoryview:
         """Return one sample's bytes, now, read-only. Raise ShardError with shard, offset and key."""
 
-    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> Session[T_co]:
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> Session:
         """Start a stream of requests, made in the order of ``future_uses``, by which a cache evicts.
 
         ``uses_per_step`` samples a step are used on this host.
@@ -112,8 +112,3 @@ class Storage(Protocol[T_co]):
 
     def close(self) -> None:
         """Let go of files, connections and threads; views handed out stay valid."""
-
-
-SampleSession: TypeAlias = Session[Span]
-SampleStorage: TypeAlias = Storage[Span]
-"""What a loader reads samples from: the `Storage` of a dataset, or one of a dataset with layers."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.layers import LayeredStorage
-from fuelrail.loaders.storage.protocol import LayeredSpan, SampleStorage, Span, StoredRow
 from fuelrail.pipeline.channels.laws import LAWS
 from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import OrderError, SchemaError
@@ -20,6 +19,7 @@ from fuelrail.pipeline.format.zstd_frames import is_framed
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.storage.protocol import LayeredSpan
     from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
@@ -29,12 +29,7 @@ class FetchedSpan(NamedTuple):
     """A sample's index row and its bytes as stored."""
 
     row: IndexRow
-    span: Span
-
-    @property
-    def base(self) -> memoryview:
-        """The bytes of the dataset itself, without those of layers."""
-        return self.span.base if isinstance(self.span, LayeredSpan) else self.span
+    span: LayeredSpan
 
 
 class SampleReader:
@@ -51,7 +46,7 @@ class SampleReader:
         self,
         dataset: Dataset,
         *,
-        storage: SampleStorage | None = None,
+        storage: LayeredStorage | None = None,
         points: bool = True,
         sweeps: bool = True,
         extra: bool = True,
@@ -60,7 +55,7 @@ class SampleReader:
         shown: Sequence[str] | None = None,
     ) -> None:
         self._dataset = dataset
-        self.storage: SampleStorage = open_storage(dataset) if storage is None else storage
+        self.storage = LayeredStorage(open_storage(dataset)) if storage is None else storage
         rig = Rig.of(dataset.manifest)
         self.cameras = [one for one in rig.cameras if cameras is None or one in cameras]
         if shown is not None:
@@ -76,7 +71,6 @@ class SampleReader:
         self.moving = tuple(channel for channel in channels if LAWS[channel.law.name].moves)
         """Those whose values follow the augmentation."""
         self._fields = frozenset(channel.field for channel in channels)
-        self._layers = self.storage.parts if isinstance(self.storage, LayeredStorage) else ()
         self.needs_lidar = False
         """Whether a sample is bad where the first lidar has no pose."""
         self.num_frames: int | None = None
@@ -132,12 +126,11 @@ class SampleReader:
 
     def _members(self, fetched: FetchedSpan, wanted: Collection[str]) -> dict[str, memoryview]:
         """Return raw members by field name, those of layers too."""
-        row, span = fetched.row, fetched.base
-        layers: Sequence[StoredRow | None] = fetched.span.layers if isinstance(fetched.span, LayeredSpan) else ()
+        row, (span, layers) = fetched.row, fetched.span
         members = read_members(
             row, span, self._dataset.shards.name_of(row), wanted, dictionary=self._dataset.dictionary
         )
-        for part, stored in zip(self._layers, layers, strict=False):
+        for part, stored in zip(self.storage.parts, layers, strict=True):
             if stored is not None:
                 members |= part.members(stored)
         return members

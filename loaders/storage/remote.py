@@ -20,10 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fuelrail.loaders.storage.clients import make_client
 from fuelrail.loaders.storage.files import replaced
-from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats
+from fuelrail.loaders.storage.protocol import PendingSpan, StorageStats, raise_at_its_turn
 from fuelrail.loaders.storage.ranges import WantedSpan, plan_ranges
-from fuelrail.loaders.storage.requests import Concurrency, FetchFailedError, HedgePolicy, Requester
+from fuelrail.loaders.storage.requests import FetchFailedError, Requester
 from fuelrail.pipeline.errors import (
     ChecksumError,
     DatasetError,
@@ -41,7 +42,6 @@ from fuelrail.pipeline.storage.retry import Fault, RetryPolicy
 if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.cache.span_cache import CachedSpan, SpanCache
-    from fuelrail.loaders.storage.clients import RangeClient
     from fuelrail.pipeline.format.index.row import IndexRow
 
 _LOG = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _EXPLAIN = RetryPolicy(deadline_s=5.0, attempt_timeout_s=5.0)
 
 
 class RemoteShards:
-    """Shards of a dataset that a client reads by ranges. Thread-safe.
+    """Shards of a dataset that a ``client`` (`make_client`) reads by ranges. Thread-safe.
 
     ``verify`` holds every span against its digest; a wrong one is fetched once more on its own. With a ``cache`` it is
     always done, for a damaged span must not stay.
@@ -61,20 +61,17 @@ class RemoteShards:
     def __init__(
         self,
         dataset: Dataset,
-        make_client: Callable[[], RangeClient],
-        url: str,
+        client: str = "auto",
         *,
         verify: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         retry: RetryPolicy | None = None,
-        hedge: HedgePolicy | None = HedgePolicy(),  # noqa: B008 - immutable
-        concurrency: int = 64,
         make_cache: Callable[[], SpanCache | None] | None = None,
     ) -> None:
-        self.dataset = dataset
-        self._make_client, self._make_cache = make_client, make_cache
-        self._url, self._options = url, storage_options
-        self._retry, self._hedge, self._concurrency = retry or RetryPolicy(), hedge, concurrency
+        self.dataset, self._make_cache = dataset, make_cache
+        self._url = dataset.url or f"file://{dataset.root.absolute()}"
+        self._options = dataset.storage_options if storage_options is None else storage_options
+        self._kind, self._retry = client, retry or RetryPolicy()
         self.needs_whole_spans = make_cache is not None
         self._verify = verify or make_cache is not None
         self._begin()
@@ -85,11 +82,10 @@ class RemoteShards:
         import fsspec.asyn
 
         self._pid = os.getpid()
-        self.client = self._make_client()
+        self.client = make_client(self._url, self._options, kind=self._kind)
         self.cache = self._make_cache() if self._make_cache is not None else None
         self.loop: asyncio.AbstractEventLoop = fsspec.asyn.get_loop()
-        concurrency = Concurrency(at_most=self._concurrency)
-        self.requester = Requester(self._retry, self._hedge, concurrency, self._options, self._on_fault)
+        self.requester = Requester(self._retry, self._options, self._on_fault)
 
     def _ensure_process(self) -> None:
         """Start again in a forked process: event loops, connections and locks do not survive a fork."""
@@ -113,7 +109,7 @@ class RemoteShards:
         made = self.requester
         stats = StorageStats(
             self.client.kind, self._spans, self._span_bytes, made.requests, made.request_bytes, made.retries,
-            made.hedges, made.hedges_won, self._refetched, made.concurrency.width,
+            made.hedges, made.hedges_won, self._refetched, made.width,
         )  # fmt: skip
         return stats if self.cache is None else self.cache.add_stats(stats)
 
@@ -228,7 +224,7 @@ class _RemoteSession:
             try:
                 storage.shard_name(row)
             except FuelrailError as error:  # a row that names no shard; reported at its turn
-                pending[number] = partial(_raise, error)
+                pending[number] = partial(raise_at_its_turn, error)
                 continue
             part = index, row.offset, row.length
             held = self._ranges.get(part)
@@ -319,7 +315,3 @@ class _RemoteSession:
             storage.cache.forget(index)
         future = self._start(row.shard, row.offset, row.offset + row.length)
         return self._take(_Range(future, row.offset, is_single=True), number, index, row)
-
-
-def _raise(error: FuelrailError) -> NoReturn:
-    raise error

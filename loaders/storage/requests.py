@@ -4,16 +4,16 @@
 
     acquire a place --> attempt --> answer
                         |  no answer within the p95 of recent ones: a second, equal request; the first answer counts
-                        |  fault or time-out: give the place back, wait (backoff, jitter), again until the deadline,
-                        |  ahead of those that wait for their first: somebody waits for this one already
+                        |  fault or time-out: wait in its place (backoff, jitter), again until the deadline
 
 *Hedging* (Dean and Barroso, "The Tail at Scale", CACM 2013) takes the tail off at the cost of a few per cent more
 requests. A budget keeps it at that: when all of storage is slow, second requests would only make it slower. From the
 same budget comes the first retry of a request, at once: one fault says nothing of the next request. When many fail
 the budget is spent, and they back off.
 
-*Concurrency* is limited. The limit decreases by 30 % while more than a fifth of the answers are "slow down", and
-increases again by an eighth in each round with fewer of them.
+The number of requests in flight is limited. The limit decreases by 30 % while more than a fifth of the answers are
+"slow down", and increases again by an eighth in each round with fewer of them. A request that waits to be tried again
+keeps its place: somebody waits for it already.
 
 Everything here runs on one event loop and needs no locks.
 """
@@ -25,10 +25,9 @@ import bisect
 import collections
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.retry import Fault, FaultKind, RetryPolicy, fault_of
 
 if TYPE_CHECKING:
@@ -39,23 +38,16 @@ _ENOUGH: Final = 20
 """Number of answers from which the usual time is estimated."""
 _EXTRA_REQUESTS: Final = 10.0
 """Hedges and immediate retries that may come together after a quiet time."""
+_EXTRA_PART: Final = 0.1
+"""Extra requests for each request, not counting those made while few others are in flight."""
+_USUAL: Final = 0.95
+"""The share of recent answers that took no longer than the usual time."""
 _FIRST_HEDGE_S: Final = 1.0
 """The time before a hedge until enough answers show what is usual."""
 _LOOK_AGAIN_S: Final = 0.1
 """How long an estimate of the usual time holds."""
 _SHORT_ANSWERS: Final = 3
 """This many short answers in a row mean that the file ends there."""
-
-
-class HedgePolicy(Settings, frozen=True):
-    """When a second request goes out: after that ``quantile`` of recent latencies.
-
-    At most ``part`` of all requests are extra, not counting those made while few others are in flight.
-    """
-
-    quantile: float = 0.95
-    part: float = 0.1
-    min_delay_s: float = 0.02
 
 
 class FetchFailedError(Exception):
@@ -87,65 +79,8 @@ class Latencies:
         return self._sorted[min(len(self._sorted) - 1, int(part * len(self._sorted)))]
 
 
-class Concurrency:
-    """A gate for requests in flight: ``at_most`` places, fewer while storage answers "slow down"."""
-
-    def __init__(self, at_most: int = 64) -> None:
-        self.width = self._at_most = at_most
-        self.in_flight = 0
-        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
-        self._answers = self._throttles = 0  # of this round
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether at most a quarter of the places are taken: one more request takes nothing from the others."""
-        return self.in_flight * 4 <= self.width
-
-    @contextlib.asynccontextmanager
-    async def place(self, *, ahead: bool = False) -> AsyncIterator[None]:
-        """Hold one of the places as soon as one is free; ``ahead``: before all others that wait."""
-        await self._enter(ahead=ahead)
-        try:
-            yield
-        finally:
-            self._leave()
-
-    async def _enter(self, *, ahead: bool) -> None:
-        if self.in_flight >= self.width or (self._waiting and not ahead):
-            self._had_waiters = True
-            place = asyncio.get_running_loop().create_future()
-            (self._waiting.appendleft if ahead else self._waiting.append)(place)
-            try:
-                await place
-            except asyncio.CancelledError:
-                if place.done() and not place.cancelled():
-                    self._leave()
-                raise
-        else:
-            self.in_flight += 1
-
-    def _leave(self) -> None:
-        self.in_flight -= 1
-        while self._waiting and self.in_flight < self.width:
-            place = self._waiting.popleft()
-            if not place.done():
-                self.in_flight += 1
-                place.set_result(None)
-
-    def count(self, *, throttled: bool = False) -> None:
-        """Count an answer or a "slow down"; change the limit after a round of as many as there are places, or 16."""
-        self._answers += 1
-        self._throttles += throttled
-        if self._answers >= max(16, self.width):
-            if self._throttles * 5 > self._answers:
-                self.width = max(1, int(self.width * 0.7))
-            else:
-                self.width = min(self.width + max(1, self.width // 8), self._at_most)
-            self._answers = self._throttles = 0
-
-
 class Requester:
-    """Makes requests under the three policies; ``now`` is the event loop's clock.
+    """Makes requests, at most ``places`` at a time, and a second one after ``min_hedge_s`` at the earliest.
 
     Counters: ``requests`` answered and their ``request_bytes``, ``retries``, ``hedges``, ``hedges_won``.
     """
@@ -153,46 +88,52 @@ class Requester:
     def __init__(
         self,
         retry: RetryPolicy,
-        hedge: HedgePolicy | None,
-        concurrency: Concurrency,
         storage_options: Mapping[str, Any] | None = None,
         on_fault: Callable[[Fault], None] | None = None,
+        *,
+        places: int = 64,
+        min_hedge_s: float = 0.02,
     ) -> None:
-        self._retry, self._hedge, self.concurrency = retry, hedge, concurrency
+        self._retry, self._min_hedge_s = retry, min_hedge_s
         self._options, self._on_fault = storage_options, on_fault
+        self._place, self._num_places, self._num_taken = asyncio.Semaphore(places), places, 0
+        self.width, self._surplus = places, 0
+        """Requests that may be in flight, and places that are too many for that and still taken."""
+        self._answers = self._throttles = 0  # of this round
         self._latencies = Latencies()
-        self._extra, self._extra_part = _EXTRA_REQUESTS, (hedge or HedgePolicy()).part
+        self._extra = _EXTRA_REQUESTS
         self.requests = self.request_bytes = self.retries = self.hedges = self.hedges_won = 0
 
     async def fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
         """Return the ``length`` bytes that ``get()`` brings. Raise FetchFailedError."""
+        await self._place.acquire()
+        self._num_taken += 1
+        try:
+            return await self._fetch(get, length)
+        finally:
+            self._num_taken -= 1
+            self._give_back(1)
+
+    async def _fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
         loop = asyncio.get_running_loop()
-        started = 0.0  # the deadline is for storage, not for the queue in front of it
+        started = loop.time()  # the deadline is for storage, not for the queue in front of it
         failures = short = 0
-        fault: Fault | None = None
         while True:
             try:
-                async with self.concurrency.place(ahead=failures > 0):
-                    if fault is None:
-                        started = loop.time()
-                    elif loop.time() - started >= self._retry.deadline_s:  # it came late to its turn
-                        raise FetchFailedError(fault, failures, loop.time() - started)
-                    data = await self._attempt(get, started + self._retry.deadline_s)
+                data = await self._attempt(get, started + self._retry.deadline_s)
                 view = memoryview(data).cast("B")
                 if len(view) == length:
                     self.requests += 1
                     self.request_bytes += length
-                    self.concurrency.count()
+                    self._count()
                     return view
                 short += len(view) < length
                 fault = _wrong_length(len(view), length, short)
-            except FetchFailedError:
-                raise
             except Exception as error:  # noqa: BLE001 - any library's exceptions; fault_of classifies them
                 fault = fault_of(error, self._options)
             failures += 1
             if fault.kind == "throttled":
-                self.concurrency.count(throttled=True)
+                self._count(throttled=True)
             at_once = failures == 1 and not fault.is_final and self._may_ask_once_more()
             pause_s = 0.0 if at_once else self._retry.delay_s(failures, random.random())
             elapsed_s = loop.time() - started
@@ -208,7 +149,7 @@ class Requester:
         loop = asyncio.get_running_loop()
         began = loop.time()
         end = min(deadline, began + self._timeout_s())
-        self._extra = min(_EXTRA_REQUESTS, self._extra + self._extra_part)
+        self._extra = min(_EXTRA_REQUESTS, self._extra + _EXTRA_PART)
         tasks = {loop.create_task(get())}
         first = next(iter(tasks))
         num_sent, sent_at = 1, began
@@ -222,7 +163,7 @@ class Requester:
                 usual_s = self._usual_s()
                 look_at = sent_at + 2 ** (num_sent - 1) * usual_s  # a hedge can stall too
                 if now >= look_at:
-                    if self.concurrency.is_idle or self._may_ask_once_more():
+                    if self._num_taken * 4 <= self.width or self._may_ask_once_more():
                         self.hedges += 1
                         num_sent, sent_at = num_sent + 1, now
                         tasks.add(loop.create_task(get()))
@@ -244,6 +185,29 @@ class Requester:
                 task.cancel()
                 task.add_done_callback(_ignore)
 
+    def _count(self, *, throttled: bool = False) -> None:
+        """Count an answer or a "slow down"; change the limit after a round of as many as there are places, or 16."""
+        self._answers += 1
+        self._throttles += throttled
+        if self._answers < max(16, self.width):
+            return
+        if self._throttles * 5 > self._answers:
+            narrower = max(1, int(self.width * 0.7))
+            self._surplus += self.width - narrower
+            self.width = narrower
+        else:
+            wider = min(self.width + max(1, self.width // 8), self._num_places)
+            self._give_back(wider - self.width)
+            self.width = wider
+        self._answers = self._throttles = 0
+
+    def _give_back(self, places: int) -> None:
+        """Free places, but for those that are too many."""
+        gone = min(places, self._surplus)
+        self._surplus -= gone
+        for _ in range(places - gone):
+            self._place.release()
+
     def _may_ask_once_more(self) -> bool:
         """Take one request out of the budget of extra ones, if there is one."""
         if self._extra < 1.0:
@@ -253,14 +217,12 @@ class Requester:
 
     def _usual_s(self) -> float:
         """Return the usual longest time of an answer, after which a second request (hedge) is sent."""
-        if self._hedge is None:
-            return float("inf")
-        usual_s = self._latencies.quantile(self._hedge.quantile)
-        return max(_FIRST_HEDGE_S if usual_s is None else usual_s, self._hedge.min_delay_s)
+        usual_s = self._latencies.quantile(_USUAL)
+        return max(_FIRST_HEDGE_S if usual_s is None else usual_s, self._min_hedge_s)
 
     def _timeout_s(self) -> float:
         """Return the time limit of one attempt: ten times the usual time, at least 2 s, within the policy's limit."""
-        usual_s = self._latencies.quantile(0.95)
+        usual_s = self._latencies.quantile(_USUAL)
         limit_s = self._retry.attempt_timeout_s
         return limit_s if usual_s is None else min(limit_s, max(2.0, 10 * usual_s))
 

@@ -1,4 +1,4 @@
-"""A batch as people look at it: its entries as a table, its samples as a picture; the loader in a notebook."""
+"""A batch as people look at it: its entries as a table, its samples as a picture."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.schema import box_corners
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.batch.runner import LoaderStats
     from fuelrail.loaders.config import BoxFrame, Normalize, Transforms
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.order.spec import OrderSpec
 
 _NS_PER_S: Final = 1e9
 _NEEDED: Final = ("img", "ida_mat", "sample_key", "epoch", "step")
@@ -53,9 +51,6 @@ class LoaderDisplay(ABC):
 
     dataset: Dataset
     transforms: Transforms
-    order: OrderSpec
-    num_workers: int
-    prefetch_factor: int
     cameras: tuple[str, ...]
     selected: tuple[Channel, ...]
     """The selected channels of the dataset and of layers."""
@@ -67,10 +62,6 @@ class LoaderDisplay(ABC):
     @abstractmethod
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to make it again, its arguments, first the struct, and its position."""
-
-    @abstractmethod
-    def stats(self) -> LoaderStats:
-        """Return what the loader did."""
 
     def describe(self) -> BatchDescription:
         """Return name, form and meaning of each entry of the next iteration's first batch, loaded apart from this one.
@@ -98,27 +89,11 @@ class LoaderDisplay(ABC):
             raise ConfigError(f"samples={samples} must be 1 or more")
         if missing := [name for name in _NEEDED if name not in found]:
             raise ConfigError(f"a batch without {missing[0]!r} cannot be drawn: let transform and collate_fn keep it")
-        manifest = self.dataset.manifest
         sheets = []
         for at in range(min(samples, len(found["sample_key"]))):
-            values = _values(found, at, self.selected)
-            sheet = draw_sample(found, at, self.cameras, manifest.classes, self.transforms, values)
-            sheets.append((f"{found['sample_key'][at]}   epoch {found['epoch']}, step {found['step']}", sheet))
+            title = f"{found['sample_key'][at]}   epoch {found['epoch']}, step {found['step']}"
+            sheets.append((title, draw_sample(found, at, self)))
         return Picture(stack(sheets))
-
-    def _repr_html_(self) -> str:
-        """Return a table of the settings for notebooks, and of the stages once there were batches."""
-        image = self.transforms.image
-        rows = [
-            ("order", repr(self.order)),
-            ("images", f"{image.width} x {image.height}" if self.transforms.camera_groups is None else "in groups"),
-            ("decoding threads", str(self.num_workers)),
-            ("prefetched batches", str(self.prefetch_factor)),
-        ]
-        cells = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in rows)
-        stats = self.stats()
-        stages = stats._repr_html_() if stats.batches else ""
-        return f"<div><p>{escape(repr(self))}</p><table>{cells}</table>{stages}</div>"
 
     def _next_batch(self) -> dict[str, Any]:
         """Load the first batch of the next iteration by a loader of its own."""
@@ -199,18 +174,9 @@ class _Frames:
         return _moved(points.astype(np.float64), self.entry("lidar2ego")[self.key].astype(np.float64))
 
 
-def draw_sample(
-    batch: Mapping[str, Any],
-    at: int,
-    cameras: Sequence[str],
-    classes: Sequence[str],
-    transforms: Transforms,
-    values: Sequence[tuple[Channel, Any]] = (),
-) -> NDArray[np.uint8]:
-    """Draw sample ``at`` of a batch that was made with ``transforms``, uint8 [H, W, 3], RGB.
-
-    ``values`` are values of channels, those on images as the images of the sample's own frame are.
-    """
+def draw_sample(batch: Mapping[str, Any], at: int, loader: LoaderDisplay) -> NDArray[np.uint8]:
+    """Draw sample ``at`` of a loader's batch with its selected channels, uint8 [H, W, 3], RGB."""
+    cameras, transforms = loader.cameras, loader.transforms
     frames = _Frames(batch, at)
     images, ida_mat = frames.images(cameras, transforms), frames.entry("ida_mat")
     ego2img = frames.entry("ego2img") if "ego2img" in batch else np.full(ida_mat.shape, np.nan)
@@ -224,6 +190,7 @@ def draw_sample(
         DrawnFrame(images[t], ego2img[t], None if boxes is None else boxes[t], ida_mat[t], title)
         for t, title in enumerate(titles)
     ]
+    classes, values = loader.dataset.manifest.classes, values_of(batch, at, loader.selected)
     return contact_sheet(drawn, cameras, classes, values, points=frames.points(), key=frames.key)
 
 
@@ -248,7 +215,7 @@ def _undo(img: torch.Tensor, normalize: Normalize | None) -> NDArray[np.uint8]:
     return _array(levels.flip(-3) if normalize.channel_order == "bgr" else levels)
 
 
-def _values(batch: Mapping[str, Any], at: int, channels: Sequence[Channel]) -> list[tuple[Channel, Any]]:
+def values_of(batch: Mapping[str, Any], at: int, channels: Sequence[Channel]) -> list[tuple[Channel, Any]]:
     """Return the selected channels that a sample has, in its own frame."""
     if not channels:
         return []

@@ -92,7 +92,7 @@ def read(url: str) -> Reading:
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = shown(getattr(error, "reason", error))
         raise ConfigError(
-            f"no metrics at {address}: {reason}; is the trainer running, with fuelrail.loaders.serve_metrics(loader)?"
+            f"no metrics at {address}: {reason}; is the trainer running, with fuelrail.serve_metrics(loader)?"
         ) from error
 
 

@@ -136,12 +136,6 @@ class ImageAugment(Settings, frozen=True):
             draws = uniforms(seed, epoch, sample, rows, STREAM, _NUM_DRAWS).tolist()
         return [self._train(int(wh[0]), int(wh[1]), draw) for wh, draw in zip(img_wh, draws, strict=True)]
 
-    def factor(self, width: int, height: int) -> float:
-        """Return the largest factor by which an image of a stored size is resized, ``resize_jitter`` aside."""
-        if self.train and self.resize_range is not None:
-            return self.resize_range[1]
-        return max(self._base(width, height)[0])
-
     def _base(self, width: int, height: int) -> tuple[tuple[float, float], tuple[int, int]]:
         """Return the factors of width and height without randomness, and the (width, height) that they lead to.
 

@@ -73,7 +73,7 @@ def preload() -> None:
     import fuelrail.loaders.commands
     import fuelrail.loaders.loader
     import fuelrail.loaders.storage.reader
-    import fuelrail.loaders.viewer.view
+    import fuelrail.loaders.view
     import fuelrail.sharding.commands
     import fuelrail.sharding.verify.dataset  # noqa: F401
 
@@ -83,7 +83,7 @@ def preload() -> None:
 
 def load(name: str, *, is_layer: bool) -> int:
     """Read an epoch as a trainer does."""
-    from fuelrail.loaders import ImageAugment, OrderSpec
+    from fuelrail import ImageAugment, OrderSpec
     from fuelrail.pipeline.errors import FuelrailError
 
     options = {"layers": {"t": {"path": "LAYER", "missing": "mask"}}} if is_layer else {}

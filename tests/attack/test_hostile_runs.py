@@ -196,7 +196,7 @@ def make_sound(folder: Path) -> None:
 
 
 def loader_of(dataset: Path | str, **options: Any) -> Any:
-    from fuelrail.loaders import ImageAugment
+    from fuelrail import ImageAugment
 
     return make_loader(str(dataset), 2, seed=1, num_workers=1, image=ImageAugment(height=32, width=64), **options)
 

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
+from fuelrail import ImageAugment
 from fuelrail.__main__ import main
 from fuelrail.bench.studies.diff import load_comparable
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.train.report import load_report
-from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.format.dataset import open_dataset
 
 pytestmark = pytest.mark.process

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from fuelrail import StaticBatches, Transforms
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.trainer.models.resnet import ResNet
 from fuelrail.bench.trainer.models.settings import ResNetSettings
-from fuelrail.loaders import StaticBatches, Transforms
 from support.gpu_bench import (
     Mark,
     cameras,

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from fuelrail import ImageAugment, Transforms
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.loader.stages import measure_stages, record_stages
-from fuelrail.loaders import ImageAugment, Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.image_header import probe

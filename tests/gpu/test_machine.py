@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from fuelrail import Transforms
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, EmulatedAccelerator, load_profile
 from fuelrail.bench.measure.clock import NS_PER_MS, Clock
 from fuelrail.bench.measure.cuda import CudaAccelerator
 from fuelrail.bench.measure.machine import usable_cpus
 from fuelrail.bench.studies.train import run as train_run
-from fuelrail.loaders import Transforms
 from fuelrail.loaders.decode import dali_install, make_decoder
 from fuelrail.pipeline.format.dataset import open_dataset
 from support import gpu_bench
@@ -49,7 +49,6 @@ def test_torch_computes_and_nvml_answers(bench, facts):
         "memory_bytes": properties.total_memory,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
-        "driver": dali_install.driver_version(),
         "libnvcuvid_loads": dali_install.has_libnvcuvid(),
         "nvidia_smi": _nvidia_smi(),
         **{f"host_to_device_gb_per_s_{kind}": _copy_rate(bench, kind == "pinned") for kind in ("pinned", "pageable")},

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from fuelrail.loaders import Transforms
+from fuelrail import Transforms
 from fuelrail.loaders.batch.transfer import CudaTransfer, make_transfer, map_tensors
 from support.batches import unlike
 from support.gpu_bench import check, cycles_per_ms, each_decoder, endless, keep_busy, make_loader, raise_clock

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import (
+from fuelrail import (
     BadSamplePolicy,
     BevAugment,
     Budget,
@@ -271,15 +271,6 @@ def test_the_defaults_are_torchs_where_the_names_are():
     ours, torchs = (inspect.signature(one.__init__).parameters for one in (DataLoader, torch.utils.data.DataLoader))
     for name in ("shuffle", "drop_last", "collate_fn"):
         assert (ours[name].default or None) == (torchs[name].default or None), name
-
-
-def test_images_enlarged_many_times_are_warned_of(root):
-    with pytest.warns(UserWarning, match="the images of 'cam_front', stored as .* are enlarged 12 times, to") as warned:
-        DataLoader(root, 2, world=World(), transforms={"image": {"height": 64 * 12, "width": 96 * 12}})
-    assert [Path(one.filename).name for one in warned] == ["test_arguments.py"]
-    DataLoader(root, 2, world=World(), transforms={"image": {"height": 64 * 7, "width": 96 * 7}})
-    varied = {"height": 640, "width": 960, "train": True, "resize_range": (0.5, 1.0)}
-    DataLoader(root, 2, world=World(), transforms={"image": varied})
 
 
 def test_credentials_are_not_printed():

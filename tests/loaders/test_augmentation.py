@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from fuelrail.loaders import BevAugment, ImageAugment, PixelAugment
+from fuelrail import BevAugment, ImageAugment, PixelAugment
 from fuelrail.loaders.decode.pixels import change_pixels
 from support.batches import batches, load
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import ImageAugment, Normalize
+from fuelrail import ImageAugment, Normalize
 from fuelrail.pipeline.errors import ConfigError, StageError
 from support.batches import FULL, load, unlike
 from support.datasets import build_dataset

@@ -13,7 +13,7 @@ from nuscenes.eval.common.utils import quaternion_yaw
 from nuscenes.utils.data_classes import Box
 from pyquaternion import Quaternion
 
-from fuelrail.loaders import ImageAugment
+from fuelrail import ImageAugment
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.channels.sensors import channel_table
 from fuelrail.pipeline.errors import ConfigError, SchemaError

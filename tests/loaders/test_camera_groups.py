@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import BevAugment, CameraGroup, ImageAugment, Normalize, PixelAugment
+from fuelrail import BevAugment, CameraGroup, ImageAugment, Normalize, PixelAugment
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError, StateMismatchError
 from fuelrail.pipeline.transforms.image_map import ida_mats

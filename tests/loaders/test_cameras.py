@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fuelrail.loaders import BevAugment, ImageAugment, PixelAugment, StorageOptions
+from fuelrail import BevAugment, ImageAugment, PixelAugment, StorageOptions
 from fuelrail.loaders.batch import samples
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.channels.table import Channel, Law

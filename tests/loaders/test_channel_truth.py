@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Transforms, World
+from fuelrail import BevAugment, DataLoader, ImageAugment, Transforms, World
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law

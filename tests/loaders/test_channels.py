@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import BevAugment, DataLoader, FrameWindow, ImageAugment, OrderSpec, Transforms, World
+from fuelrail import BevAugment, DataLoader, FrameWindow, ImageAugment, OrderSpec, Transforms, World
 from fuelrail.loaders.batch.channels import OWN_NAMES, SelectedChannels, choose_channels
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from fuelrail.loaders.storage import StorageStats
+    from fuelrail.loaders.storage.protocol import StorageStats
 
 WORDS = Vocabulary("words", 1000)
 POINTS = {"axes": ("point", "column"), "shape": (None, 3), "columns": ("x", "y", "z"), "dtype": "float32"}
@@ -258,7 +259,9 @@ def test_only_what_is_selected_is_in_the_batch_and_decoded(root, tmp_path) -> No
 def read(root: Path, names: list[str] | None, **options: Any) -> StorageStats:
     """Read each sample once, as a loader that selects these channels does; returns what that took."""
     dataset = open_dataset(root)
-    reader = SampleReader(dataset, storage=open_storage(dataset, **options), channels=choose_channels(dataset, names))
+    reader = SampleReader(
+        dataset, storage=LayeredStorage(open_storage(dataset, **options)), channels=choose_channels(dataset, names)
+    )
     for number in range(len(dataset)):
         assert len(reader.sample(number).images) == 2
     return reader.storage.stats()

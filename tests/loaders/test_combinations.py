@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from fuelrail.loaders import BevAugment, ImageAugment, Undistort
+from fuelrail import BevAugment, ImageAugment, Undistort
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ImageError

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fuelrail.loaders import AttributeWeights, Mix, OrderSpec
-from fuelrail.loaders.storage.cache.future_uses import FutureUses, RequestNumbers
+from fuelrail import AttributeWeights, Mix, OrderSpec
+from fuelrail.loaders.storage.cache.future_uses import FutureUses, Range, RequestNumbers, build_future_uses
 from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor, Walk
@@ -162,7 +162,9 @@ def test_each_cache_has_the_future_uses_of_its_own_rows(roots, tmp_path):
         assert stats.cache_hits >= 3 * 28 - 25 - 4
     first = [entry for batch in expected[0] for entry in batch]
     for source in schedule.sources:
-        future_uses = schedule._future_uses(source, Walk(Cursor(), loader._batching), RequestNumbers())[0]
+        only = Range(source.base, len(source.dataset.index), RequestNumbers())
+        walk, where = Walk(Cursor(), loader._batching), schedule.where
+        future_uses, _ = build_future_uses(where.numbers, walk, where.frames, only)
         assert isinstance(future_uses, FutureUses)
         uses = [(time, row) for time, (name, row) in enumerate(first) if name == source.name]
         assert future_uses.used(0, len(first)).tolist() == [row for _, row in uses]

@@ -8,8 +8,9 @@ from typing import get_type_hints
 import pytest
 import torch
 
+from fuelrail import DataLoader, World
 from fuelrail.__main__ import main
-from fuelrail.loaders import DataLoader, World, records
+from fuelrail.loaders import records
 from fuelrail.loaders.records import Batch
 from fuelrail.pipeline.errors import ConfigError
 
@@ -67,7 +68,6 @@ def test_the_position_stays_and_a_running_iteration_too(roots):
         long = (*described.entries, ("boxes", "dict of " + "x" * 99, "what it is"))
         assert max(map(len, str(described._replace(entries=long)).splitlines()[:-1])) < 160
         assert "<td>img</td><td>uint8 [2, 2, 3, 32, 64]</td>" in described._repr_html_()
-        assert "<td>decode</td>" in loader.stats()._repr_html_()
         assert len(rest) == 3 and first["step"] == 0 and rest[0]["step"] == 1
 
 
@@ -93,5 +93,5 @@ def test_the_table_names_the_records_in_the_order_of_the_module() -> None:
     made = [makes for _, _, makes, _ in rows[:-2]]
     assert [takes.strip("`") for _, takes, _, _ in rows[1:-2]] == made[:-1]
     defined = [name for name, kind in vars(records).items() if isinstance(kind, type) and hasattr(kind, "_fields")]
-    assert [name for name in defined if name in made] == made
+    assert [name for name in defined if name in made] == list(dict.fromkeys(made))
     assert all(getattr(records, name).__doc__ for name in defined)

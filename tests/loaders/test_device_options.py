@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Normalize, Undistort
+from fuelrail import BevAugment, DataLoader, ImageAugment, Normalize, Undistort
 from fuelrail.loaders.batch.transfer import CudaTransfer, map_tensors
 from fuelrail.loaders.config import Transforms, _column
 from fuelrail.pipeline.channels.table import Channel, Law

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import World
+from fuelrail import World
 from fuelrail.loaders.distributed import batch_digest, detect_world, resolve_world
 from fuelrail.pipeline.errors import WorldError
 from support.ranks import TESTS, run_ranks

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import DataLoader
+from fuelrail import DataLoader
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import LayerOptions, view_settings
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError, OrderError, StateMismatchError

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from fuelrail.loaders import OrderSpec, World
+from fuelrail import OrderSpec, World
 from fuelrail.loaders.distributed import batch_digest
 from fuelrail.loaders.integrations.sampler import BatchSampler
 from fuelrail.pipeline.errors import ConfigError, LedgerError, OrderError, StateMismatchError

@@ -13,7 +13,7 @@ import pytest
 import simplejpeg
 import torch
 
-from fuelrail.loaders import DataLoader, ImageAugment, IterableView, OrderSpec, World
+from fuelrail import DataLoader, ImageAugment, IterableView, OrderSpec, World
 from fuelrail.loaders.config import Normalize
 from fuelrail.loaders.decode.lens import Undistort
 from fuelrail.loaders.integrations.map_style import MapView

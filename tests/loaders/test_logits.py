@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import Cost, FrameWindow, OrderSpec, Pack
+from fuelrail import Cost, FrameWindow, OrderSpec, Pack
 from fuelrail.loaders.viewer.batch import describe_batch
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.logits import Logits

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import AttributeWeights, Mix, OrderSpec
+from fuelrail import AttributeWeights, Mix, OrderSpec
 from fuelrail.pipeline.errors import OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.batches import TINY, batches, load

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import Balance, Bucket, CameraGroup, Cost, ImageAugment, OrderSpec, Pack
+from fuelrail import Balance, Bucket, CameraGroup, Cost, ImageAugment, OrderSpec, Pack
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import ConfigError, OrderError

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from fuelrail.loaders import DataLoader, World
+from fuelrail import DataLoader, World
 from fuelrail.pipeline.errors import WorldError
 from support.loaders import make_loader
 from support.ranks import environment
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.process
 
 SETUP = """
 import os, pickle, sys
-from fuelrail.loaders import DataLoader
+from fuelrail import DataLoader
 from fuelrail.pipeline.errors import StageError
 image = {"height": 64, "width": 96, "resize": 1.0}
 loader = DataLoader(sys.argv[1], 2, shuffle=True, drop_last=True, transforms={"image": image}, num_workers=2)

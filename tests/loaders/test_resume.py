@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.loaders import AttributeWeights, BevAugment, ImageAugment, Mix, Normalize, OrderSpec, PixelAugment
+from fuelrail import AttributeWeights, BevAugment, ImageAugment, Mix, Normalize, OrderSpec, PixelAugment
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.batches import TINY, batches, check_one_sequence, keys, load, unlike

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fuelrail as fr
-from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Transforms, World
+from fuelrail import BevAugment, DataLoader, ImageAugment, Transforms, World
 from fuelrail.loaders.batch.timed import timed_channels
 from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
 from fuelrail.pipeline.channels.series import TIMES, VALUES, parts_of_series, series_channel

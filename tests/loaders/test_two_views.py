@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import BevAugment, ImageAugment, PixelAugment
+from fuelrail import BevAugment, ImageAugment, PixelAugment
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.loaders import BevAugment, ImageAugment, OrderSpec, PixelAugment
+from fuelrail import BevAugment, ImageAugment, OrderSpec, PixelAugment
 from fuelrail.loaders.records import batch_entries
 from fuelrail.loaders.storage.cache.future_uses import coming_rows
 from fuelrail.loaders.storage.reader import SampleReader

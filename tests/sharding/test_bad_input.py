@@ -9,7 +9,7 @@ import tarfile
 import pytest
 import webdataset
 
-from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.verify.dataset import verify

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from fuelrail import ImageAugment
 from fuelrail.__main__ import main
-from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, SourceError
 from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES
 from fuelrail.pipeline.format.dataset import open_dataset

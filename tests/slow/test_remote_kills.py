@@ -9,7 +9,7 @@ from support.ray_cluster import ray_cluster
 from support.remote_kills import batches_through_kills
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
-from fuelrail.loaders import ImageAugment, RemoteWorkers  # noqa: E402
+from fuelrail import ImageAugment, RemoteWorkers  # noqa: E402
 from support.datasets import build_dataset  # noqa: E402
 
 pytestmark = [

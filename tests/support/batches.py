@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fuelrail.loaders import ImageAugment, World
+from fuelrail import ImageAugment, World
 from fuelrail.pipeline.channels.kinds import Packed
 from support.loaders import make_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from fuelrail.loaders import DataLoader
+    from fuelrail import DataLoader
 
 FULL = ImageAugment(height=64, width=96, resize=1.0)
 """Output images are the stored ones, pixel for pixel."""

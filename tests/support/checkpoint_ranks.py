@@ -19,6 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import Store
 from fuelrail.bench.trainer.loop import batches
@@ -26,7 +27,6 @@ from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import parallelise
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
-from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from support import own_model
 from support.parallel_equality import train_step
 

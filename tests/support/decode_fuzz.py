@@ -20,18 +20,18 @@ import cv2
 import msgspec
 import numpy as np
 
-from fuelrail.loaders.decode import probe
 from fuelrail.loaders.decode.jpeg import Scratch, decode_jpeg
 from fuelrail.loaders.decode.native import CameraJpeg, open_library
 from fuelrail.loaders.decode.native.build import FOLDER, build
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fuelrail.loaders.decode import ImageDecoder
+    from fuelrail.loaders.decode.protocol import ImageDecoder
 
 _OUT_WH = (704, 256)
 _SANITIZERS = ("-march=x86-64-v3", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fuelrail.loaders.decode import make_decoder, probe
+from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.image_maps import ALL_MAPS, EVERY_PRESET, NUSCENES_WH, PRESETS, photograph, preset_map
 from support.pictures import (
@@ -42,7 +43,7 @@ from support.shared_data import shared_data
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fuelrail.loaders.decode import ImageDecoder
+    from fuelrail.loaders.decode.protocol import ImageDecoder
 
 
 @functools.cache

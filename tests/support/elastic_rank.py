@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from fuelrail.loaders import DataLoader
+from fuelrail import DataLoader
 
 CHECKPOINT_EVERY = 3
 

@@ -16,11 +16,11 @@ import pytest
 import simplejpeg
 import torch
 
+from fuelrail import DataLoader, Transforms
 from fuelrail.__main__ import main as fuelrail_main
 from fuelrail.bench.measure.machine import installed_gpus
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.studies.train import run as train_run
-from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.pipeline.errors import FuelrailError
 from support.cameras import SOURCE_WH, made_image, write_cameras
 

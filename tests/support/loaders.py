@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fuelrail.loaders import BadSamplePolicy, DataLoader, FrameWindow, StorageOptions, Transforms
+from fuelrail import BadSamplePolicy, DataLoader, FrameWindow, StorageOptions, Transforms
 
 STRUCTS = {
     "transforms": Transforms,

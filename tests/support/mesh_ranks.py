@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fuelrail.loaders import DataLoader, World, mesh_world
+from fuelrail import DataLoader, World, mesh_world
 from fuelrail.pipeline.errors import WorldError
 
 MESHES = {

@@ -189,7 +189,7 @@ class Comparison:
         )  # fmt: skip
 
     def _load(self, rank: int, size: int) -> list[Mapping[str, Any]]:
-        from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+        from fuelrail import DataLoader, ImageAugment, Transforms
         from fuelrail.pipeline.order.batching import World
 
         if (rank, size) not in self._batches:

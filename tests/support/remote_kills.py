@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fuelrail.loaders import DataLoader
+    from fuelrail import DataLoader
     from support.ray_cluster import RayCluster
 
 _ACTORS_A_NODE = 7  # that are killed between two nodes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from fuelrail.loaders.decode.pillow import PillowDecoder
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.decode import Place
+    from fuelrail.loaders.decode.protocol import Place
 
 
 class Watched(PillowDecoder):

@@ -28,7 +28,7 @@ from fuelrail.loaders.config import Transforms
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.loader.options import LoaderOptions
-    from fuelrail.loaders import DataLoader
+    from fuelrail.loaders.loader import DataLoader
     from fuelrail.pipeline.format.dataset import Dataset
 
 _NUM_BATCHES_KEPT = 3

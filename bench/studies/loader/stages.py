@@ -11,7 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from fuelrail.bench.measure.rates import Rate, measure_rate
-from fuelrail.loaders import DataLoader, RemoteWorkers, StorageOptions, Transforms, World
+from fuelrail.loaders.config import StorageOptions, Transforms
+from fuelrail.loaders.loader import DataLoader
+from fuelrail.loaders.serving.ray_workers import RemoteWorkers
+from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.runtime.host import usable_cpus
 
 if TYPE_CHECKING:

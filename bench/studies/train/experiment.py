@@ -16,8 +16,9 @@ from fuelrail.bench.studies.train.costs import cost_model
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, find
-from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.loaders.batch.counterfactual import LoaderPart
+from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.loader import DataLoader
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset

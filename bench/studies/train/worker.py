@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.strategies.step import Parallel
-    from fuelrail.loaders import DataLoader
+    from fuelrail.loaders.loader import DataLoader
 
 # Between the first rank that gives up waiting and the last one.
 _SAY_SO_S = 3.0

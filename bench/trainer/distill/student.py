@@ -33,7 +33,7 @@ from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import ModelSettings
-    from fuelrail.loaders import DataLoader
+    from fuelrail.loaders.loader import DataLoader
 
 
 class Distilled(StagedModel):

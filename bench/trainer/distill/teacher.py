@@ -32,7 +32,7 @@ from fuelrail.pipeline.format.layers import open_layer
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.bench.trainer.models.staged import StagedModel
-    from fuelrail.loaders import Transforms
+    from fuelrail.loaders.config import Transforms
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
 

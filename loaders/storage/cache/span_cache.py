@@ -13,15 +13,17 @@ import logging
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from fuelrail.loaders.storage.buffers import Buffers
 from fuelrail.loaders.storage.cache.folder import CacheFolder
 from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses
-from fuelrail.loaders.storage.pread import SpanBuffers
+from fuelrail.loaders.storage.pread import KEEP_BUFFERS_BYTES
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.storage.filesystem import DISK_FULL
 from fuelrail.pipeline.storage.private import make_folder, open_file
@@ -34,24 +36,12 @@ _LOG = logging.getLogger(__name__)
 
 _OPEN_FILES: Final = 128
 
-_KEEP_BUFFERS_BYTES: Final = 64 << 20
-
 _NOT_THE_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 """Errors of a file that is gone or another. Of the rest, such as too many open files, a good one can have any."""
 
 _PART_OF_FREE_SPACE: Final = 0.8
 
-_UNITS: Final = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
+_PREFIXES: Final = "KMGT"
 
 
 class CachedSpan:
@@ -68,7 +58,7 @@ class CachedSpan:
             if self._fd < 0:
                 self._fd = self._cache.folder.files.open(self._index)
                 self._cache.num_open += 1
-            buffer = self._cache.buffers.take(self._length)
+            buffer = memoryview(self._cache.buffers.take(self._length))  # type: ignore[arg-type]  # as in pread
             done = 0
             while done < self._length:
                 count = os.preadv(self._fd, [buffer[done:]], done)
@@ -89,14 +79,6 @@ class CachedSpan:
             self._cache.num_open -= 1
 
 
-class _Counts(NamedTuple):
-    hits: int = 0
-    misses: int = 0
-    hit_bytes: int = 0
-    evictions: int = 0
-    damaged: int = 0
-
-
 class SpanCache:
     """A cache of one dataset's spans; safe to use from many threads and processes."""
 
@@ -109,10 +91,10 @@ class SpanCache:
         """
         self.folder = CacheFolder(folder, fingerprint, num_samples, length_of, max_bytes)
         self._length_of = length_of
-        self.buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
+        self.buffers = Buffers(keep_bytes=KEEP_BUFFERS_BYTES)
         self.num_open = 0
-
-        self._counts = _Counts()
+        self._counts: Counter[str] = Counter()
+        """By the names of `StorageStats`."""
         self._writes = True
         self._policy: FarthestFirst | None = None
         self._has_stock = False
@@ -162,7 +144,7 @@ class SpanCache:
         """Return the span of sample ``index`` if it is here; the kernel starts reading it."""
         if not self.folder.holds(index):
             with self.folder.thread_lock:
-                self._counts = self._counts._replace(misses=self._counts.misses + 1)
+                self._counts["cache_misses"] += 1
             return None
         if self.num_open >= _OPEN_FILES:
             return CachedSpan(self, index, length, -1)
@@ -210,22 +192,19 @@ class SpanCache:
                     "cache file '%s' is missing or damaged; the sample is fetched again",
                     self.folder.files.path_of(index),
                 )
-                self._counts = self._counts._replace(damaged=self._counts.damaged + 1)
+                self._counts["cache_damaged"] += 1
                 self.folder.remove(index)
 
     def count_hit(self, num_bytes: int) -> None:
         """Count a span that was read here and found good."""
         with self.folder.thread_lock:
-            counts = self._counts
-            self._counts = counts._replace(hits=counts.hits + 1, hit_bytes=counts.hit_bytes + num_bytes)
+            self._counts["cache_hits"] += 1
+            self._counts["cache_hit_bytes"] += num_bytes
 
     def add_stats(self, stats: StorageStats) -> StorageStats:
         """Return the statistics of a storage with this cache's added."""
-        counts = self._counts
-        return stats._replace(
-            cache_hits=counts.hits, cache_misses=counts.misses, cache_hit_bytes=counts.hit_bytes,
-            cache_bytes=self.folder.used_bytes, cache_evictions=counts.evictions, cache_damaged=counts.damaged,
-        )  # fmt: skip
+        counts: dict[str, Any] = dict(self._counts)
+        return stats._replace(cache_bytes=self.folder.used_bytes, **counts)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -278,7 +257,7 @@ class SpanCache:
             room += self._length_of(victim[0])
         for row in victims:
             self.folder.remove(row)
-        self._counts = self._counts._replace(evictions=self._counts.evictions + len(victims))
+        self._counts["cache_evictions"] += len(victims)
         return True
 
     def _give_up_writing(self, error: OSError) -> None:
@@ -295,12 +274,13 @@ class SpanCache:
 def parse_size(size: int | str) -> int:
     """Return the bytes from a number or a text such as ``500GB``, ``1.5TiB``. Raises ConfigError."""
     if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
-        if match is None or match[2] not in _UNITS:
+        match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*(?:([{_PREFIXES}])(I?))?B?\s*", size.upper())
+        if match is None:
             raise ConfigError(
                 f"cache_size={size!r} is not a size; write bytes, or a number with KB, MB, GB, TB, GiB, TiB"
             )
-        size = int(float(match[1]) * _UNITS[match[2]])
+        power = _PREFIXES.index(match[2]) + 1 if match[2] else 0
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if size < 1:
         raise ConfigError(f"cache_size={size} must be 1 byte or more")
     return size

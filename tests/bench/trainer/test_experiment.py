@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from fuelrail import OrderSpec, Pack
 from fuelrail.bench.studies.train.experiment import make_loader
-from fuelrail.loaders import OrderSpec, Pack
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS
 from support.packed_ranks import LENGTH, PACK, TOKENS, words

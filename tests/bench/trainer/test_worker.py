@@ -6,13 +6,13 @@ import msgspec
 import pytest
 import torch
 
+from fuelrail import ImageAugment
 from fuelrail.bench.measure.records import RankWriter, rank_path, read_rank
 from fuelrail.bench.studies.train.experiment import from_memory
 from fuelrail.bench.studies.train.worker import parameters_digest, run_rank
 from fuelrail.bench.trainer.loop import batches
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.step import Parallel
-from fuelrail.loaders import ImageAugment
 from support.bench_runs import PROFILE, SETTINGS
 from support.datasets import build_dataset
 from support.loaders import make_loader

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from fuelrail.loaders.batch.assemble import assemble
-from fuelrail.loaders.records import BatchSlot, DecodedSample, batch_entries
+from fuelrail.loaders.records import BatchSlot, FrameTask, Parsed, Source, Task, batch_entries
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.sample.schema import META, Sample, decode_meta
+from fuelrail.pipeline.transforms.ego import IDENTITY
 from fuelrail.pipeline.transforms.image import ImageAugment
 from support.datasets import CAMERAS, LIDAR, _sample, make_boxes, make_geometry
 
@@ -42,17 +43,23 @@ def make_sample(number: int, *, labelled: bool = True, lidars: int = 1) -> Sampl
     return Sample(f"clip-0-{number:06d}", decode_meta(raw[META]), geometry, boxes, {}, points, {})
 
 
-def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[DecodedSample]:
+SOURCE = Source(None, None, 0, 0, None, None, None)
+
+
+def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[Parsed]:
     images = np.arange(len(samples) * len(CAMERAS) * 3 * OUT[0] * OUT[1], dtype=np.uint32).astype(np.uint8)
     flags = {"lane": np.arange(len(samples)), "prev_exists": np.arange(len(samples)) % 2 == 1}
     slot = BatchSlot(2, 5, images.reshape(len(samples), len(CAMERAS), 3, OUT[1], OUT[0]), flags)
     return [
-        DecodedSample(
-            slot, at, 100 + at, True if valid is None else valid[at], sample,
-            AUGMENT.draw(sample.geometry.img_wh.tolist(), seed=1, epoch=2, sample=100 + at),
+        Parsed(
+            Task(slot, at, SOURCE, (FrameTask(100 + at, True, None, None),), 0, valid is None or valid[at], at),
+            (sample,),
+            (AUGMENT.draw(sample.geometry.img_wh.tolist(), seed=1, epoch=2, sample=100 + at),),
+            (),
+            IDENTITY,
         )
         for at, sample in enumerate(samples)
-    ]  # fmt: skip
+    ]
 
 
 ENTRIES = decoded(*(make_sample(n) for n in range(4)), valid=(True, True, True, False))
@@ -103,7 +110,7 @@ def test_images_are_the_slots_buffer_not_a_copy() -> None:
 @pytest.mark.parametrize("camera", range(len(CAMERAS)))
 def test_a_point_goes_the_long_way_to_its_output_pixel(at, camera) -> None:
     """ego, global, ego at the exposure, camera, stored pixel, output pixel: one step after the other, in float64."""
-    geometry, image_map = ENTRIES[at].sample.geometry, ENTRIES[at].maps[camera]
+    geometry, image_map = ENTRIES[at].sample.geometry, ENTRIES[at].maps[0][camera]
     for point in ([12.0, 1.0, 0.5, 1.0], [-9.0, -2.0, 1.0, 1.0], [30.0, 7.0, 2.0, 1.0]):
         in_ego_then = np.linalg.solve(geometry.cam_ego2global[camera], geometry.ego2global @ point)
         in_camera = np.linalg.solve(geometry.cam2ego[camera], in_ego_then)
@@ -172,4 +179,4 @@ def replace_points(sample: Sample, **points: np.ndarray | None) -> Sample:
 
 
 def test_a_decoded_sample_says_what_it_is() -> None:
-    assert str(ENTRIES[1]) == "sample 'clip-0-000001' (row 101, epoch 2, step 5)"
+    assert str(ENTRIES[1]) == "sample 'clip-0-000001', row 101 (epoch 2, step 5)"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fuelrail.loaders import DataLoader
+from fuelrail import DataLoader
 from fuelrail.pipeline.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import Normalize, Transforms
+from fuelrail import Normalize, Transforms
 from fuelrail.loaders.batch.transfer import map_tensors
 from fuelrail.pipeline.errors import ConfigError, StageError
 from fuelrail.pipeline.settings import convert

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fuelrail.loaders import BevAugment, DataLoader, PointSweeps
+from fuelrail import BevAugment, DataLoader, PointSweeps
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from fuelrail.loaders import ImageAugment
+from fuelrail import ImageAugment
 from fuelrail.loaders.batch.processes import _dumps
 from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from support.batches import load, unlike

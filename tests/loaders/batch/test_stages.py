@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import ImageAugment, PixelAugment
+from fuelrail import ImageAugment, PixelAugment
 from fuelrail.loaders.batch.stages import check_pixels
-from fuelrail.loaders.decode import BatchDecoder, make_decoder
+from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode.protocol import BatchDecoder
 from fuelrail.pipeline.errors import ConfigError, ImageError, StageError
 from support import batched_turbo
 from support.backends import HAS_DALI, needs_dali

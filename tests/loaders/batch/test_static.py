@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuelrail.loaders import StaticBatches, Transforms
+from fuelrail import StaticBatches, Transforms
 from fuelrail.loaders.batch.static import FixedBuffers, pad
 from fuelrail.loaders.batch.transfer import pack as pack_block
+from fuelrail.loaders.storage.buffers import pageable
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
 from support.batches import batches, load
@@ -98,7 +99,7 @@ def test_tokens_of_packs_come_at_fixed_places_from_an_arena_too() -> None:
     fixed, places = FixedBuffers(1), set()
     for number in range(2):
         made = Packed._make((torch.arange(6) + number, torch.tensor([0, 2 + number, 6])))
-        block = pack_block(list(made), lambda size: torch.empty(size, dtype=torch.uint8))
+        block = pack_block(list(made), pageable)
         got = fixed({"words": Packed._make(block.cut(block.block))}, block.block)["words"]
         assert all(torch.equal(*pair) for pair in zip(got, made, strict=True))
         places.add(tuple(one.data_ptr() for one in got))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
-
 import pytest
 import torch
 
@@ -89,18 +86,6 @@ class TestTransform:
             list(load(tiny, transform=lambda sample: None))
         with pytest.raises(ConfigError, match=r"other names than .*: count"):
             list(load(tiny, 7, transform=lambda s: {"n": 1} | ({"count": 1} if s["frame"] == 2 else {})))
-
-    def test_a_slow_one_is_warned_of(self, tiny, caplog):
-        def slow(sample):
-            time.sleep(0.01)
-            return sample
-
-        with caplog.at_level(logging.WARNING, "fuelrail"):
-            list(load(tiny, transform=slow))
-        assert "transform takes" in caplog.text
-        caplog.clear()
-        list(load(tiny))
-        assert not caplog.text
 
     def test_its_time_is_a_stage_of_its_own(self, tiny):
         loader = load(tiny, transform=identity)

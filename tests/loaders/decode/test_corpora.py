@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fuelrail.loaders.decode import make_decoder, probe
+from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.backends import BACKENDS
 from support.decode_fuzz import fuzz
@@ -19,7 +20,7 @@ from support.pictures import encode, natural, psnr_db
 from support.shared_data import shared_data
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.decode import ImageDecoder
+    from fuelrail.loaders.decode.protocol import ImageDecoder
 
 pytestmark = pytest.mark.real
 

@@ -30,7 +30,7 @@ __all__ = ["as_on_gpu"]
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fuelrail.loaders.decode import ImageDecoder, Interpolation
+    from fuelrail.loaders.decode.protocol import ImageDecoder, Interpolation
     from fuelrail.pipeline.transforms.image import ImageAugment
 
 pytestmark = pytest.mark.costly

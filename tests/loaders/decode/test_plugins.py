@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.loaders.commands import doctor
 from fuelrail.loaders.decode import BACKENDS, decodes_on_device, make_decoder
 from fuelrail.pipeline.errors import ConfigError

@@ -10,12 +10,13 @@ import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.loaders.decode import dali_jobs, make_decoder, probe, turbo
+from fuelrail.loaders.decode import dali_jobs, make_decoder, turbo
 from fuelrail.loaders.decode.dali_jobs import prepare
 from fuelrail.loaders.decode.jpeg import Scratch
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.splice import RowsWanted, splice_batch, splice_rows
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.image_maps import ALL_MAPS, NUSCENES_WH

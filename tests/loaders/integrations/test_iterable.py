@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fuelrail.loaders import IterableView, World
+from fuelrail import IterableView, World
 from support.batches import load, unlike
 from support.ranks import warm
 

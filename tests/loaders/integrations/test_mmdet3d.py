@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Transforms
+from fuelrail import BevAugment, DataLoader, ImageAugment, Transforms
 from fuelrail.loaders.integrations.mmdet3d import img_inputs, mmdet3d_samples
 from fuelrail.pipeline.errors import ConfigError
 from support.batches import FULL

@@ -20,7 +20,7 @@ from itertools import islice
 import pytest
 import torch
 
-from fuelrail.loaders import DataLoader, World
+from fuelrail import DataLoader, World
 from support.batches import TINY, load
 from support.ranks import TESTS, environment
 

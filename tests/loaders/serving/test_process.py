@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from fuelrail.loaders import ImageAugment, Normalize, OrderSpec
+from fuelrail import ImageAugment, Normalize, OrderSpec
 from fuelrail.loaders.serving.memory import MappedMemory, SharedMemory
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, SchemaError, StageError
 from fuelrail.pipeline.format.dataset import open_dataset

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from itertools import islice
 
 import pytest
 
-from fuelrail.loaders import ImageAugment, OrderSpec
+from fuelrail import ImageAugment, OrderSpec
 from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from support.batches import TINY, copied, load, unlike
 from support.ray_cluster import ray_cluster
@@ -18,7 +17,7 @@ from support.remote_kills import batches_through_kills
 from support.transforms import failing
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
-from fuelrail.loaders import RemoteWorkers  # noqa: E402
+from fuelrail import RemoteWorkers  # noqa: E402
 
 TRAIN = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)
 pytestmark = [
@@ -85,20 +84,6 @@ def test_an_error_is_that_of_the_actor(tiny, cluster):
     assert caught.value.__cause__ is not None
 
 
-def test_the_number_of_actors_follows_the_trainers_wait_between_its_limits(tiny, cluster):
-    options = {"image": TINY, "where": RemoteWorkers(num_workers=3, min_workers=2)}
-    with load(tiny, 1, **options) as loader:
-        wanted = [loader._away._wanted]
-        while max(wanted) < 3:
-            wanted += [loader._away._wanted for _ in loader]
-        while wanted[-1] > 2:
-            for _ in loader:
-                wanted.append(loader._away._wanted)
-                time.sleep(0.4)
-        assert set(wanted) == {2, 3}
-        assert len(loader._away._actors) == 2
-
-
 def test_an_actor_that_no_node_has_a_cpu_for_does_not_hold_up_the_others(tiny, cluster):
     """Two of the five actors never start: what is asked of them is asked of others, and little is from then on."""
     with load(tiny, 1, image=TINY) as loader:
@@ -113,7 +98,7 @@ def test_an_actor_that_no_node_has_a_cpu_for_does_not_hold_up_the_others(tiny, c
 def test_a_cluster_is_started_where_there_is_none(tiny):
     """It must not end with the thread of the first iteration."""
     script = f"""
-from fuelrail.loaders import RemoteWorkers
+from fuelrail import RemoteWorkers
 from support.batches import TINY, copied, load, unlike
 with load({str(tiny)!r}, image=TINY) as loader:
     expected = [copied(batch) for _ in range(2) for batch in loader]

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail import DataLoader, ImageAugment
 from fuelrail.pipeline.errors import BadSamplesError, ChecksumError, TruncatedShardError
 from support.datasets import build_dataset
 

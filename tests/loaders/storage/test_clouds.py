@@ -68,8 +68,6 @@ def test_the_better_client_is_the_default(bucket, tmp_path):
     assert isinstance(make_client(bucket[0], {"config_kwargs": {"max_pool_connections": 5}}), FsspecClient)
     with pytest.raises(ConfigError, match="obstore cannot read"):
         make_client(bucket[0], {"config_kwargs": {}}, kind="obstore")
-    with pytest.raises(ConfigError, match="choose one of auto, fsspec, obstore"):
-        make_client(bucket[0], kind="boto")
 
 
 @pytest.mark.parametrize("client", CLIENTS)

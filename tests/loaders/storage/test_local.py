@@ -19,9 +19,7 @@ from fuelrail.loaders.storage.files import OpenShards, open_files_limit
 from fuelrail.loaders.storage.pread import (
     PreadShards,
     Residency,
-    SpanBuffers,
     page_cache_room_bytes,
-    rounded_up,
 )
 from fuelrail.loaders.storage.remote import RemoteShards
 from fuelrail.pipeline.errors import ChecksumError, ConfigError
@@ -189,16 +187,6 @@ class TestPread(StorageSuite):
 
 def address(view):
     return np.frombuffer(view, np.uint8).ctypes.data
-
-
-def test_buffer_sizes_waste_an_eighth_at_most():
-    for length in [1, 4096, 4097, 70_000, 1 << 20, (1 << 20) + 1, 12_345_678]:
-        assert length <= rounded_up(length) <= max(4096, length * 9 // 8 + 1)
-    buffers = SpanBuffers(keep_bytes=1 << 20)
-    views = [buffers.take(500_000) for _ in range(4)]
-    del views
-    assert 0 < buffers._free_bytes <= 1 << 20
-    assert len(buffers.take(3)) == 3
 
 
 def test_the_backend_fits_the_place(pristine, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from fuelrail.loaders.records import Scheduled
 from fuelrail.loaders.schedule.prefetch import RequestStream, prefetch
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.loaders.storage.ranges import MAX_RANGE_BYTES
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import (
@@ -395,7 +396,7 @@ def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(tmp_path
     for number, samples in enumerate((40, 120)):
         dataset = make_dataset(tmp_path / str(number), samples, 20, scale=0.3)
         longest = max(dataset.index.column("length"))
-        storage = open_storage(dataset, "remote")
+        storage = LayeredStorage(open_storage(dataset, "remote"))
         coming = (Scheduled(0, at, 0, at, (at * 7 % samples,), True) for at in range(samples))
         asked = prefetch(coming, [RequestStream(SampleReader(dataset, storage=storage), storage.session())], limit)
         tracemalloc.start()

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.loaders.storage.requests import Concurrency, FetchFailedError, HedgePolicy, Latencies, Requester
+from fuelrail.loaders.storage.requests import FetchFailedError, Latencies, Requester
 from fuelrail.pipeline.storage.retry import RetryPolicy
 
 RETRY = RetryPolicy(deadline_s=5.0, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
-HEDGE = HedgePolicy(min_delay_s=0.01)
+NEVER = float("inf")
 DATA = b"12345678"
 
 
@@ -51,8 +51,8 @@ def on_that_loop(test):
     return run_it
 
 
-def requester(retry=RETRY, hedge=HEDGE, **options):
-    return Requester(retry, hedge, Concurrency(**options))
+def requester(retry=RETRY, min_hedge_s=0.01, **options):
+    return Requester(retry, min_hedge_s=min_hedge_s, **options)
 
 
 class Server:
@@ -126,23 +126,10 @@ class TestRetries:
         assert error.fault.kind == "transient"
         assert error.num_attempts > 5
 
-    @on_that_loop
-    async def test_a_retry_that_comes_too_late_to_its_turn_tells_the_last_fault(self):
-        made = requester(RetryPolicy(deadline_s=0.05, attempt_timeout_s=2.0), at_most=1)
-        server = Server(OSError("x"), OSError("y"))
-
-        async def in_its_way():
-            async with made.concurrency.place():
-                await asyncio.sleep(0.2)
-
-        both = server.fetched(made), in_its_way()
-        error = (await asyncio.gather(*both, return_exceptions=True))[0]
-        assert (error.fault.text, error.num_attempts, server.calls) == ("OSError: x", 1, 1)
-
     def test_waiting_for_ones_turn_does_not_count(self):
         retry = RetryPolicy(deadline_s=0.1, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
         server = Server(*[0.06] * 5, OSError("x"))
-        answers = fetch(requester(retry, hedge=None, at_most=1), server, 6)
+        answers = fetch(requester(retry, min_hedge_s=NEVER, places=1), server, 6)
         assert answers == [DATA] * 6
 
     def test_the_first_retry_is_at_once_and_the_next_are_not(self):
@@ -154,12 +141,12 @@ class TestRetries:
 
     def test_when_many_fail_only_a_few_come_back_at_once(self):
         patient = RetryPolicy(deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9)
-        answers = fetch(requester(patient, at_most=64), Server(*[OSError("down")] * 50), 50)
+        answers = fetch(requester(patient, places=64), Server(*[OSError("down")] * 50), 50)
         assert 10 <= sum(isinstance(answer, bytes) for answer in answers) <= 15
 
     @on_that_loop
-    async def test_a_retry_goes_ahead_of_those_that_wait_for_their_first(self):
-        made, answered = requester(at_most=1), []
+    async def test_a_retry_keeps_its_place(self):
+        made, answered = requester(places=1), []
 
         async def one(name, server):
             await server.fetched(made)
@@ -167,10 +154,10 @@ class TestRetries:
 
         servers = [Server(OSError("x")), *(Server(0.001) for _ in range(5))]
         await asyncio.gather(*(one(*pair) for pair in enumerate(servers)))
-        assert answered.index(0) <= 1  # one was let in while the first found out
+        assert answered[0] == 0
 
     def test_a_stall_ends_with_the_attempts_time(self):
-        made = requester(RetryPolicy(deadline_s=5.0, attempt_timeout_s=0.05, first_delay_s=0.001), hedge=None)
+        made = requester(RetryPolicy(deadline_s=5.0, attempt_timeout_s=0.05, first_delay_s=0.001), min_hedge_s=NEVER)
         server = Server(None, None)
         assert fetch(made, server) == [DATA]
         assert (server.calls, server.cancelled, made.retries) == (3, 2, 2)
@@ -199,7 +186,7 @@ class TestHedging:
 
     @on_that_loop
     async def test_a_first_that_comes_after_all_counts_and_ends_the_second(self):
-        made = requester(hedge=HedgePolicy(min_delay_s=0.1))
+        made = requester(min_hedge_s=0.1)
         await get_used_to(made)
         server = Server(0.2, None)
         await server.fetched(made)
@@ -209,7 +196,7 @@ class TestHedging:
 
     @on_that_loop
     async def test_a_storage_that_is_slow_as_a_whole_is_not_asked_twice_as_much(self):
-        made = requester(at_most=64)
+        made = requester(places=64)
         await get_used_to(made)
         slow = Server(*[0.05] * 2000)
         await asyncio.gather(*(slow.fetched(made) for _ in range(200)))
@@ -225,7 +212,7 @@ class TestHedging:
 
     @on_that_loop
     async def test_without_budget_it_waits_for_the_others_to_be_done(self):
-        made = requester(at_most=8)
+        made = requester(places=8)
         made._extra = -1e9
         await get_used_to(made)
         stalled, busy = Server(None), Server(*[0.1] * 7)
@@ -246,58 +233,52 @@ class TestHedging:
 
     def test_a_fault_does_not_wait_for_the_hedge(self):
         server = Server(OSError("x"))
-        made = requester(hedge=HedgePolicy(min_delay_s=30.0))
+        made = requester(min_hedge_s=30.0)
         fetch(made, server)
         assert (server.calls, made.hedges) == (2, 0)
 
 
-class TestConcurrency:
-    def test_no_more_at_once_than_its_width(self):
-        made, server = requester(hedge=None, at_most=3), Server(*[0.002] * 40)
+def slow_down():
+    error = OSError("slow down")
+    error.status = 503
+    return error
+
+
+class TestLimit:
+    def test_no_more_at_once_than_there_are_places(self):
+        made, server = requester(min_hedge_s=NEVER, places=3), Server(*[0.002] * 40)
         assert len(fetch(made, server, 40)) == 40
         assert server.most_at_once == 3
-        assert made.concurrency.in_flight == 0
 
-    def test_it_narrows_when_asked_to_slow_down_and_never_to_nothing(self):
-        gate = Concurrency(at_most=32)
-        for _ in range(32):  # requests that were sent together narrow it once
-            gate.count(throttled=True)
-        assert gate.width == 22
-        for _ in range(500):
-            gate.count(throttled=True)
-        assert gate.width == 1
-
-    def test_it_widens_again_up_to_its_limit(self):
-        gate = Concurrency(at_most=32)
-        gate.width = 1
-        widths = [gate.width for _ in range(1000) if gate.count() is None]
-        assert widths == sorted(widths)
-        assert widths[-1] == 32
+    def test_it_narrows_when_asked_to_slow_down_and_widens_again(self):
+        patient = RetryPolicy(deadline_s=1e9, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
+        made = requester(patient, min_hedge_s=NEVER, places=32)
+        fetch(made, Server(*[slow_down() for _ in range(32)]), 32)
+        assert made.width < 32
+        fetch(made, Server(*[slow_down() for _ in range(500)]), 1)
+        assert made.width == 1
+        server = Server(*[0.002] * 2000)
+        fetch(made, server, 2000)
+        assert (made.width, server.most_at_once) == (32, 32)
 
     def test_a_few_busy_answers_change_nothing(self):
-        gate = Concurrency(at_most=16)
-        for number in range(1000):
-            gate.count(throttled=number % 50 == 0)
-        assert gate.width == 16
+        made = requester(min_hedge_s=NEVER, places=16)
+        fetch(made, Server(*[0.001 if number % 50 else slow_down() for number in range(1000)]), 980)
+        assert made.width == 16
 
     @on_that_loop
     async def test_who_gives_up_waiting_leaves_no_hole(self):
-        gate = Concurrency(at_most=1)
-        passed = []
-
-        async def through(name, hold_s):
-            async with gate.place():
-                passed.append(name)
-                await asyncio.sleep(hold_s)
-
-        first = asyncio.create_task(through("first", 0.02))
+        made = requester(min_hedge_s=NEVER, places=1)
+        first = asyncio.create_task(Server(0.02).fetched(made))
         await asyncio.sleep(0)
-        waiting = [asyncio.create_task(through(number, 0)) for number in range(4)]
+        servers = [Server() for _ in range(4)]
+        waiting = [asyncio.create_task(server.fetched(made)) for server in servers]
         await asyncio.sleep(0)
         waiting[1].cancel()
         waiting[3].cancel()
         await asyncio.gather(first, *waiting, return_exceptions=True)
-        assert (passed, gate.in_flight) == (["first", 0, 2], 0)
+        assert [server.calls for server in servers] == [1, 0, 1, 0]
+        assert await Server().fetched(made) == DATA
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyError])

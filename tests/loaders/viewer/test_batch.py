@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fuelrail
-from fuelrail.loaders import DataLoader, World
+from fuelrail import DataLoader, World
 from fuelrail.loaders.viewer import batch as batch_module
 from fuelrail.loaders.viewer.drawing import stack
 from fuelrail.pipeline.errors import ConfigError, OrderError
@@ -109,9 +109,8 @@ def test_groups_of_cameras_keep_their_sizes(root):
     ) as loader:
         batch = next(iter(loader))
         shown = loader.show(batch).pixels
-        assert "in groups" in loader._repr_html_()
     bare = {name: value for name, value in batch.items() if not name.startswith("gt_")}
-    plain = batch_module.draw_sample(bare, 0, ["cam_front", "cam_back"], [], loader.transforms)
+    plain = batch_module.draw_sample(bare, 0, loader)
     np.testing.assert_array_equal(plain[34:68, 4:100], batch["img"]["front"][0, 0].numpy().transpose(1, 2, 0)[30:])
     np.testing.assert_array_equal(plain[34:36, 104:152], batch["img"]["rest"][0, 0].numpy().transpose(1, 2, 0)[30:])
     assert shown.shape[0] == 22 + plain.shape[0] + 26
@@ -129,7 +128,7 @@ def test_selected_channels_are_drawn_with_their_values(root, tmp_path):
         with loader_of(root, layers=layers, window=window) as loader:
             for batch in loader:
                 for at, row in enumerate(batch["global_index"].tolist()):
-                    values = {one.name: value for one, value in batch_module._values(batch, at, loader.selected)}
+                    values = {one.name: value for one, value in batch_module.values_of(batch, at, loader.selected)}
                     if row % 2:
                         assert values == {}
                         continue
@@ -163,10 +162,8 @@ def test_what_cannot_be_drawn_is_a_sentence(root):
         picture(root, collate_fn=list)
 
 
-def test_a_notebook_shows_loader_picture_and_report(root, tmp_path):
+def test_a_notebook_shows_a_picture_and_the_loader_stays_where_it_is(root, tmp_path):
     with loader_of(root) as loader:
-        assert "<th>images</th><td>64 x 48</td>" in loader._repr_html_()
-        assert "<th>stage</th>" not in loader._repr_html_(), "nothing was loaded"
         before = loader.state_dict()
         shown = loader.show()
         assert loader.state_dict() == before
@@ -174,7 +171,6 @@ def test_a_notebook_shows_loader_picture_and_report(root, tmp_path):
         images = batch["img"].clone()
         loader.show(batch)
         assert torch.equal(batch["img"], images)
-        assert "<th>stage</th>" in loader._repr_html_()
     shown.save(tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes() == shown._repr_png_()
     decoded = cv2.imdecode(np.frombuffer(shown._repr_png_(), np.uint8), cv2.IMREAD_COLOR)

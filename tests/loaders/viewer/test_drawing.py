@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.loaders import ImageAugment
+from fuelrail import ImageAugment
 from fuelrail.loaders.viewer import drawing
 from fuelrail.loaders.viewer.drawing import NEAR_M, DrawnBoxes, DrawnFrame, contact_sheet, project_segment
 from fuelrail.pipeline.transforms.image_map import ida_mats

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fuelrail as fr
-from fuelrail.loaders import World
+from fuelrail import World
 from fuelrail.pipeline.errors import OrderError, StateMismatchError
 from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.mix import Mix, MixStage

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fuelrail.loaders.storage import StorageStats
+from fuelrail.loaders.storage.protocol import StorageStats
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.metrics import HELP, Metric, MetricsServer, loader_metrics, parse
 from fuelrail.pipeline.runtime.stages import StageClock

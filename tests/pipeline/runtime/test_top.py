@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from fuelrail.__main__ import main
-from fuelrail.loaders.storage import StorageStats
+from fuelrail.loaders.storage.protocol import StorageStats
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime import top
 from fuelrail.pipeline.runtime.metrics import MetricsServer, loader_metrics

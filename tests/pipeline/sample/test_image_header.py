@@ -11,9 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fuelrail.loaders.decode import BACKENDS, ImageInfo, make_decoder, probe
+from fuelrail.loaders.decode import BACKENDS, make_decoder
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.sample.image_header import MAX_PIXELS, MAX_SCANNED_PIXELS, MAX_SCANS, check_jpeg_end, unpack_png
+from fuelrail.pipeline.sample.image_header import (
+    MAX_PIXELS,
+    MAX_SCANNED_PIXELS,
+    MAX_SCANS,
+    ImageInfo,
+    check_jpeg_end,
+    probe,
+    unpack_png,
+)
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.sharding.sources.shared import pictures
 from support.pictures import encode, natural

@@ -20,8 +20,8 @@ import cv2
 import pytest
 import torch
 
+from fuelrail import ImageAugment, OrderSpec
 from fuelrail.__main__ import main
-from fuelrail.loaders import ImageAugment, OrderSpec
 from fuelrail.loaders.integrations.map_style import MapView
 from fuelrail.pipeline.errors import FuelrailError, ManifestError
 from fuelrail.pipeline.format.attributes import Attributes

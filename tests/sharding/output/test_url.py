@@ -11,8 +11,8 @@ import time
 import fsspec
 import pytest
 
+from fuelrail import ImageAugment
 from fuelrail.__main__ import main
-from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, DatasetNotReadyError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER

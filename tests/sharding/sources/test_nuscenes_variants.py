@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import simplejpeg
 
+from fuelrail import ImageAugment, Undistort
 from fuelrail.__main__ import main
-from fuelrail.loaders import ImageAugment, Undistort
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.manifest import load_manifest
 from fuelrail.pipeline.order.select import Filter

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from fuelrail.loaders import ImageAugment
-from fuelrail.loaders.decode import probe
+from fuelrail import ImageAugment
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, ImageError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.sharding.write import images
 from support.loaders import make_loader
 from support.pictures import encode, natural

@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 
+from fuelrail import ImageAugment
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.limits import jpeg_limit, measure_limits
 from fuelrail.bench.measure.machine import peak_memory_bytes
@@ -13,7 +14,6 @@ from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.loader.report import LoaderReport
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.loader.stages import measure_stages, record_stages
-from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import fuelrail as fr
+from fuelrail import ImageAugment, Mix, OrderSpec
 from fuelrail.__main__ import main
 from fuelrail.bench.studies.runs.history import RunHistory
-from fuelrail.loaders import ImageAugment, Mix, OrderSpec
 from fuelrail.loaders.integrations.sampler import BatchSampler
 from fuelrail.pipeline.errors import ConfigError, LedgerError, StateMismatchError, WorldError
 from fuelrail.pipeline.format.dataset import open_dataset

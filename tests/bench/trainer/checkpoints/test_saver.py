@@ -14,11 +14,11 @@ import xxhash
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import VERSION, Store
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.bench.trainer.strategies.step import Parallel
-from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from support.datasets import build_dataset
 from support.ranks import run_ranks

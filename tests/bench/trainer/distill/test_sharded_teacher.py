@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill import teacher
 from fuelrail.bench.trainer.distill.student import distilled
@@ -19,7 +20,6 @@ from fuelrail.bench.trainer.distill.teacher import Teacher
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import parallelise
-from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from support.datasets import build_dataset
 from support.parallel_equality import train_step
 from support.ranks import run_ranks

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fuelrail import DataLoader, Transforms
 from fuelrail.bench.annotate.run import annotate
 from fuelrail.bench.trainer.distill.student import distilled, divergence
 from fuelrail.bench.trainer.distill.teacher import LAYER
@@ -15,7 +16,6 @@ from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.gpt import tokens_of
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import parallelise
-from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.errors import ConfigError
 from support.datasets import build_dataset

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.bench.annotate.run import annotate
 from fuelrail.bench.studies.train.run import bench_train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
@@ -19,7 +20,6 @@ from fuelrail.bench.trainer.distill.teacher import LAYER, Teacher
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import parallelise
-from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.sharding.write.layers.writer import LayerWriter

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.bench.studies.train.experiment import token_channel
 from fuelrail.bench.trainer.models.gpt import tokens_of
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import ConfigError
 from support.datasets import build_dataset

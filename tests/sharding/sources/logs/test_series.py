@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.sources.registry import SourceSpec
 from support.log_world import Ros, Sent, ros_messages, write_bag, write_mcap, write_rosbag2

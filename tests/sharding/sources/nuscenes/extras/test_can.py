@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+from fuelrail import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import ConfigError, SourceError

@@ -15,32 +15,14 @@ import pytest
 
 import fuelrail
 from fuelrail.__main__ import main
-from fuelrail.loaders import ImageAugment, World
-from fuelrail.loaders.storage.reader import SampleReader
-from fuelrail.loaders.viewer.view import decode_single
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.edits import reseal, rewrite
-from support.loaders import make_loader
 
 
 @pytest.fixture(scope="module")
 def root(made):
     return made({"train": (6,)})[0]
-
-
-def test_the_augmentation_is_the_loaders(root):
-    image = ImageAugment(height=48, width=64, train=True, resize_range=(0.5, 0.9), flip_prob=0.5, rotate_deg=(-9, 9))
-    dataset = open_dataset(root)
-    reader = SampleReader(dataset)
-    cameras = [camera.channel for camera in dataset.manifest.cameras]
-    with make_loader(dataset, 1, image=image, seed=5, world=World()) as loader:
-        loader.set_epoch(2)
-        for batch in loader:
-            row = reader.find(batch["sample_key"][0])
-            single = decode_single(reader.sample(row), cameras, image, seed=5, epoch=2, row=row)
-            assert batch["img"].equal(single["img"])
-            assert batch["ego2img"].equal(single["ego2img"])
 
 
 class TestCommand:
@@ -90,7 +72,7 @@ class TestCommand:
         settings = tmp_path / "f.yaml"
         settings.write_text("height: 8192\nwidth: 8192\n")
         code = (
-            "import resource, sys, cv2, torch; import fuelrail.loaders.viewer.view;"
+            "import resource, sys, cv2, torch; import fuelrail.loaders.view;"
             "from fuelrail.__main__ import main;"
             "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize();"
             "resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20),) * 2);"
@@ -98,10 +80,10 @@ class TestCommand:
         )
         words = ["view", root, "--image", settings, "--output", tmp_path / "x.png"]
         command = [sys.executable, "-c", code, *map(str, words)]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3] / ".src")}
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src")}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 2, done.stderr
-        assert "no memory to draw 2 cameras of 8192x8192 pixels, 402653184 bytes" in done.stderr
+        assert "402653184 bytes: take a smaller batch_size" in done.stderr
         assert "Traceback" not in done.stderr
 
 
@@ -160,8 +142,8 @@ def test_channels_that_a_sample_lacks_are_named(made, tmp_path, capsys):
     assert "; this sample has no notes -> " in capsys.readouterr().out
     assert main(["view", str(root), second, "--channels", "notes", *output]) == 0
     assert ", notes -> " in capsys.readouterr().out
-    assert main(["view", str(root), "--channels", "never"]) == 2
-    assert "has no sample with channel 'never'; it has: " in capsys.readouterr().err
+    assert main(["view", str(root), "--channels", "never", *output]) == 0
+    assert "; this sample has no never -> " in capsys.readouterr().out
     assert main(["view", str(root), "--channels", "other"]) == 2
     assert "has no channel 'other'; it has: " in capsys.readouterr().err
 

@@ -9,14 +9,28 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders.batch.buffer_pool import BufferPool, page_locked, pageable
+from fuelrail.loaders.batch.buffer_pool import page_locked
+from fuelrail.loaders.storage.buffers import Buffers, pageable, rounded_up
 from fuelrail.pipeline.errors import ConfigError
 
 SHAPE = (2, 3, 4)
 
 
-def pool(keep: int = 4) -> BufferPool:
-    return BufferPool(SHAPE, memory=pageable, keep=keep)
+SIZE = 24
+
+
+class Shaped(Buffers):
+    """Buffers of one shape, of which a number is kept."""
+
+    def __init__(self, memory=pageable, keep: int = 4) -> None:
+        super().__init__(memory, keep_bytes=keep * SIZE, rounded=int)
+
+    def take(self) -> np.ndarray:
+        return super().take(SIZE).reshape(SHAPE)
+
+
+def pool(keep: int = 4) -> Shaped:
+    return Shaped(keep=keep)
 
 
 def address(array: np.ndarray) -> int:
@@ -33,8 +47,18 @@ def test_buffers_are_writable_and_of_the_stated_shape() -> None:
 
 @pytest.mark.parametrize("count", [1 << 45, 1 << 62])
 def test_a_buffer_that_no_memory_holds_is_refused_with_its_size(count: int) -> None:
-    with pytest.raises(ConfigError, match=rf"shape \[{count}, 3, 4\], {count * 12} bytes: take a smaller batch_size"):
-        BufferPool((count, 3, 4), memory=pageable, keep=1).take()
+    with pytest.raises(ConfigError, match=rf"a buffer of {count} bytes: take a smaller batch_size"):
+        Buffers(keep_bytes=1, rounded=int).take(count)
+
+
+def test_buffer_sizes_waste_an_eighth_at_most():
+    for length in [1, 4096, 4097, 70_000, 1 << 20, (1 << 20) + 1, 12_345_678]:
+        assert length <= rounded_up(length) <= max(4096, length * 9 // 8 + 1)
+    buffers = Buffers(keep_bytes=1 << 20)
+    views = [buffers.take(500_000) for _ in range(4)]
+    del views
+    assert len(buffers.take(3)) == 3
+    assert 0 < buffers._free_bytes <= 1 << 20
 
 
 def test_a_free_buffer_is_lent_again_and_a_lent_one_is_not() -> None:
@@ -109,7 +133,7 @@ def test_no_more_than_the_stated_number_is_kept() -> None:
     del lent
     gc.collect()
     held = buffers.take()
-    assert len(buffers._free) == 1
+    assert len(buffers._free[SIZE]) == 1
     assert len(buffers._lent) == 1, "what was beyond it is let go of"
     assert held.shape == SHAPE
 
@@ -145,5 +169,5 @@ def test_a_pool_may_go_before_what_it_lent() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a CUDA device")
 def test_pinned_buffers_are_pinned() -> None:
-    buffers = BufferPool(SHAPE, memory=page_locked, keep=1)
+    buffers = Shaped(page_locked, keep=1)
     assert torch.from_numpy(buffers.take()).is_pinned()

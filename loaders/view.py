@@ -1,0 +1,146 @@
+"""`fuelrail.view`: a sample's cameras side by side, with its boxes drawn where the batch's matrices put them.
+
+Chosen channels, of the dataset or of layers, are drawn on the image that they belong to: rasters of law ``image`` as
+colours, boxes and points of law ``image_points``. All others are named below, with their value where it is short.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.schedule.layers import LayerOptions
+from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.loaders.viewer.drawing import png
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.layers import open_layer
+from fuelrail.pipeline.order.batching import Cursor, World
+from fuelrail.pipeline.order.windows import FrameWindow
+from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
+from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.transforms.image import ImageAugment
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def _parse_layers(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and place for name, _, place in pairs):
+        raise ConfigError("it must be NAME=PATH, several of them separated by commas, such as teacher=layers/teacher")
+    return {name: place for name, _, place in pairs}
+
+
+class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
+    """Options of `fuelrail.view`, and the flags of ``fuelrail view``."""
+
+    image: Annotated[
+        ImageAugment | None, flag("image settings (default: crop 704x256 from the bottom of the image)")
+    ] = None
+    train: Annotated[bool, flag("augment as a loader does, for this seed and epoch")] = False
+    seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation")] = 0
+    epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation")] = 0
+    frames: Annotated[tuple[int, ...], flag("draw a temporal window: offsets from the sample, such as -2 -1 0")] = (0,)
+    channels: Annotated[tuple[str, ...], flag("channels of the dataset to draw, too")] = ()
+    layers: Annotated[
+        dict[str, str] | None, flag("layers to draw, too", parse=_parse_layers, metavar="NAME=PATH,...")
+    ] = None
+    output: Annotated[str | None, flag("picture to write (default: contact_sheet.png)", metavar="PNG")] = None
+
+
+class ViewReport(NamedTuple):
+    """A sample drawn: its key, its numbers of cameras and boxes, and the picture, uint8 [H, W, 3], RGB.
+
+    ``channels`` names those that the sample has, of all that were asked for, ``missing`` those that it does not have.
+    """
+
+    key: str
+    num_cameras: int
+    num_boxes: int
+    sheet: NDArray[np.uint8]
+    channels: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def as_text(self) -> str:
+        """Return a line on what was drawn."""
+        channels = f", {', '.join(self.channels)}" if self.channels else ""
+        channels += f"; this sample has no {', '.join(self.missing)}" if self.missing else ""
+        cameras, boxes = "s" * (self.num_cameras != 1), "es" * (self.num_boxes != 1)
+        return f"{shown(self.key)}: {self.num_cameras} camera{cameras}, {self.num_boxes} box{boxes}{channels}"
+
+    def _repr_png_(self) -> bytes:
+        return png(self.sheet)
+
+
+def view(
+    dataset: str | os.PathLike[str],
+    key: str | None = None,
+    options: ViewOptions | None = None,
+    **changes: Any,  # fields of ViewOptions
+) -> ViewReport:
+    """Draw a sample's cameras and boxes as a loader delivers them; ``key`` None: the first sample of the dataset.
+
+    ``fuelrail.view("DATASET", output="sample.png")`` takes the fields of :class:`ViewOptions` as keywords; without
+    ``output`` nothing is written. Raises ConfigError, OrderError for ``frames`` that make no window, and DatasetErrors
+    for a sample or a layer that cannot be read.
+    """
+    options = make_options(ViewOptions, options, changes)
+    output = None if options.output is None else Path(options.output)
+    if output is not None and output.suffix.lower() != ".png":
+        raise ConfigError(f"output {options.output!r} must end with .png")
+    opened = open_dataset(dataset)
+    reader = SampleReader(opened)
+    row = 0 if key is None else reader.find(key)
+    sample = reader.sample(row)
+    split, place = next(
+        (name, row - one.first_sample)
+        for name, one in opened.splits.items()
+        if 0 <= row - one.first_sample < one.num_samples
+    )
+    layers = {name: LayerOptions(where, missing="mask") for name, where in (options.layers or {}).items()}
+    joined = [open_layer(name, one.path, opened, one.missing) for name, one in layers.items()]
+    image = msgspec.structs.replace(options.image or Transforms().image, train=options.train)
+    transforms = Transforms(
+        image=image,
+        points=bool(opened.manifest.lidars),
+        channels=(*options.channels, *(channel.name for layer in joined for channel in layer.channels)),
+    )
+    window = None if options.frames == (0,) else FrameWindow(options.frames)
+    from fuelrail.loaders.loader import DataLoader  # needs torch, and the checks above do not
+    from fuelrail.loaders.viewer.batch import Picture, draw_sample, values_of
+
+    try:
+        with DataLoader(
+            opened,
+            batch_size=1,
+            seed=options.seed,
+            num_workers=1,
+            split=split,
+            window=window,
+            layers=layers,
+            transforms=transforms,
+            world=World(),
+        ) as loader:
+            (batch,) = loader.make_steps(Cursor(options.epoch), place)
+            sheet = draw_sample(batch, 0, loader)
+            found = tuple(channel.name for channel, _ in values_of(batch, 0, loader.selected))
+            missing = tuple(channel.name for channel in loader.selected if channel.name not in found)
+    except MemoryError as error:
+        raise ConfigError(
+            f"no memory to draw {len(opened.manifest.cameras)} cameras of {image.width}x{image.height} pixels: give "
+            "image settings with a smaller height and width"
+        ) from error
+    try:
+        if output is not None:
+            Picture(sheet).save(output)
+    except OSError as error:
+        raise ConfigError(f"output '{output}' cannot be written: {error.strerror}") from error
+    num_boxes = 0 if sample.boxes is None else len(sample.boxes.boxes3d)
+    return ViewReport(sample.key, len(sample.images), num_boxes, sheet, found, missing)
