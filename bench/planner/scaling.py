@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
@@ -73,23 +74,19 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_curves(
-    cases: Mapping[str, C], counts: Sequence[int], point: Callable[[C, Scaling, int], Point | None]
+    scaling: Scaling, cases: Mapping[str, C], counts: Sequence[int], point: Callable[[C, int], Point | None]
 ) -> list[Curve]:
-    """Return weak and strong scaling in each case; nothing holds ranks up in the first one.
+    """Return a curve of each case; nothing holds ranks up in the first one.
 
     ``point`` computes a number of ranks, or returns None for a number that cannot be.
     """
     curves = []
-    scalings: tuple[Scaling, ...] = get_args(Scaling)
-    for scaling in scalings:
-        rate = 0.0
-        for name, case in cases.items():
-            points = [one for count in counts if (one := point(case, scaling, count)) is not None]
-            rate = rate or next((one.samples_per_s / one.num_ranks for one in points), 0.0)
-            points = [
-                msgspec.structs.replace(one, efficiency=one.samples_per_s / one.num_ranks / rate) for one in points
-            ]
-            curves.append(Curve(name=name, scaling=scaling, points=points))
+    rate = 0.0
+    for name, case in cases.items():
+        points = [one for count in counts if (one := point(case, count)) is not None]
+        rate = rate or next((one.samples_per_s / one.num_ranks for one in points), 0.0)
+        points = [msgspec.structs.replace(one, efficiency=one.samples_per_s / one.num_ranks / rate) for one in points]
+        curves.append(Curve(name=name, scaling=scaling, points=points))
     return curves
 
 
@@ -204,7 +201,7 @@ def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data:
     cases = {"as planned": 0.0, f"{_SLOW[0]:.0%} of the devices {_SLOW[1]:.0%} slower": _SLOW[0]}
     most = MAX_DEVICES if cluster.between is not None else cluster.devices_per_node
 
-    def point(slow_share: float, scaling: Scaling, ranks: int) -> Point | None:
+    def point(scaling: Scaling, slow_share: float, ranks: int) -> Point | None:
         devices = ranks * chosen.degrees.pp * chosen.degrees.tp
         if devices > most or devices % min(devices, cluster.devices_per_node):  # which no number of whole nodes has
             return None
@@ -215,7 +212,10 @@ def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data:
 
     # A sharded model is sharded over two ranks at least.
     first_power = 1 if chosen.degrees.dp_shard > 1 else 0
-    return draw_curves(cases, [2**power for power in range(first_power, MAX_DEVICES.bit_length())], point)
+    counts = [2**power for power in range(first_power, MAX_DEVICES.bit_length())]
+    return [
+        curve for scaling in get_args(Scaling) for curve in draw_curves(scaling, cases, counts, partial(point, scaling))
+    ]
 
 
 def _grown(cluster: ClusterSettings, devices: int, slow_share: float) -> ClusterSettings:

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Above0, AtLeast0, CheckedSettings, NotNegative, Positive, flag
+from fuelrail.pipeline.settings import AtLeast0, CheckedSettings, NotNegative, Positive, flag
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -33,14 +33,7 @@ class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
     workers: Annotated[Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")] = (
         None
     )
-    decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
-    seed: Annotated[NotNegative, flag("random seed for order, weights and simulation")] = 0
-    loader_seconds: Annotated[Above0, flag("seconds for which the loader runs alone")] = 6.0
-    max_ranks: Annotated[Positive, flag("largest number of ranks to simulate")] = 4096
-    strong_batch: Annotated[
-        Positive | None, flag("global batch of simulated strong scaling (default: one sample per --max-ranks)")
-    ] = None
-    ranks_per_host: Annotated[Positive, flag("ranks that share a host like this one")] = 1
+    max_ranks: Annotated[Positive, flag("largest number of ranks to simulate, each on a host like this one")] = 4096
     straggler_share: Annotated[float, msgspec.Meta(ge=0, le=1), flag("share of ranks that are slow")] = 0.01
     straggler_slowdown: Annotated[AtLeast0, flag("extra compute time of slow ranks (0.2 = 20 %)")] = 0.2
     storage_gb_per_s: Annotated[AtLeast0, flag("total storage bandwidth in GB/s")] = 10.0
