@@ -34,7 +34,6 @@ MANY_METHODS = {
     "pipeline/transforms/image_map.py ImageMap": 18,  # one value: five ways to make it, and what is read off it
 }
 MANY_PARAMETERS = {
-    "bench/studies/plan/report.py build_report": 9,
     "loaders/loader.py DataLoader.__init__": 26,
     "sharding/api.py reshard": 10,
 }

@@ -80,6 +80,11 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
         """Number of accelerators."""
         return self.nodes * self.devices_per_node
 
+    @property
+    def images_per_node_s(self) -> float:
+        """Images that the CPUs of a node decode in a second."""
+        return self.host.cpus.value * self.host.images_per_cpu_s.value
+
     def link(self, reach: int) -> Link:
         """Return the slowest link that a group passes whose ranks lie within ``reach`` successive ranks."""
         return self.inside if reach <= self.devices_per_node or self.between is None else self.between

@@ -35,7 +35,7 @@ from fuelrail.pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from fuelrail.bench.planner.choice import Fit
     from fuelrail.bench.planner.hardware import ClusterSettings
-    from fuelrail.bench.planner.scenario import Data, Scenario
+    from fuelrail.bench.planner.scenario import Scenario
 
 NUM_WARM_UP = 60
 NUM_STEPS = 300
@@ -193,7 +193,7 @@ def _overhead(host: HostFit, ranks_per_host: int) -> list[float]:
     return min(host.overheads, key=lambda entry: entry.ranks_on_host).ms
 
 
-def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data: Data) -> list[Curve]:
+def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> list[Curve]:
     """Return a plan's scaling from its smallest group to 1,024 devices, and with 1 % of the devices 20 % slower.
 
     A cluster without a link between nodes scales to one node.
@@ -206,7 +206,7 @@ def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data:
         if devices > most or devices % min(devices, cluster.devices_per_node):  # which no number of whole nodes has
             return None
         try:
-            return _planned(asked, _grown(cluster, devices, slow_share), chosen, ranks, scaling, data)
+            return _planned(asked, _grown(cluster, devices, slow_share), chosen, ranks, scaling)
         except ConfigError:  # it does not fit into memory, or does not divide the batch
             return None
 
@@ -229,7 +229,7 @@ def _grown(cluster: ClusterSettings, devices: int, slow_share: float) -> Cluster
     )  # fmt: skip
 
 
-def _planned(asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int, scaling: Scaling, data: Data) -> Point:
+def _planned(asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int, scaling: Scaling) -> Point:
     """Plan ``ranks`` data-parallel ranks. Raises ConfigError where that cannot be."""
     from fuelrail.bench.planner.choice import fit  # needs torch, and the simulation does not
 
@@ -242,15 +242,15 @@ def _planned(asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int,
         shards = min(degrees.dp_shard, ranks) if degrees.dp_replicate > 1 else ranks
         how = msgspec.structs.replace(how, mesh=str(degrees._replace(dp_replicate=ranks // shards, dp_shard=shards)))
     time = fit(sized, cluster, how).time.total
-    step_s = max(time, *data_seconds(sized, cluster, data).values())
+    step_s = max(time, *data_seconds(sized, cluster).values())
     return Point(
         num_ranks=cluster.num_devices, global_batch=batch, step_ms=1e3 * step_s, samples_per_s=batch / step_s,
         occupancy=time / step_s,
     )  # fmt: skip
 
 
-def data_seconds(asked: Scenario, cluster: ClusterSettings, data: Data) -> dict[str, float]:
+def data_seconds(asked: Scenario, cluster: ClusterSettings) -> dict[str, float]:
     """Return seconds that decoding and storage need for a step."""
     images = asked.global_batch * (asked.cameras or 0) / cluster.nodes if asked.reads_images else 0
     read = asked.global_batch * (asked.stored_bytes or 0)
-    return {"decoding": images / data.images_per_node_s, "storage": read / data.storage_gb_per_s / 1e9}
+    return {"decoding": images / cluster.images_per_node_s, "storage": read / cluster.storage_gb_per_s.value / 1e9}

@@ -167,15 +167,6 @@ class Scenario(Facts, frozen=True, kw_only=True):
         return self.cameras is not None if self.is_own else not isinstance(self.settings, GptSettings)
 
 
-class Data(msgspec.Struct, frozen=True, kw_only=True):
-    """What the data side can do, and where that is from; images/s of a node, GB/s of the whole cluster."""
-
-    images_per_node_s: float
-    images_source: str
-    storage_gb_per_s: float
-    storage_source: str
-
-
 class PlanOptions(Facts, frozen=True, kw_only=True):
     """Options of `fuelrail.plan`, and flags of ``fuelrail plan``. What a scenario says, they replace."""
 

@@ -17,8 +17,8 @@ from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.comm.report import CommOptions
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
 from fuelrail.bench.studies.loader.measure import bench_loader
-from fuelrail.bench.studies.loader.options import LoaderOptions
-from fuelrail.bench.studies.scale.options import ScaleOptions
+from fuelrail.bench.studies.loader.report import LoaderOptions
+from fuelrail.bench.studies.scale.report import ScaleOptions
 from fuelrail.bench.studies.scale.run import scale
 from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.pipeline.cli import Command, add_flags, from_flags, print_json

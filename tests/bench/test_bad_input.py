@@ -8,7 +8,7 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.studies.diff import load_comparable
-from fuelrail.bench.studies.loader.options import LoaderOptions
+from fuelrail.bench.studies.loader.report import LoaderOptions
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.scale import run as run_module
 from fuelrail.bench.studies.train.report import load_report
@@ -68,7 +68,7 @@ def test_a_wall_clock_that_jumps_moves_no_step_of_a_rank(dataset, tmp_path, monk
     assert all(phase.time.mean_ms >= 0 for phase in report.figures.phases)
 
 
-def test_a_wall_clock_that_is_set_back_is_reported_and_shortens_no_batch(dataset, monkeypatch):
+def test_a_wall_clock_that_is_set_back_shortens_no_batch(dataset, monkeypatch):
     image = ImageAugment(height=32, width=48)
     options = LoaderOptions(batch_size=2, workers=1, decoder="turbo", image=image, seconds=0.3)
     real, looks = time.time, []
@@ -79,5 +79,4 @@ def test_a_wall_clock_that_is_set_back_is_reported_and_shortens_no_batch(dataset
 
     monkeypatch.setattr(time, "time", set_back)
     run = run_loader(open_dataset(dataset), options)
-    assert run.clock_jump_s == pytest.approx(-HOUR_S, abs=60)
     assert all(0 <= lasted < HOUR_S / 2 for lasted in run.batch_s)

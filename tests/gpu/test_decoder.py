@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from fuelrail.bench.measure.nvml import NvmlWatch
-from fuelrail.bench.studies.loader.options import LoaderOptions
+from fuelrail.bench.studies.loader.report import LoaderOptions
 from fuelrail.bench.studies.loader.stages import measure_stages, record_stages
 from fuelrail.loaders import ImageAugment, Transforms
 from fuelrail.loaders.decode import make_decoder

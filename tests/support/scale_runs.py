@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from fuelrail.bench.measure.rates import Interval
 from fuelrail.bench.planner.scaling import HostFit, Overhead
-from fuelrail.bench.studies.scale.options import ScaleOptions
-from fuelrail.bench.studies.scale.report import SCHEMA, VERSION, MeasuredRun, ScaleReport, judged, make_curves
+from fuelrail.bench.studies.scale.report import (
+    SCHEMA,
+    VERSION,
+    MeasuredRun,
+    ScaleOptions,
+    ScaleReport,
+    judged,
+    make_curves,
+)
 from support.bench_runs import DATASET, MACHINE
 
 CONDITIONS = ScaleOptions(max_ranks=64, straggler_share=0.05, straggler_slowdown=0.5, storage_gb_per_s=0.5)
@@ -23,9 +31,10 @@ def fit(**changes) -> HostFit:
 
 def measured(num_ranks, batch_size, step_ms) -> MeasuredRun:
     """A run with such a step."""
+    spread = Interval(median=step_ms, low=step_ms * 0.99, high=step_ms * 1.01, confidence=0.95, num_repeats=50)
     return MeasuredRun(
-        num_ranks=num_ranks, batch_size=batch_size, step_ms=step_ms, step_low_ms=step_ms * 0.99,
-        step_high_ms=step_ms * 1.01, step_p99_ms=step_ms * 1.1, samples_per_s=1e3 * num_ranks * batch_size / step_ms,
+        num_ranks=num_ranks, batch_size=batch_size, step_ms=spread,
+        step_p99_ms=step_ms * 1.1, samples_per_s=1e3 * num_ranks * batch_size / step_ms,
         occupancy=0.9,
     )  # fmt: skip
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fuelrail.bench.report.plots import BLUE, GREY, new_figure, stage_bars, style, to_svg
 
 if TYPE_CHECKING:
@@ -15,28 +13,7 @@ if TYPE_CHECKING:
 def plots(report: LoaderReport) -> dict[str, str]:
     """Return all plots that the report has data for, by name, each an ``<svg>`` element."""
     with style():
-        return {"batches": _batches(report), "cpu": _cpu(report), "stages": _stages(report)}
-
-
-def _batches(report: LoaderReport) -> str:
-    """Draw the rate of each batch over the time of its run, one line a run; the part that counts is strong."""
-    figure, axes = new_figure(2.5)
-    batch_size = report.options["batch_size"]
-    rates_of_runs = [batch_size / np.maximum(np.array(run.batch_s), 1e-9) for run in report.runs]
-    for run, rates in zip(report.runs, rates_of_runs, strict=True):
-        at_s = np.cumsum(run.batch_s)
-        cut = run.num_warm_up_batches
-        axes.plot(at_s[: cut + 1], rates[: cut + 1], color=GREY, linewidth=0.9)
-        axes.plot(at_s[cut:], rates[cut:], color=BLUE, linewidth=1.0, alpha=0.7)
-    if report.figures is not None:
-        axes.axhline(report.figures.samples_per_s.median, color="#333333", linewidth=0.9, linestyle=(0, (5, 3)))
-    axes.set_xlim(left=0)
-    # The second of two batches that were ready together takes microseconds: drawn whole, it would flatten the rest.
-    every = np.concatenate(rates_of_runs)
-    axes.set_ylim(0, min(1.05 * every.max(), 3 * float(np.median(every))))
-    axes.set_xlabel("time since the loader was made [s]")
-    axes.set_ylabel("samples/s, batch by batch")
-    return to_svg(figure, "Rate over time, one line a run")
+        return {"cpu": _cpu(report), "stages": _stages(report)}
 
 
 def _cpu(report: LoaderReport) -> str:

@@ -66,7 +66,7 @@ def measured_rows(report: ScaleReport) -> list[list[str]]:
             [
                 str(run.num_ranks),
                 str(run.batch_size),
-                f"{run.step_ms:.1f}",
+                f"{run.step_ms.median:.1f}",
                 f"{run.step_p99_ms:.1f}",
                 f"{run.samples_per_s:.1f}",
                 *(f"{run.efficiency[name]:.1%}" if name in run.efficiency else "" for name in ("weak", "strong")),

@@ -1,16 +1,16 @@
-"""The report of ``fuelrail bench scale``: what was measured, the model's fit and its error, and what it predicts."""
+"""Options and report of ``fuelrail bench scale``: what was measured, the model and its error, and what it predicts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import msgspec
 
+from fuelrail.bench.measure.rates import Interval
 from fuelrail.bench.planner.scaling import Cluster, Curve, HostFit, Scaling, draw_curves, simulate
 from fuelrail.bench.report.files import ReportHeader
-
-if TYPE_CHECKING:
-    from fuelrail.bench.studies.scale.options import ScaleOptions
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import AtLeast0, CheckedSettings, NotNegative, Positive, flag
 
 SCHEMA = "fuelrail-bench-scale"
 VERSION = 3
@@ -21,19 +21,46 @@ _MAX_ERROR = 0.1
 """The largest error of the simulated step time of a measured run; beyond it nothing is simulated."""
 
 
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as ``1,2,4``. Raises ConfigError."""
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise ConfigError("it must be a list of numbers such as 1,2,4")
+    return tuple(map(int, words))
+
+
+class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
+    """Options of `fuelrail.scale`, and the flags of ``fuelrail bench scale``."""
+
+    ranks: Annotated[
+        tuple[Positive, ...],
+        flag("numbers of ranks to measure, 1 among them (default: 1,2,4)", metavar="LIST", parse=parse_ranks),
+    ] = (1, 2, 4)
+    split: Annotated[str, flag("split to train on")] = "train"
+    batch_size: Annotated[Positive, flag("samples per rank in weak scaling")] = 2
+    steps: Annotated[Positive, flag("steps of each run")] = 50
+    warmup: Annotated[NotNegative, flag("warm-up steps, excluded from all results")] = 10
+    accelerator: Annotated[str, flag("emulated:PROFILE, as in `bench train`")] = "auto"
+    workers: Annotated[Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")] = (
+        None
+    )
+    max_ranks: Annotated[Positive, flag("largest number of ranks to simulate, each on a host like this one")] = 4096
+    straggler_share: Annotated[float, msgspec.Meta(ge=0, le=1), flag("share of ranks that are slow")] = 0.01
+    straggler_slowdown: Annotated[AtLeast0, flag("extra compute time of slow ranks (0.2 = 20 %)")] = 0.2
+    storage_gb_per_s: Annotated[AtLeast0, flag("total storage bandwidth in GB/s")] = 10.0
+
+
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     """One measured run: ``batch_size`` samples a rank; and what the model says of it, if it was fitted.
 
-    ``step_low_ms`` to ``step_high_ms`` is a 95 % interval of the mean step. ``efficiency``: samples/s over those of one
-    rank times the ranks, in each scaling that the run is a point of: ``weak`` (each rank's batch stays the same) or
-    ``strong`` (all ranks' batches together do). ``error`` is simulated over measured step time, less 1.
+    ``step_ms`` is the mean step with a 95 % interval. ``efficiency``: samples/s over those of one rank times the ranks,
+    in each scaling that the run is a point of: ``weak`` (each rank's batch stays the same) or ``strong`` (all ranks'
+    batches together do). ``error`` is simulated over measured step time, less 1.
     """
 
     num_ranks: int
     batch_size: int
-    step_ms: float
-    step_low_ms: float
-    step_high_ms: float
+    step_ms: Interval
     step_p99_ms: float
     samples_per_s: float
     occupancy: float
@@ -85,7 +112,7 @@ def judged(report: ScaleReport) -> ScaleReport:
         run = msgspec.structs.replace(run, efficiency=efficiency)
         if report.fit is not None:
             simulated_ms = simulate(report.fit, Cluster(run.num_ranks, run.batch_size, run.num_ranks)).step_ms
-            run = msgspec.structs.replace(run, simulated_ms=simulated_ms, error=simulated_ms / run.step_ms - 1)
+            run = msgspec.structs.replace(run, simulated_ms=simulated_ms, error=simulated_ms / run.step_ms.median - 1)
         runs.append(run)
     curves, warnings = report.curves, report.warnings
     worst = max(runs, key=lambda run: abs(run.error or 0.0), default=None)

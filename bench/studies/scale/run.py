@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE
 from fuelrail.bench.measure.processes import NOTHING_MEASURED, WAS_INTERRUPTED
-from fuelrail.bench.measure.rates import bootstrap_means
+from fuelrail.bench.measure.rates import Interval, bootstrap_means
 from fuelrail.bench.planner.scaling import HostFit, Overhead
 from fuelrail.bench.report.files import created_now, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
-from fuelrail.bench.studies.loader.options import LoaderOptions
-from fuelrail.bench.studies.scale.options import ScaleOptions
+from fuelrail.bench.studies.loader.report import LoaderOptions
 from fuelrail.bench.studies.scale.report import (
     FITTED_RANKS,
     SCHEMA,
     VERSION,
     MeasuredRun,
+    ScaleOptions,
     ScaleReport,
     judged,
     make_curves,
@@ -165,13 +165,13 @@ def _measured(dataset: str | os.PathLike[str], options: ScaleOptions, runs: Sequ
 def _point(report: Report) -> MeasuredRun:
     """Return a report with figures as a point."""
     assert report.figures is not None
-    low, high = np.quantile(bootstrap_means(_column(report, "wall").mean(axis=0), 0), (0.025, 0.975))
+    steps_ms = _column(report, "wall").mean(axis=0)
+    low, high = np.quantile(bootstrap_means(steps_ms, 0), (0.025, 0.975)).tolist()
+    mean_ms = report.figures.step_time.mean_ms
     return MeasuredRun(
         num_ranks=report.num_ranks,
         batch_size=report.options["batch_size"],
-        step_ms=report.figures.step_time.mean_ms,
-        step_low_ms=float(low),
-        step_high_ms=float(high),
+        step_ms=Interval(median=mean_ms, low=low, high=high, confidence=0.95, num_repeats=len(steps_ms)),
         step_p99_ms=report.figures.step_time.p99_ms,
         samples_per_s=report.figures.throughput.samples_per_s,
         occupancy=report.figures.occupancy.mean,

@@ -17,13 +17,13 @@ import pytest
 
 from fuelrail.bench.measure.rates import ratio_interval
 from fuelrail.bench.micro.rate import CASES
-from fuelrail.bench.report.files import RESULTS
 from fuelrail.bench.report.page import markdown_table
 from fuelrail.bench.studies.compare.page import HEADER, rows
 from fuelrail.bench.studies.compare.report import load_compare_report
 from fuelrail.bench.studies.diff import load_comparable
 from fuelrail.bench.studies.scale.page import MEASURED_HEADER, measured_rows
 from fuelrail.bench.studies.scale.report import FITTED_RANKS
+from support.bench_runs import RESULTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

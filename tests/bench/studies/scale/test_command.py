@@ -31,7 +31,7 @@ def bench(dataset, out, *options):
 def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(CpuUse, "disturbed", None)  # other tests run beside this one, and hurt the simulation too
     monkeypatch.setattr(report_module, "_MAX_ERROR", 100.0)
-    monkeypatch.setattr(run_module, "_LOADER_SECONDS", 0.5)
+    monkeypatch.setattr(run_module, "_LOADER_SECONDS", 1.5)
     (tmp_path / "quick.yaml").write_text(_PROFILE)
     out = tmp_path / "out"
     options = ("--ranks", "1,2", "--steps", 14, "--warmup", 4, "--batch-size", 1)
@@ -42,7 +42,7 @@ def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, ca
         (1, 2, ["strong"]),
         (2, 1, ["weak", "strong"]),
     ]
-    assert all(run.step_low_ms <= run.step_ms <= run.step_high_ms for run in report.measured)
+    assert all(run.step_ms.low <= run.step_ms.median <= run.step_ms.high for run in report.measured)
     assert all(run.simulated_ms > 0 for run in report.measured)
     assert {curve.points[-1].num_ranks for curve in report.curves} == {8}
     assert "efficiency" in capsys.readouterr().out
