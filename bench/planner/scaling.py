@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from fuelrail.bench.planner.formulas import sent_bytes
-from fuelrail.bench.planner.hardware import Sourced
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 NUM_WARM_UP = 60
 NUM_STEPS = 300
 MAX_DEVICES = 1024
-_SLOW = (0.01, 0.2)  # share of slow devices, and by how much
 
 Scaling = Literal["weak", "strong"]
 C = TypeVar("C")
@@ -194,39 +191,31 @@ def _overhead(host: HostFit, ranks_per_host: int) -> list[float]:
 
 
 def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> list[Curve]:
-    """Return a plan's scaling from its smallest group to 1,024 devices, and with 1 % of the devices 20 % slower.
+    """Return a plan's scaling from its smallest group to 1,024 devices.
 
     A cluster without a link between nodes scales to one node.
     """
-    cases = {"as planned": 0.0, f"{_SLOW[0]:.0%} of the devices {_SLOW[1]:.0%} slower": _SLOW[0]}
     most = MAX_DEVICES if cluster.between is not None else cluster.devices_per_node
 
-    def point(scaling: Scaling, slow_share: float, ranks: int) -> Point | None:
+    def point(scaling: Scaling, ranks: int) -> Point | None:
         devices = ranks * chosen.degrees.pp * chosen.degrees.tp
         if devices > most or devices % min(devices, cluster.devices_per_node):  # which no number of whole nodes has
             return None
+        grown = msgspec.structs.replace(
+            cluster,
+            nodes=-(-devices // cluster.devices_per_node),
+            devices_per_node=min(devices, cluster.devices_per_node),
+        )
         try:
-            return _planned(asked, _grown(cluster, devices, slow_share), chosen, ranks, scaling)
+            return _planned(asked, grown, chosen, ranks, scaling)
         except ConfigError:  # it does not fit into memory, or does not divide the batch
             return None
 
     # A sharded model is sharded over two ranks at least.
     first_power = 1 if chosen.degrees.dp_shard > 1 else 0
     counts = [2**power for power in range(first_power, MAX_DEVICES.bit_length())]
-    return [
-        curve for scaling in get_args(Scaling) for curve in draw_curves(scaling, cases, counts, partial(point, scaling))
-    ]
-
-
-def _grown(cluster: ClusterSettings, devices: int, slow_share: float) -> ClusterSettings:
-    """Return the cluster with that number of devices; one slow device delays all of them."""
-    slowest = cluster.slowest_device
-    if round(slow_share * devices) > 0 and (slowest is None or slowest.value > 1 / (1 + _SLOW[1])):
-        slowest = Sourced(value=1 / (1 + _SLOW[1]), source="a case of the scaling curves")
-    return msgspec.structs.replace(
-        cluster, nodes=-(-devices // cluster.devices_per_node),
-        devices_per_node=min(devices, cluster.devices_per_node), slowest_device=slowest,
-    )  # fmt: skip
+    scalings: tuple[Scaling, ...] = get_args(Scaling)
+    return [curve for one in scalings for curve in draw_curves(one, {"as planned": one}, counts, point)]
 
 
 def _planned(asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int, scaling: Scaling) -> Point:

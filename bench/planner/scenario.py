@@ -311,19 +311,14 @@ def check(asked: Scenario) -> None:
 
 
 def questions(asked: Scenario) -> list[str]:
-    """Return the questions that only the user can answer and has not; each with the assumption made instead."""
-    found = []
-    if asked.max_global_batch is None:
-        found.append(
-            "which global batch still trains as well (max_global_batch)? Weak scaling is shown without a limit"
-        )
-    settings = asked.settings
-    if isinstance(settings, GptSettings) and asked.sequence is None:
-        found.append(f"how many tokens has a sample (sequence)? Taken: the model's {settings.context}")
-    if asked.sample_bytes is None:
-        found.append("how many bytes has a sample (sample_bytes, or --data)? Storage is taken to keep up")
-    if asked.samples_per_epoch is None:
-        found.append("how many samples has an epoch (samples_per_epoch, or --data)? No cost of an epoch is given")
-    if asked.failures_per_day is None:
-        found.append("how often does the job fail (failures_per_day)? No interval of checkpoints is given")
-    return found
+    """Return what only the user can know and has not said; each with the assumption made instead."""
+    size = asked.settings
+    missing = {
+        "max_global_batch": "the largest global batch that trains as well: weak scaling is shown without a limit",
+        "sample_bytes": "stored bytes of a sample (or --data): storage is taken to keep up",
+        "samples_per_epoch": "samples of an epoch (or --data): no cost of an epoch is given",
+        "failures_per_day": "failures of the job a day: no interval of checkpoints is given",
+    }
+    if isinstance(size, GptSettings):
+        missing["sequence"] = f"tokens of a sample: the model's {size.context} are taken"
+    return [f"{name}, {text}" for name, text in missing.items() if getattr(asked, name) is None]

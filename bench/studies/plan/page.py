@@ -113,7 +113,7 @@ def scaling_rows(found: PlanReport) -> list[list[str]]:
     """Return one row for each point."""
     return [
         [
-            f"{curve.scaling}, {curve.name}", f"{point.num_ranks:,}", f"{point.global_batch:,}",
+            curve.scaling, f"{point.num_ranks:,}", f"{point.global_batch:,}",
             f"{point.step_ms / 1e3:.3f}", f"{point.samples_per_s:,.1f}", f"{point.efficiency:.1%}",
             f"{point.occupancy:.1%}",
         ]

@@ -18,7 +18,7 @@ def plots(found: PlanReport) -> dict[str, str]:
     drawn = {"memory": _memory(found)}
     if found.sweep:
         drawn["sweep"] = _sweep(found)
-    curves = {f"{curve.scaling}, {curve.name}": curve.line for curve in found.scaling if curve.points}
+    curves = {str(curve.scaling): curve.line for curve in found.scaling if curve.points}
     if curves:
         drawn["scaling"] = efficiency_plot(curves, "devices", "Scaling efficiency")
     return drawn

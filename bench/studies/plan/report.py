@@ -155,7 +155,6 @@ def bottleneck(time: StepTime, seconds: dict[str, float]) -> str:
         "computing": time.compute + time.memory + time.optimiser,
         "communication": time.tensor + time.pipeline + time.data_exposed,
         "pipeline bubble": time.bubble,
-        "straggler": time.straggler,
     }
     waits = {name: value for name, value in seconds.items() if value > time.total}
     return max(waits or parts, key=lambda name: (waits or parts)[name])

@@ -9,7 +9,6 @@ import msgspec
 from fuelrail.bench.measure.rates import Interval
 from fuelrail.bench.planner.scaling import Cluster, Curve, HostFit, Scaling, draw_curves, simulate
 from fuelrail.bench.report.files import ReportHeader
-from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import AtLeast0, CheckedSettings, NotNegative, Positive, flag
 
 SCHEMA = "fuelrail-bench-scale"
@@ -21,21 +20,14 @@ _MAX_ERROR = 0.1
 """The largest error of the simulated step time of a measured run; beyond it nothing is simulated."""
 
 
-def parse_ranks(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as ``1,2,4``. Raises ConfigError."""
-    words = text.split(",")
-    if not all(word.isdigit() and int(word) for word in words):
-        raise ConfigError("it must be a list of numbers such as 1,2,4")
-    return tuple(map(int, words))
-
-
 class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.scale`, and the flags of ``fuelrail bench scale``."""
 
-    ranks: Annotated[
-        tuple[Positive, ...],
-        flag("numbers of ranks to measure, 1 among them (default: 1,2,4)", metavar="LIST", parse=parse_ranks),
-    ] = (1, 2, 4)
+    ranks: Annotated[tuple[Positive, ...], flag("numbers of ranks to measure (default: 1 2 4)")] = (
+        1,
+        2,
+        4,
+    )
     split: Annotated[str, flag("split to train on")] = "train"
     batch_size: Annotated[Positive, flag("samples per rank in weak scaling")] = 2
     steps: Annotated[Positive, flag("steps of each run")] = 50

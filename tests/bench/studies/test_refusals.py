@@ -25,9 +25,8 @@ REFUSED = {
         (("--checkpoint", "memory://x"), "would end with each rank's process"),
     ],
     "scale": [
-        (("--ranks", "x"), "must be a list of numbers"),
-        (("--ranks", "2,4"), "begin with 1"),
-        (("--ranks", "1,3,4"), "use powers of two"),
+        (("--ranks", 2, 4), "begin with 1"),
+        (("--ranks", 1, 3, 4), "use powers of two"),
         (("--steps", 0), "--steps 0: Expected `int` >= 1"),
         (("--batch-size", 99), "has 24 samples"),
         (("--accelerator", "emulated:nope"), "nope"),
