@@ -213,7 +213,7 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
     recipe: Annotated[
         Literal["slurm", "kubernetes", "torchrun"] | None, flag("write the file that launches the plan so, to --out")
     ] = None
-    sweep: Annotated[bool, flag("plan every strategy, micro-batch and recomputation, as a table and plots")] = False
+    sweep: Annotated[bool, flag("plan every strategy, micro-batch and recomputation")] = False
     explain: Annotated[bool, flag("show formula, inputs and source of each figure")] = False
 
 

@@ -59,7 +59,6 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     parts += [
         Section("Loader stages", [Figure(plots.get("stages", ""), _STAGES)]),
         Section("What a sample costs", [
-            Figure(plots.get("cpu", ""), "Blue: the loader's stages. Grey: the libraries alone."),
             Table(("what", "threads", "samples/s", "CPU time a sample [ms]"), rates), Text(_ALONE, small=True),
         ]),
         Section("How these figures are made", [Text(_METHOD)]),

@@ -155,14 +155,9 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
     if found.sweep:
         ranked = sorted(found.sweep, key=lambda one: -(one.samples_per_s or 0.0))  # the JSON has them as they are
         fits = sum(one.fails is None for one in found.sweep)
-        caption = "Each dot is a plan that fits: memory of a device, and samples/s with the data's limits."
-        parts.append(
-            Section("Sweep", [
-                Figure(plots.get("sweep", ""), caption),
-                Text(f"{len(found.sweep)} plans, {fits} of them fit; the fastest:"),
-                Table(PLANNED_HEADER, planned_rows(ranked[:SHOWN_OF_SWEEP]), texts=True),
-            ])
-        )  # fmt: skip
+        text = Text(f"{len(found.sweep)} plans, {fits} of them fit; the fastest:")
+        table = Table(PLANNED_HEADER, planned_rows(ranked[:SHOWN_OF_SWEEP]), texts=True)
+        parts.append(Section("Sweep", [text, table]))
     if any(curve.points for curve in found.scaling):
         figure = Figure(plots.get("scaling", ""), "Samples/s a device over those of the smallest number.")
         parts.append(Section("Scaling", [figure, Table(SCALING_HEADER, scaling_rows(found))]))
@@ -172,7 +167,10 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
             Section("Where the figures are from", [Table(("figure", "formula", "inputs", "source"), rows, texts=True)])
         )
     if found.remedies:
-        rows = [[one.change, f"{one.samples_per_s:,.1f}", f"{one.gain:+.0%}"] for one in found.remedies]
+        rows = [
+            [change, f"{rate:,.1f}", f"{rate / found.samples_per_s - 1:+.0%}"]
+            for change, rate in found.remedies.items()
+        ]
         parts.append(Section("What to change first", [Table(("change", "samples/s", "gain"), rows, texts=True)]))
     if found.recipe is not None:
         parts.append(

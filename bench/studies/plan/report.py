@@ -16,7 +16,7 @@ from fuelrail.bench.planner.shape import Shape
 from fuelrail.bench.planner.state import FP32, MOMENTS
 from fuelrail.bench.planner.step_time import Fitted, StepTime, slopes
 from fuelrail.bench.report.files import created_now
-from fuelrail.bench.studies.plan.variants import Planned, Remedy
+from fuelrail.bench.studies.plan.variants import Planned
 
 SCHEMA = "fuelrail-plan"
 VERSION = 4
@@ -53,8 +53,9 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report. Times in seconds; bytes and rates of the whole cluster unless a name says otherwise.
 
     ``step`` is the devices' time by parts; ``step_s`` that of the slowest of devices, decoding and storage, and 4 of 5
-    such steps are in ``step_range_s``; ``bubble`` is the pipeline's idle share. ``remedies`` are what to change first.
-    A figure is None where the scenario does not say what it needs; ``questions`` are what only the user can know.
+    such steps are in ``step_range_s``; ``bubble`` is the pipeline's idle share. ``remedies`` are what to change first,
+    with the samples/s of each. A figure is None where the scenario does not say what it needs; ``questions`` are what
+    only the user can know.
     """
 
     schema: str
@@ -91,7 +92,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     assumed: list[str]
     questions: list[str]
     explained: dict[str, Explained] = {}
-    remedies: list[Remedy] = []
+    remedies: dict[str, float] = {}
     recipe: str | None = None
 
 

@@ -22,7 +22,6 @@ from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scaling import data_seconds
 from fuelrail.bench.trainer.models.settings import GptSettings
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Strategy
-from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,11 +44,11 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float | None = None
 
 
-def planned(asked: Scenario, cluster: ClusterSettings, fit: Fit, name: str) -> Planned:
+def planned(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> Planned:
     """Return what fits, with its rate."""
     seconds = max(fit.time.total, *data_seconds(asked, cluster).values())
     return Planned(
-        strategy=name,
+        strategy=named(fit.settings),
         micro_batch=asked.micro_batch,
         peak_gib=peak(fit.stages) / GIB,
         samples_per_s=asked.global_batch / seconds,
@@ -78,7 +77,7 @@ def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Planned
             tried.append(Planned(strategy=named(settings), micro_batch=asked.micro_batch, fails=str(error)))
             continue
         chosen = chosen or found
-        tried.append(planned(asked, cluster, found, named(settings)))
+        tried.append(planned(asked, cluster, found))
     if chosen is not None:
         return chosen, tried
     reasons = list(dict.fromkeys(one.fails for one in tried))
@@ -92,42 +91,28 @@ def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Planned
 
 
 def sweep(asked: Scenario, cluster: ClusterSettings) -> list[Planned]:
-    """Plan every strategy, with and without recomputation, at each micro-batch, on all nodes and on fewer.
+    """Plan every strategy, with and without recomputation, at each micro-batch.
 
     What does not fit is not tried with more samples.
     """
     found = []
-    for nodes in _numbers(cluster.nodes):
-        part = msgspec.structs.replace(cluster, nodes=nodes)
-        for settings in _strategies(part, whole=nodes == cluster.nodes):
-            too_large: str | None = None
-            name = named(settings) + ("" if nodes == cluster.nodes else f" on {counted(nodes, 'node')}")
-            for size in _MICRO_BATCHES:
-                tried = msgspec.structs.replace(asked, micro_batch=size)
-                try:
-                    if too_large is not None:
-                        raise ConfigError(too_large)
-                    found.append(planned(tried, part, fit(tried, part, settings), name))
-                except ConfigError as error:
-                    found.append(Planned(strategy=name, micro_batch=size, fails=str(error)))
-                    if isinstance(error, TooLargeError):
-                        too_large = f"a smaller micro-batch {error}"
+    for settings in _strategies(cluster):
+        too_large: str | None = None
+        for size in _MICRO_BATCHES:
+            tried = msgspec.structs.replace(asked, micro_batch=size)
+            try:
+                if too_large is not None:
+                    raise ConfigError(too_large)
+                found.append(planned(tried, cluster, fit(tried, cluster, settings)))
+            except ConfigError as error:
+                found.append(Planned(strategy=named(settings), micro_batch=size, fails=str(error)))
+                if isinstance(error, TooLargeError):
+                    too_large = f"a smaller micro-batch {error}"
     return found
 
 
-def _numbers(nodes: int) -> list[int]:
-    """Return the numbers of all nodes, half of them, and so on."""
-    found = [nodes]
-    while found[-1] % 2 == 0:
-        found.append(found[-1] // 2)
-    return found
-
-
-def _strategies(cluster: ClusterSettings, *, whole: bool) -> Iterator[ParallelSettings]:
-    """Yield settings of whole, sharded and divided models, with and without recomputation.
-
-    A model that takes all devices is planned on the whole cluster only.
-    """
+def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
+    """Yield settings of whole, sharded and divided models, with and without recomputation."""
     for recompute in _RECOMPUTE:
         for strategy in _SIMPLE if cluster.num_devices > 1 else _SIMPLE[:1]:
             yield ParallelSettings(strategy=strategy, recompute=recompute)
@@ -135,29 +120,17 @@ def _strategies(cluster: ClusterSettings, *, whole: bool) -> Iterator[ParallelSe
         for tp in (1, 2, 8):
             for pp in (1, 2, 4, 8):
                 divides = cluster.devices_per_node % tp == 0 and cluster.num_devices % (tp * pp) == 0
-                if tp * pp > 1 and divides and (whole or tp * pp < cluster.num_devices):
+                if tp * pp > 1 and divides:
                     yield composed(cluster, pp, tp, recompute)
 
 
-class Remedy(msgspec.Struct, frozen=True, kw_only=True):
-    """A change, and the rate with it; ``gain`` is that over the plan's own, less one."""
-
-    change: str
-    samples_per_s: float
-    gain: float
-
-
-def remedies(asked: Scenario, cluster: ClusterSettings, chosen: Fit, tried: Sequence[Planned]) -> list[Remedy]:
-    """Return the changes that make a plan faster, the best first; other strategies were ``tried``."""
-    own = _rate(asked, cluster, chosen)
+def remedies(asked: Scenario, cluster: ClusterSettings, chosen: Fit, tried: Sequence[Planned]) -> dict[str, float]:
+    """Return changes that make a plan faster, each with its rate, the best first; other strategies were ``tried``."""
     found = dict(_changed(asked, cluster, chosen))
     found |= {f"use {one.strategy}": one.samples_per_s for one in tried if one.samples_per_s is not None}
-    listed = [
-        Remedy(change=change, samples_per_s=rate, gain=rate / own - 1)
-        for change, rate in found.items()
-        if rate > own * _WORTH
-    ]
-    return sorted(listed, key=lambda one: -one.gain)
+    own = _rate(asked, cluster, chosen)
+    faster = {change: rate for change, rate in found.items() if rate > own * _WORTH}
+    return dict(sorted(faster.items(), key=lambda one: -one[1]))
 
 
 def _rate(asked: Scenario, cluster: ClusterSettings, found: Fit) -> float:

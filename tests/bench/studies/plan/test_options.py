@@ -129,7 +129,7 @@ def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monke
 
 
 def test_a_sweep_has_shards_within_nodes_and_copies_across_them():
-    names = {choice.named(one) for one in variants._strategies(load_cluster("8x8-h100"), whole=True)}
+    names = {choice.named(one) for one in variants._strategies(load_cluster("8x8-h100"))}
     hybrid = "dp_replicate=8,dp_shard=8"
     assert {hybrid, f"{hybrid}, full recomputation", "fsdp2"} <= names
     one_node = choice.candidates(Scenario(name="n", **TINY, **IMAGES), load_cluster("1x8-h100"))
