@@ -52,6 +52,7 @@ def _hero(report: ScaleReport) -> list[Hero]:
             f" The simulation is within {error:.1%} of every measured step time. At "
             f"{max(end.num_ranks for end in ends.values()):,} ranks it gives "
             + "; ".join(f"{name}: {end.efficiency:.1%}" for name, end in ends.items())
+            + "."
         )
     meaning = f"weak scaling efficiency at {last.num_ranks} ranks, measured"
     return [Hero(f"{last.efficiency['weak']:.1%}", meaning, text)]
