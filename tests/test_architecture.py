@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 80
 MAX_METHODS = 16
 MAX_PARAMETERS = 8
 MAX_CONSTRUCTOR_PARAMETERS = 10
-MAX_FMT_SKIPS = 161  # it may only fall
+MAX_FMT_SKIPS = 151  # it may only fall
 
 # Classes and functions above these limits, each with the number that it must not exceed. The list may only shrink.
 MANY_METHODS = {
