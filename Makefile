@@ -113,7 +113,6 @@ types: setup
 docs: setup
 	$(BIN)/pip install -qq -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	$(BIN)/python -m fuelrail.bench.studies.diff build/site/schemas
 	@echo "file://$(abspath build/site)/index.html"
 
 wheel: setup

@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 80
 MAX_METHODS = 16
 MAX_PARAMETERS = 8
 MAX_CONSTRUCTOR_PARAMETERS = 10
-MAX_FMT_SKIPS = 161  # it may only fall
+MAX_FMT_SKIPS = 151  # it may only fall
 
 # Classes and functions above these limits, each with the number that it must not exceed. The list may only shrink.
 MANY_METHODS = {
@@ -34,7 +34,6 @@ MANY_METHODS = {
     "pipeline/transforms/image_map.py ImageMap": 18,  # one value: five ways to make it, and what is read off it
 }
 MANY_PARAMETERS = {
-    "bench/studies/plan/report.py build_report": 9,
     "loaders/loader.py DataLoader.__init__": 26,
     "sharding/api.py reshard": 10,
 }

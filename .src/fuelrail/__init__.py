@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.diff import DiffOptions as DiffOptions
     from fuelrail.bench.studies.diff import diff as diff
     from fuelrail.bench.studies.loader.measure import bench_loader as bench_loader
-    from fuelrail.bench.studies.loader.options import LoaderOptions as LoaderOptions
+    from fuelrail.bench.studies.loader.report import LoaderOptions as LoaderOptions
     from fuelrail.bench.studies.order.describe import DescribeOptions as DescribeOptions
     from fuelrail.bench.studies.order.describe import describe_order as describe_order
     from fuelrail.bench.studies.plan.run import plan as plan
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.runs.history import run_history as run_history
     from fuelrail.bench.studies.runs.replay import replay as replay
     from fuelrail.bench.studies.runs.replay import seen as seen
-    from fuelrail.bench.studies.scale.options import ScaleOptions as ScaleOptions
+    from fuelrail.bench.studies.scale.report import ScaleOptions as ScaleOptions
     from fuelrail.bench.studies.scale.run import scale as scale
     from fuelrail.bench.studies.train.run import bench_train as bench_train
     from fuelrail.bench.studies.train.settings import TrainOptions as TrainOptions
@@ -174,14 +174,14 @@ _PUBLIC: Final = {
     "DiagnoseOptions": "fuelrail.bench.studies.diagnose.run",
     "diff": "fuelrail.bench.studies.diff",
     "DiffOptions": "fuelrail.bench.studies.diff",
-    "LoaderOptions": "fuelrail.bench.studies.loader.options",
+    "LoaderOptions": "fuelrail.bench.studies.loader.report",
     "attest": "fuelrail.bench.studies.runs.attest",
     "replay": "fuelrail.bench.studies.runs.replay",
     "run_diff": "fuelrail.bench.studies.runs.history",
     "run_history": "fuelrail.bench.studies.runs.history",
     "seen": "fuelrail.bench.studies.runs.replay",
     "scale": "fuelrail.bench.studies.scale.run",
-    "ScaleOptions": "fuelrail.bench.studies.scale.options",
+    "ScaleOptions": "fuelrail.bench.studies.scale.report",
     "bench_train": "fuelrail.bench.studies.train.run",
     "TrainOptions": "fuelrail.bench.studies.train.settings",
     "Checkpoints": "fuelrail.bench.trainer.checkpoints.saver",

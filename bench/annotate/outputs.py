@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.logits import SAMPLED, TOPK, Logits, logits_entry, logits_store
 from fuelrail.pipeline.channels.table import DTYPES, Channel
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import read_text
 
 if TYPE_CHECKING:
     import torch
@@ -24,19 +20,6 @@ if TYPE_CHECKING:
 _MOST_INT8: Final = 127
 _SCALE: Final = "_scale"
 _BY_HAND: Final = "describe it in a table of channels (--channels FILE; FORMAT.md, section 2.1)"
-
-
-def read_table(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the channels of a YAML or JSON file: a list of objects. Raise ConfigError for anything else."""
-    try:
-        table = yaml.safe_load(read_text(Path(path)))
-    except OSError as error:
-        raise ConfigError(f"'{path}' cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # as in `load_yaml`
-        raise ConfigError(f"'{path}' is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(table, list) or not all(isinstance(one, dict) for one in table):
-        raise ConfigError(f"'{path}' must hold a list of channels, each an object")
-    return table
 
 
 def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fuelrail.bench.annotate.outputs import infer_table, read_table, rows_of
+from fuelrail.bench.annotate.outputs import infer_table, rows_of
 from fuelrail.bench.trainer.models.settings import find
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import view_settings
@@ -31,7 +31,7 @@ from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.pipeline.order.batching import Cursor, World
 from fuelrail.pipeline.runtime.stages import stage_error
-from fuelrail.pipeline.settings import CheckedSettings, PathText, flag, make_options
+from fuelrail.pipeline.settings import CheckedSettings, PathText, flag, load_yaml, make_options
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.pipeline.text import escaped
 from fuelrail.sharding.engines import RayAddress, check_address
@@ -288,7 +288,7 @@ class _Annotation:
     def table(self) -> list[dict[str, Any]]:
         """Return channels: those of the file, or those of the first batch's outputs, which all ranks compute alike."""
         if self._options.channels is not None:
-            return read_table(self._options.channels)
+            return load_yaml(self._options.channels, list[dict[str, Any]])  # type: ignore[type-var]
         split = next(name for name, entry in self.base.splits.items() if entry.num_samples)
         with self._loader(split, World(0, 1)) as loader:
             (batch,) = loader.make_steps(Cursor(), 0)

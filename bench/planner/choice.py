@@ -143,12 +143,6 @@ class IndivisibleError(ConfigError):
     """The global batch is larger than what all ranks compute at once, and no multiple of it."""
 
 
-def measured_fit(asked: Scenario, cluster: ClusterSettings) -> Fit:
-    """Shape and time a scenario that ran, and so fits. Raises ConfigError."""
-    assert asked.parallel != "auto", "a run divided its model in one way"
-    return fit(asked, cluster, asked.parallel, fits=True)
-
-
 def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings, *, fits: bool = False) -> Fit:
     """Shape every stage and time a step.
 

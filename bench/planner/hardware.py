@@ -59,10 +59,7 @@ class Host(Settings, frozen=True, kw_only=True):
 
 
 class ClusterSettings(Settings, frozen=True, kw_only=True):
-    """A cluster of equal nodes. ``storage_gb_per_s`` is what all nodes together can read.
-
-    ``slowest_device`` is the rate of its slowest device over that of the others: a straggler, which all wait for.
-    """
+    """A cluster of equal nodes. ``storage_gb_per_s`` is what all nodes together can read."""
 
     name: str
     nodes: Count
@@ -72,13 +69,17 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     between: Link | None = None
     host: Host
     storage_gb_per_s: Sourced
-    slowest_device: Sourced | None = None
     usd_per_device_hour: Sourced | None = None
 
     @property
     def num_devices(self) -> int:
         """Number of accelerators."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def images_per_node_s(self) -> float:
+        """Images that the CPUs of a node decode in a second."""
+        return self.host.cpus.value * self.host.images_per_cpu_s.value
 
     def link(self, reach: int) -> Link:
         """Return the slowest link that a group passes whose ranks lie within ``reach`` successive ranks."""
@@ -132,11 +133,6 @@ def _check(cluster: ClusterSettings, path: Path) -> None:
                 f"{path}: {name} is {number.value:g}, and at most {largest:g} is possible; check the unit (GB/s and "
                 "TFLOP/s, not bit/s or GFLOP/s)"
             )
-    if cluster.slowest_device is not None and cluster.slowest_device.value > 1:
-        raise ConfigError(
-            f"{path}: slowest_device is {cluster.slowest_device.value:g}, and at most 1 is possible: its rate "
-            "over that of the others"
-        )
     if not device.peak_tflops:
         raise ConfigError(f"{path}: device.peak_tflops is empty; give at least one of fp32, tf32, bf16, fp16, fp8")
     if cluster.nodes > 1 and cluster.between is None:

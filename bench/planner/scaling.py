@@ -28,18 +28,16 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.planner.formulas import sent_bytes
-from fuelrail.bench.planner.hardware import Sourced
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from fuelrail.bench.planner.choice import Fit
     from fuelrail.bench.planner.hardware import ClusterSettings
-    from fuelrail.bench.planner.scenario import Data, Scenario
+    from fuelrail.bench.planner.scenario import Scenario
 
 NUM_WARM_UP = 60
 NUM_STEPS = 300
 MAX_DEVICES = 1024
-_SLOW = (0.01, 0.2)  # share of slow devices, and by how much
 
 Scaling = Literal["weak", "strong"]
 C = TypeVar("C")
@@ -73,23 +71,19 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_curves(
-    cases: Mapping[str, C], counts: Sequence[int], point: Callable[[C, Scaling, int], Point | None]
+    scaling: Scaling, cases: Mapping[str, C], counts: Sequence[int], point: Callable[[C, int], Point | None]
 ) -> list[Curve]:
-    """Return weak and strong scaling in each case; nothing holds ranks up in the first one.
+    """Return a curve of each case; nothing holds ranks up in the first one.
 
     ``point`` computes a number of ranks, or returns None for a number that cannot be.
     """
     curves = []
-    scalings: tuple[Scaling, ...] = get_args(Scaling)
-    for scaling in scalings:
-        rate = 0.0
-        for name, case in cases.items():
-            points = [one for count in counts if (one := point(case, scaling, count)) is not None]
-            rate = rate or next((one.samples_per_s / one.num_ranks for one in points), 0.0)
-            points = [
-                msgspec.structs.replace(one, efficiency=one.samples_per_s / one.num_ranks / rate) for one in points
-            ]
-            curves.append(Curve(name=name, scaling=scaling, points=points))
+    rate = 0.0
+    for name, case in cases.items():
+        points = [one for count in counts if (one := point(case, count)) is not None]
+        rate = rate or next((one.samples_per_s / one.num_ranks for one in points), 0.0)
+        points = [msgspec.structs.replace(one, efficiency=one.samples_per_s / one.num_ranks / rate) for one in points]
+        curves.append(Curve(name=name, scaling=scaling, points=points))
     return curves
 
 
@@ -196,40 +190,35 @@ def _overhead(host: HostFit, ranks_per_host: int) -> list[float]:
     return min(host.overheads, key=lambda entry: entry.ranks_on_host).ms
 
 
-def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit, data: Data) -> list[Curve]:
-    """Return a plan's scaling from its smallest group to 1,024 devices, and with 1 % of the devices 20 % slower.
+def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> list[Curve]:
+    """Return a plan's scaling from its smallest group to 1,024 devices.
 
     A cluster without a link between nodes scales to one node.
     """
-    cases = {"as planned": 0.0, f"{_SLOW[0]:.0%} of the devices {_SLOW[1]:.0%} slower": _SLOW[0]}
     most = MAX_DEVICES if cluster.between is not None else cluster.devices_per_node
 
-    def point(slow_share: float, scaling: Scaling, ranks: int) -> Point | None:
+    def point(scaling: Scaling, ranks: int) -> Point | None:
         devices = ranks * chosen.degrees.pp * chosen.degrees.tp
         if devices > most or devices % min(devices, cluster.devices_per_node):  # which no number of whole nodes has
             return None
+        grown = msgspec.structs.replace(
+            cluster,
+            nodes=-(-devices // cluster.devices_per_node),
+            devices_per_node=min(devices, cluster.devices_per_node),
+        )
         try:
-            return _planned(asked, _grown(cluster, devices, slow_share), chosen, ranks, scaling, data)
+            return _planned(asked, grown, chosen, ranks, scaling)
         except ConfigError:  # it does not fit into memory, or does not divide the batch
             return None
 
     # A sharded model is sharded over two ranks at least.
     first_power = 1 if chosen.degrees.dp_shard > 1 else 0
-    return draw_curves(cases, [2**power for power in range(first_power, MAX_DEVICES.bit_length())], point)
+    counts = [2**power for power in range(first_power, MAX_DEVICES.bit_length())]
+    scalings: tuple[Scaling, ...] = get_args(Scaling)
+    return [curve for one in scalings for curve in draw_curves(one, {"as planned": one}, counts, point)]
 
 
-def _grown(cluster: ClusterSettings, devices: int, slow_share: float) -> ClusterSettings:
-    """Return the cluster with that number of devices; one slow device delays all of them."""
-    slowest = cluster.slowest_device
-    if round(slow_share * devices) > 0 and (slowest is None or slowest.value > 1 / (1 + _SLOW[1])):
-        slowest = Sourced(value=1 / (1 + _SLOW[1]), source="a case of the scaling curves")
-    return msgspec.structs.replace(
-        cluster, nodes=-(-devices // cluster.devices_per_node),
-        devices_per_node=min(devices, cluster.devices_per_node), slowest_device=slowest,
-    )  # fmt: skip
-
-
-def _planned(asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int, scaling: Scaling, data: Data) -> Point:
+def _planned(asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int, scaling: Scaling) -> Point:
     """Plan ``ranks`` data-parallel ranks. Raises ConfigError where that cannot be."""
     from fuelrail.bench.planner.choice import fit  # needs torch, and the simulation does not
 
@@ -242,15 +231,15 @@ def _planned(asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int,
         shards = min(degrees.dp_shard, ranks) if degrees.dp_replicate > 1 else ranks
         how = msgspec.structs.replace(how, mesh=str(degrees._replace(dp_replicate=ranks // shards, dp_shard=shards)))
     time = fit(sized, cluster, how).time.total
-    step_s = max(time, *data_seconds(sized, cluster, data).values())
+    step_s = max(time, *data_seconds(sized, cluster).values())
     return Point(
         num_ranks=cluster.num_devices, global_batch=batch, step_ms=1e3 * step_s, samples_per_s=batch / step_s,
         occupancy=time / step_s,
     )  # fmt: skip
 
 
-def data_seconds(asked: Scenario, cluster: ClusterSettings, data: Data) -> dict[str, float]:
+def data_seconds(asked: Scenario, cluster: ClusterSettings) -> dict[str, float]:
     """Return seconds that decoding and storage need for a step."""
     images = asked.global_batch * (asked.cameras or 0) / cluster.nodes if asked.reads_images else 0
     read = asked.global_batch * (asked.stored_bytes or 0)
-    return {"decoding": images / data.images_per_node_s, "storage": read / data.storage_gb_per_s / 1e9}
+    return {"decoding": images / cluster.images_per_node_s, "storage": read / cluster.storage_gb_per_s.value / 1e9}

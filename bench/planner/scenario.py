@@ -167,15 +167,6 @@ class Scenario(Facts, frozen=True, kw_only=True):
         return self.cameras is not None if self.is_own else not isinstance(self.settings, GptSettings)
 
 
-class Data(msgspec.Struct, frozen=True, kw_only=True):
-    """What the data side can do, and where that is from; images/s of a node, GB/s of the whole cluster."""
-
-    images_per_node_s: float
-    images_source: str
-    storage_gb_per_s: float
-    storage_source: str
-
-
 class PlanOptions(Facts, frozen=True, kw_only=True):
     """Options of `fuelrail.plan`, and flags of ``fuelrail plan``. What a scenario says, they replace."""
 
@@ -222,7 +213,7 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
     recipe: Annotated[
         Literal["slurm", "kubernetes", "torchrun"] | None, flag("write the file that launches the plan so, to --out")
     ] = None
-    sweep: Annotated[bool, flag("plan every strategy, micro-batch and recomputation, as a table and plots")] = False
+    sweep: Annotated[bool, flag("plan every strategy, micro-batch and recomputation")] = False
     explain: Annotated[bool, flag("show formula, inputs and source of each figure")] = False
 
 
@@ -320,19 +311,14 @@ def check(asked: Scenario) -> None:
 
 
 def questions(asked: Scenario) -> list[str]:
-    """Return the questions that only the user can answer and has not; each with the assumption made instead."""
-    found = []
-    if asked.max_global_batch is None:
-        found.append(
-            "which global batch still trains as well (max_global_batch)? Weak scaling is shown without a limit"
-        )
-    settings = asked.settings
-    if isinstance(settings, GptSettings) and asked.sequence is None:
-        found.append(f"how many tokens has a sample (sequence)? Taken: the model's {settings.context}")
-    if asked.sample_bytes is None:
-        found.append("how many bytes has a sample (sample_bytes, or --data)? Storage is taken to keep up")
-    if asked.samples_per_epoch is None:
-        found.append("how many samples has an epoch (samples_per_epoch, or --data)? No cost of an epoch is given")
-    if asked.failures_per_day is None:
-        found.append("how often does the job fail (failures_per_day)? No interval of checkpoints is given")
-    return found
+    """Return what only the user can know and has not said; each with the assumption made instead."""
+    size = asked.settings
+    missing = {
+        "max_global_batch": "the largest global batch that trains as well: weak scaling is shown without a limit",
+        "sample_bytes": "stored bytes of a sample (or --data): storage is taken to keep up",
+        "samples_per_epoch": "samples of an epoch (or --data): no cost of an epoch is given",
+        "failures_per_day": "failures of the job a day: no interval of checkpoints is given",
+    }
+    if isinstance(size, GptSettings):
+        missing["sequence"] = f"tokens of a sample: the model's {size.context} are taken"
+    return [f"{name}, {text}" for name, text in missing.items() if getattr(asked, name) is None]

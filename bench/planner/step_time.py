@@ -1,6 +1,6 @@
 """Step time from counted work, a cluster and four efficiencies.
 
-All wait for the slowest device. A micro-batch computes matrix products, attention and convolutions, each at a share of
+A micro-batch computes matrix products, attention and convolutions, each at a share of
 the device's peak, moves its activations through the device's memory a number of times, and waits for the messages of
 its layers, each of which takes the link's latency and its bytes; these times add up. A pipeline lasts for
 m + (p - 1) / v micro-batches. Collectives of gradients and weights hide behind the computing of their own pass, as far
@@ -97,7 +97,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Parts of a step in seconds; ``total`` is their sum. ``straggler``: what a slow device computes longer."""
+    """Parts of a step in seconds; ``total`` is their sum."""
 
     compute: float
     memory: float
@@ -107,13 +107,12 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     data_exposed: float
     data_total: float
     optimiser: float
-    straggler: float = 0.0
 
     @property
     def total(self) -> float:
         """Step time."""
         inside = (self.compute, self.memory, self.tensor, self.pipeline, self.bubble)
-        return sum((*inside, self.data_exposed, self.optimiser, self.straggler))
+        return sum((*inside, self.data_exposed, self.optimiser))
 
 
 def step_time(work: StepWork, cluster: ClusterSettings, kind: ComputeType, efficiency: Efficiency) -> StepTime:
@@ -139,7 +138,6 @@ def step_time(work: StepWork, cluster: ClusterSettings, kind: ComputeType, effic
         behind = one.hidden * (compute + memory) / count
         data += one.times * taken
         exposed += one.times * max(taken * one.last, taken - behind * (1 - one.last))
-    slowest = 1.0 if cluster.slowest_device is None else cluster.slowest_device.value
     return StepTime(
         compute=compute,
         memory=memory,
@@ -149,7 +147,6 @@ def step_time(work: StepWork, cluster: ClusterSettings, kind: ComputeType, effic
         data_exposed=exposed,
         data_total=data,
         optimiser=work.step_state_bytes / memory_rate,
-        straggler=(1 / slowest - 1) * (compute + memory),
     )
 
 

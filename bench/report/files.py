@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,9 +22,6 @@ REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "repor
 _R = TypeVar("_R", bound=msgspec.Struct)
 
 TRACE_JSON = "trace.json"
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-"""The measurements that README and RESULTS.md cite."""
 
 _MAX_REPORT_BYTES = 256 << 20
 
@@ -108,19 +104,7 @@ def merge_traces(folder: Path, out: Path) -> int:
 
 
 def publish_json(path: Path, value: object) -> None:
-    """Write a value as indented JSON, by rename; raises ConfigError where that cannot be done.
-
-    A result for this repository's ``bench/results`` must be of a clean commit. One that was measured with uncommitted
-    changes is written to ``NAME.uncommitted.json`` in the temporary folder, and ConfigError says so.
-    """
-    machine = getattr(value, "machine", None)
-    if machine is not None and machine.uncommitted_changes and path.resolve().parent == RESULTS:
-        aside = Path(tempfile.gettempdir()) / f"{path.stem}.uncommitted.json"
-        publish(aside, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
-        raise ConfigError(
-            f"result '{path}' was measured at commit {machine.commit} with uncommitted changes, so it cannot be "
-            f"reproduced: it was written to '{aside}' instead; commit the changes and measure again"
-        )
+    """Write a value as indented JSON, by rename; raises ConfigError where that cannot be done."""
     publish(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 

@@ -14,6 +14,7 @@ from datetime import datetime
 from functools import cache
 from html import escape
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -196,9 +197,9 @@ def write_report(report: msgspec.Struct, out: Path, *, html: bool) -> None:
 
 def render_page(report: object) -> str:
     """Return the page of a report as one string; raises ConfigError where matplotlib is not installed."""
-    plots: dict[str, str] = _of_study(report, "plots").plots(report)
+    plots = _of_study(report, "plots")
     return _template("page.html.j2").render(
-        document=document_of(report, plots),
+        document=document_of(report, plots.plots(report) if plots is not None else None),
         style=(_FOLDER / "report.css").read_text(encoding="utf-8"),
     )
 
@@ -215,8 +216,9 @@ def document_of(report: object, plots: Mapping[str, str] | None = None) -> Docum
 
 
 def _of_study(report: object, module: str) -> Any:  # noqa: ANN401 - a module
-    """Return a module beside that of the report; it is imported when it is needed, for plots need matplotlib."""
-    return import_module(f"{type(report).__module__.rpartition('.')[0]}.{module}")
+    """Return a module beside that of the report, or None; it is imported when needed, for plots need matplotlib."""
+    name = f"{type(report).__module__.rpartition('.')[0]}.{module}"
+    return import_module(name) if find_spec(name) is not None else None
 
 
 @cache

@@ -112,22 +112,18 @@ def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
     return to_svg(figure, "Loader stages: busy, starved, blocked")
 
 
-def efficiency_plot(
-    curves: Mapping[str, Sequence[tuple[int, float]]], unit: str, title: str, measured: Sequence[tuple[int, float]] = ()
-) -> str:
-    """Draw efficiency over numbers of ranks: named curves as lines, what was ``measured`` as dots."""
+def efficiency_plot(curves: Mapping[str, Sequence[tuple[int, float]]], unit: str, title: str) -> str:
+    """Draw efficiency over numbers of ranks: named curves."""
     with style():
         figure, axes = new_figure(2.9)
         for (name, points), colour in zip(curves.items(), _CURVES, strict=False):
             axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=name)
-        if measured:
-            axes.plot(*zip(*measured, strict=True), "o", color="#222222", markersize=5, label="measured")
-        counts = [count for points in (*curves.values(), measured) for count, _ in points]
-        ticks = [tick for tick in sorted({4**power for power in range(7)} | set(dict(measured))) if tick <= max(counts)]
+        counts = [count for points in curves.values() for count, _ in points]
+        ticks = [tick for tick in (4**power for power in range(7)) if tick <= max(counts)]
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_ylim(0, max([1.05, *(value * 1.05 for _, value in measured)]))
+        axes.set_ylim(0, 1.05)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_xlabel(unit)
         axes.set_ylabel("efficiency")

@@ -15,11 +15,15 @@ from fuelrail.bench.report.files import TRACE_JSON, ReportHeader, exit_code, pre
 from fuelrail.bench.report.options import OutputOptions, PlanOutput, add_dataset
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.comm.report import CommOptions
+from fuelrail.bench.studies.comm.run import run_comm
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
 from fuelrail.bench.studies.loader.measure import bench_loader
-from fuelrail.bench.studies.loader.options import LoaderOptions
-from fuelrail.bench.studies.scale.options import ScaleOptions
+from fuelrail.bench.studies.loader.report import LoaderOptions
+from fuelrail.bench.studies.plan.recipe import FILES
+from fuelrail.bench.studies.plan.run import plan
+from fuelrail.bench.studies.scale.report import ScaleOptions
 from fuelrail.bench.studies.scale.run import scale
+from fuelrail.bench.studies.train.run import bench_train
 from fuelrail.bench.studies.train.settings import TrainOptions
 from fuelrail.pipeline.cli import Command, add_flags, from_flags, print_json
 
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from fuelrail.bench.studies.comm.report import CommReport
     from fuelrail.bench.studies.plan.report import PlanReport
     from fuelrail.bench.studies.train.report import Report
 
@@ -80,8 +83,6 @@ def command(word: str, study: Study) -> Command:
 
 
 def _train(arguments: argparse.Namespace, options: TrainOptions, out: Path, html: bool) -> Report | None:
-    from fuelrail.bench.studies.train.run import bench_train
-
     report = bench_train(arguments.dataset, options, out=out, html=html)
     if options.trace and report is not None:
         sys.stderr.write(f"written: {out / TRACE_JSON}; open it in ui.perfetto.dev\n")
@@ -93,23 +94,13 @@ def _of_dataset(run: Callable[..., ReportHeader]) -> Callable[[argparse.Namespac
     return lambda arguments, options, out, html: run(arguments.dataset, options, out=out, html=html)
 
 
-def _comm(_: argparse.Namespace, options: CommOptions, out: Path, html: bool) -> CommReport | None:
-    from fuelrail.bench.studies.comm.run import run_comm
-
-    return run_comm(options, out, html=html)
-
-
 def _plan(arguments: argparse.Namespace, options: PlanOptions, out: Path | None, html: bool) -> PlanReport:
-    from fuelrail.bench.studies.plan.run import plan
-
     if out is not None:
         prepare_folder(out, html=html)
     report = plan(arguments.scenario, options)
     if out is not None:
         write_report(report, out, html=html)
     if report.recipe is not None:
-        from fuelrail.bench.studies.plan.recipe import FILES
-
         publish((out or Path()) / FILES[options.recipe or ""], report.recipe.encode())
     return report
 
@@ -132,7 +123,7 @@ STUDIES = {
         printed=("cut_off", "figures", "too_short", "warnings"),
     ),
     "scale": Study(
-        "measure weak and strong scaling on emulated accelerators, and simulate it to thousands of ranks",
+        "measure weak and strong scaling on emulated accelerators, and simulate weak scaling to thousands of ranks",
         "Trains with 1, 2, 4 ranks of this host on emulated accelerators: with a fixed batch per rank (weak scaling) "
         "and with a fixed global batch (strong scaling). A simulation draws from the runs with up to 2 ranks and is "
         "compared with all runs. It then continues to thousands of ranks, with stragglers and with a limited storage "
@@ -153,7 +144,7 @@ STUDIES = {
         "Times all-reduce, all-gather, reduce-scatter and send/receive between ranks of this host; inside torchrun "
         "(torchrun ... --no-python fuelrail bench comm) between the ranks of its job. Bus bandwidths are nccl-tests'.",
         CommOptions,
-        _comm,
+        lambda _, options, out, html: run_comm(options, out, html=html),
         lambda _: None,
     ),
 }

@@ -1,14 +1,12 @@
 """``fuelrail bench diff``: two reports of one kind compared, beyond the noise of both, with an exit code for CI.
 
 A report has the fields ``schema`` and ``version``. Reading checks both, and the presence and type of every field. The
-version is raised with any change of a field's name, type or meaning. ``python -m fuelrail.bench.studies.diff FOLDER``
-writes the JSON Schema of every kind; ``make docs`` puts them on the site.
+version is raised with any change of a field's name, type or meaning.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -46,29 +44,22 @@ FROM_CHECKOUT = (
 _WORSE = 1
 
 
-class Kind(NamedTuple):
-    """One kind of report."""
-
-    schema: str
-    version: int
-    type: type[ReportHeader]
-
-
-def _kinds() -> dict[str, Kind]:
-    kinds = [
-        Kind(train_report.SCHEMA, train_report.VERSION, Report),
-        Kind(loader_report.SCHEMA, loader_report.VERSION, LoaderReport),
-        Kind(scale_report.SCHEMA, scale_report.VERSION, ScaleReport),
-        Kind(diagnose_report.SCHEMA, diagnose_report.VERSION, DiagnoseReport),
-    ]
+def _kinds() -> dict[str, tuple[type[ReportHeader], int]]:
+    kinds: dict[str, tuple[type[ReportHeader], int]] = {
+        train_report.SCHEMA: (Report, train_report.VERSION),
+        loader_report.SCHEMA: (LoaderReport, loader_report.VERSION),
+        scale_report.SCHEMA: (ScaleReport, scale_report.VERSION),
+        diagnose_report.SCHEMA: (DiagnoseReport, diagnose_report.VERSION),
+    }
     if find_spec(COMPARE_ROOM) is not None:
         from fuelrail.bench.studies.compare.report import SCHEMA, VERSION, CompareReport
 
-        kinds.append(Kind(SCHEMA, VERSION, CompareReport))
-    return {kind.schema: kind for kind in kinds}
+        kinds[SCHEMA] = (CompareReport, VERSION)
+    return kinds
 
 
 KINDS = _kinds()
+"""The type and the version of each kind of report, by its schema."""
 
 
 class DiffOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -159,7 +150,7 @@ def load_comparable(path: Path) -> Comparable:
     if kind is None:
         hint = f"; {FROM_CHECKOUT}" if schema == "fuelrail-bench-compare" else ""
         raise ConfigError(f"'{path}' has schema {schema!r}; known are {', '.join(KINDS)}{hint}")
-    report: Any = load_report_of(path, kind.type, kind.schema, kind.version)
+    report: Any = load_report_of(path, kind[0], str(schema), kind[1])
     if isinstance(report, DiagnoseReport):
         raise ConfigError(f"'{path}' is a diagnosis: compare the reports of its runs, in the folders beside it")
     if isinstance(report, Report | LoaderReport) and report.figures is None:
@@ -174,8 +165,11 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
     """
     if before.schema != after.schema:
         raise ConfigError(f"reports of different kinds cannot be compared: {before.schema} and {after.schema}")
-    changes: Any = {Report: _train_changes, LoaderReport: _loader_changes, ScaleReport: _scale_changes}
-    found: list[Change] = changes.get(type(before), _compare_changes)(before, after)
+    if isinstance(before, Report):
+        found = _train_changes(before, after)
+    else:
+        old, new = _figures(before), _figures(after)
+        found = [_change(name, old[name], new[name]) for name in new if name in old]
     if not found:
         raise ConfigError("the reports have no figures of the same thing: there is nothing to compare")
     for change in found:
@@ -187,7 +181,7 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
     return found
 
 
-def _train_changes(before: Report, after: Report) -> list[Change]:
+def _train_changes(before: Report, after: Any) -> list[Change]:  # noqa: ANN401 - of the same kind
     assert before.figures is not None
     assert after.figures is not None
     ratios = step_ratios(before, after)
@@ -208,48 +202,26 @@ def _train_changes(before: Report, after: Report) -> list[Change]:
     return changes
 
 
-def _loader_changes(before: LoaderReport, after: LoaderReport) -> list[Change]:
-    old, new = before.figures, after.figures
-    assert old is not None
-    assert new is not None
-    return [
-        _of_intervals("samples/s", old.samples_per_s, new.samples_per_s, True),
-        _of_intervals("CPU time a sample [ms]", old.cpu_ms_per_sample, new.cpu_ms_per_sample, False),
-        _of_intervals("first batch [s]", old.first_batch_s, new.first_batch_s, False),
-    ]
+def _figures(report: Any) -> dict[str, Interval]:  # noqa: ANN401 - of any kind but training
+    """Return what can be compared of a report, by name; where it is a time, the unit in the name says so."""
+    if isinstance(report, ScaleReport):
+        return {f"step of {run.num_ranks} ranks x {run.batch_size} [ms]": run.step_ms for run in report.measured}
+    if isinstance(report, LoaderReport):
+        assert report.figures is not None
+        return {
+            "samples/s": report.figures.samples_per_s,
+            "CPU time a sample [ms]": report.figures.cpu_ms_per_sample,
+            "first batch [s]": report.figures.first_batch_s,
+        }
+    return {f"{one.name} [images/s]": one.figures.images_per_s for one in report.contestants if one.figures}
 
 
-def _compare_changes(before: CompareReport, after: CompareReport) -> list[Change]:
-    """Return every contestant that both timed."""
-    sides = [
-        {one.name: one.figures.images_per_s for one in side.contestants if one.figures} for side in (before, after)
-    ]
-    return [
-        _of_intervals(f"{name} [images/s]", sides[0][name], rate, True)
-        for name, rate in sides[1].items()
-        if name in sides[0]
-    ]
-
-
-def _scale_changes(before: ScaleReport, after: ScaleReport) -> list[Change]:
-    """Return every run that both measured."""
-    runs = {(run.num_ranks, run.batch_size): run for run in before.measured}
-    changes = []
-    for new in after.measured:
-        old = runs.get((new.num_ranks, new.batch_size))
-        if old is not None:
-            name = f"step of {new.num_ranks} ranks x {new.batch_size} [ms]"
-            low, high = new.step_low_ms / old.step_high_ms, new.step_high_ms / old.step_low_ms
-            changes.append(Change(name, old.step_ms, new.step_ms, low, high, False))
-    return changes
-
-
-def _of_intervals(name: str, old: Interval, new: Interval, higher_is_better: bool) -> Change:
+def _change(name: str, old: Interval, new: Interval) -> Change:
     """Return a change between two medians; its interval is lowest over highest and the reverse, if both have one."""
     low = high = None
     if old.has_interval and new.has_interval:
         low, high = new.low / old.high, new.high / old.low
-    return Change(name, old.median, new.median, low, high, higher_is_better)
+    return Change(name, old.median, new.median, low, high, not name.endswith(("[ms]", "[s]")))
 
 
 def _work(report: Report) -> tuple[Any, ...]:
@@ -330,21 +302,3 @@ def _row(change: Change) -> list[str]:
 
 
 DIFF = Command("compare two reports, and fail if the second is worse beyond noise", _configure, _run)
-
-
-def json_schema(kind: Kind) -> bytes:
-    """Return the JSON Schema of a kind as a document."""
-    document = msgspec.json.schema(kind.type)
-    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.schema, **document}
-    return msgspec.json.format(msgspec.json.encode(document, order="deterministic"), indent=1) + b"\n"
-
-
-def write_schemas(folder: Path) -> None:
-    """Write the schemas of all kinds into a folder, as ``SCHEMA-vVERSION.json``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for kind in KINDS.values():
-        (folder / f"{kind.schema}-v{kind.version}.json").write_bytes(json_schema(kind))
-
-
-if __name__ == "__main__":
-    write_schemas(Path(sys.argv[1]))

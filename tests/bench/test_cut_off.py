@@ -99,7 +99,7 @@ def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_p
 
 STUDIES = {
     "diagnose": ((*QUICK, "--steps", 100, "--warmup", 2), stepped("without-storage/records", 1)),
-    "scale": ((*QUICK, "--ranks", "1,2", "--steps", 100, "--warmup", 2), stepped("records/ranks-2-batch-1", 1)),
+    "scale": ((*QUICK, "--ranks", 1, 2, "--steps", 100, "--warmup", 2), stepped("records/ranks-2-batch-1", 1)),
 }
 
 

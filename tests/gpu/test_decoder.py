@@ -21,7 +21,7 @@ import torch
 
 from fuelrail import ImageAugment, Transforms
 from fuelrail.bench.measure.nvml import NvmlWatch
-from fuelrail.bench.studies.loader.options import LoaderOptions
+from fuelrail.bench.studies.loader.report import LoaderOptions
 from fuelrail.bench.studies.loader.stages import measure_stages, record_stages
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.format.dataset import open_dataset

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInput
 from fuelrail.bench.measure.machine import DatasetFacts, Gpu, MachineFacts
 from fuelrail.bench.measure.records import InputFacts, RankEnd, RankHeader, RankLog, StageSnapshot, StepRecord
@@ -35,6 +37,9 @@ SETTINGS = TrainSettings(
     profile=PROFILE,
     records="/somewhere/private/records",
 )
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+"""What was measured, as pages cite it."""
 
 MACHINE = MachineFacts(
     cpu="Test CPU",

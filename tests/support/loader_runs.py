@@ -42,7 +42,6 @@ def loader_run(samples_per_s=125.0, **changes) -> LoaderRun:
         "cpu": CpuUse(seconds=3.0, own=1.9, others=0.0, usable=2.0),
         "stages": stages,
         "num_storage_faults": 0,
-        "clock_jump_s": 0.0,
     }
     return LoaderRun(**(made | changes))
 

@@ -127,7 +127,7 @@ def formula(case: Case) -> float:
 @functools.cache
 def planned(asked: Scenario, gpu: str, gpus: int) -> choice.Fit:
     """Plan a case as the command does, whether it fits into memory or not."""
-    return choice.measured_fit(asked, cluster_of({"gpu": gpu, "gpus": gpus}))
+    return choice.fit(asked, cluster_of({"gpu": gpu, "gpus": gpus}), asked.parallel, fits=True)
 
 
 def resnet(case: Case) -> tuple[Scenario, float]:

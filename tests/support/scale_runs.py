@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from fuelrail.bench.measure.rates import Interval
 from fuelrail.bench.planner.scaling import HostFit, Overhead
-from fuelrail.bench.studies.scale.options import ScaleOptions
-from fuelrail.bench.studies.scale.report import SCHEMA, VERSION, MeasuredRun, ScaleReport, judged, make_curves
+from fuelrail.bench.studies.scale.report import (
+    SCHEMA,
+    VERSION,
+    MeasuredRun,
+    ScaleOptions,
+    ScaleReport,
+    judged,
+    make_curves,
+)
 from support.bench_runs import DATASET, MACHINE
 
-CONDITIONS = ScaleOptions(
-    max_ranks=64, ranks_per_host=1, straggler_share=0.05, straggler_slowdown=0.5, storage_gb_per_s=0.5, seed=3
-)
+CONDITIONS = ScaleOptions(max_ranks=64, straggler_share=0.05, straggler_slowdown=0.5, storage_gb_per_s=0.5)
 
 
 def fit(**changes) -> HostFit:
@@ -23,21 +29,22 @@ def fit(**changes) -> HostFit:
     return HostFit(**(made | changes))
 
 
-def measured(num_ranks, batch_size, step_ms, scalings) -> MeasuredRun:
+def measured(num_ranks, batch_size, step_ms) -> MeasuredRun:
     """A run with such a step."""
+    spread = Interval(median=step_ms, low=step_ms * 0.99, high=step_ms * 1.01, confidence=0.95, num_repeats=50)
     return MeasuredRun(
-        num_ranks=num_ranks, batch_size=batch_size, scalings=scalings, step_ms=step_ms, step_low_ms=step_ms * 0.99,
-        step_high_ms=step_ms * 1.01, step_p99_ms=step_ms * 1.1, samples_per_s=1e3 * num_ranks * batch_size / step_ms,
-        occupancy=0.9, efficiency={},
+        num_ranks=num_ranks, batch_size=batch_size, step_ms=spread,
+        step_p99_ms=step_ms * 1.1, samples_per_s=1e3 * num_ranks * batch_size / step_ms,
+        occupancy=0.9,
     )  # fmt: skip
 
 
 RUNS = [
-    measured(1, 2, 100.0, ["weak"]),
-    measured(1, 8, 400.0, ["strong"]),
-    measured(2, 2, 105.0, ["weak"]),
-    measured(2, 4, 210.0, ["strong"]),
-    measured(4, 2, 110.0, ["weak", "strong"]),
+    measured(1, 2, 100.0),
+    measured(1, 8, 400.0),
+    measured(2, 2, 105.0),
+    measured(2, 4, 210.0),
+    measured(4, 2, 110.0),
 ]
 
 
@@ -45,10 +52,10 @@ def scale_report(runs=RUNS, **changes) -> ScaleReport:
     """A report of these runs."""
     model = fit()
     made = {
-        "schema": SCHEMA, "version": VERSION, "created": "2026-01-01T00:00:00+00:00", "trials": [],
+        "schema": SCHEMA, "version": VERSION, "created": "2026-01-01T00:00:00+00:00",
         "machine": MACHINE, "dataset": DATASET, "accelerator": {"name": "slow"},
-        "options": {"seed": 3, "global_batch": 8},
-        "measured": runs, "fit": model, "curves": make_curves(model, 2, 8, CONDITIONS), "cut_off": None,
+        "options": {"batch_size": 2, "global_batch": 8},
+        "measured": runs, "fit": model, "curves": make_curves(model, CONDITIONS), "cut_off": None,
         "disturbed": None, "warnings": [],
     }  # fmt: skip
     return judged(ScaleReport(**(made | changes)))

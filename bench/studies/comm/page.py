@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fuelrail.bench.report.page import Block, Document, Figure, Hero, Note, Section, Table, doubts, when
+from fuelrail.bench.report.page import Block, Document, Hero, Note, Section, Table, doubts, when
 from fuelrail.bench.studies.comm.report import CommReport, link_of
 
 HEADER = ("collective", "axis", "ranks", "bytes", "us", "algorithm GB/s", "bus GB/s")
 
 
-def rows(report: CommReport) -> list[list[str]]:
-    """Return one row for each size."""
-    return [
+def describe(report: CommReport, _: Mapping[str, str]) -> Document:
+    """Return the report as a document, without plots."""
+    rate, latency = link_of(report.timed)
+    rows = [
         [
             one.kind, one.axis, str(one.ranks), f"{one.num_bytes:,}", f"{one.microseconds:,.1f}",
             f"{one.algorithm_gb_per_s:.3f}", f"{one.bus_gb_per_s:.3f}",
         ]
         for one in report.timed
     ]  # fmt: skip
-
-
-def describe(report: CommReport, plots: Mapping[str, str]) -> Document:
-    """Return the report as a document with these plots."""
-    rate, latency = link_of(report.timed)
     parts: list[Block | Section] = [
         Hero(
             f"{rate:.2f}",
@@ -31,11 +27,7 @@ def describe(report: CommReport, plots: Mapping[str, str]) -> Document:
             f"The smallest all-reduce takes {latency:,.1f} us. Bandwidths are nccl-tests'.",
         ),
         *(Note(text) for text in report.warnings),
-        *(
-            Section(f"Axis {axis}", [Figure(plots.get(axis, ""), "Bus bandwidth over the whole tensor.")])
-            for axis in dict.fromkeys(one.axis for one in report.timed)
-        ),
-        Section("All sizes", [Table(HEADER, rows(report))]),
+        Section("All sizes", [Table(HEADER, rows)]),
     ]
     about = f"{report.ranks} ranks on {report.nodes} nodes, {report.backend} on {report.device}"
     title = "How fast do ranks communicate?"

@@ -15,7 +15,6 @@ from fuelrail.bench.measure.rates import Interval, interval_of, ratio_interval
 from fuelrail.bench.peers.peer import OURS, Work
 from fuelrail.bench.peers.process import Check
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
-from fuelrail.bench.studies.loader.report import CLOCK_JUMP_S
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
@@ -28,6 +27,8 @@ REFERENCE = f"{OURS}:turbo"
 # A gap this long between two batches means that the machine was stopped, not that a loader is slow.
 _PAUSE_S = 1.0
 _PAUSE_FACTOR = 20
+CLOCK_JUMP_S = 0.25
+"""A run whose wall clock and monotonic clock differ by more is left out."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,7 @@ from fuelrail.bench.measure.rates import median_rates
 from fuelrail.bench.report.files import prepare_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
-from fuelrail.bench.studies.loader.options import LoaderOptions
-from fuelrail.bench.studies.loader.report import LoaderReport, build_loader_report
+from fuelrail.bench.studies.loader.report import LoaderOptions, LoaderReport, build_loader_report
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.errors import ConfigError

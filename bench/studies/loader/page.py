@@ -56,15 +56,11 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     figures = report.figures
     parts: list[Block | Section] = _figures(figures) if figures else [Note(f"No figures: {report.too_short}.")]
     rates = _rows([*report.stages, *report.limits])
-    median = ", dashed the median" if figures else ""
-    rate = f"One line a run; grey is warm-up{median}. Batches that were ready together go off the top."
     parts += [
         Section("Loader stages", [Figure(plots.get("stages", ""), _STAGES)]),
         Section("What a sample costs", [
-            Figure(plots.get("cpu", ""), "Blue: the loader's stages. Grey: the libraries alone."),
             Table(("what", "threads", "samples/s", "CPU time a sample [ms]"), rates), Text(_ALONE, small=True),
         ]),
-        Section("Rate over time", [Figure(plots.get("batches", ""), rate)]),
         Section("How these figures are made", [Text(_METHOD)]),
     ]  # fmt: skip
     return document(report, "Fuelrail loader report", "How fast can this dataset be loaded here?", about, parts)

@@ -1,9 +1,9 @@
-"""The report of ``fuelrail bench loader``: repeats to medians with intervals, the bound, and JSON."""
+"""Options and report of ``fuelrail bench loader``: repeats to medians with intervals, the bound, and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -12,21 +12,21 @@ from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Interval, Rate, interval_of
 from fuelrail.bench.report.files import ReportHeader, created_now
 from fuelrail.pipeline.runtime.stages import StageClock
+from fuelrail.pipeline.settings import Above0, CheckedSettings, NotNegative, Positive, flag
+from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.sharding.engines import RayAddress, check_address
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.machine import DatasetFacts, MachineFacts
 
 SCHEMA = "fuelrail-bench-loader"
 
-VERSION = 5
+VERSION = 6
 
 MIN_STEADY_BATCHES = 8
 
 # A few pages are read again by any process.
 _MANY_FAULTS = 100
-
-CLOCK_JUMP_S = 0.25
-"""A run whose wall clock and monotonic clock differ by more is left out."""
 
 Kind = Literal["cpu", "threads", "single thread", "storage", "waiting", "hand-over"]
 
@@ -39,14 +39,41 @@ _ALWAYS_BUSY = 0.9
 _COMPUTING = 0.5
 
 
+class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
+    """Options of `fuelrail.bench_loader`, and the flags of ``fuelrail bench loader``."""
+
+    split: Annotated[str, flag("split to load")] = "train"
+    batch_size: Annotated[Positive, flag("samples in a batch")] = 8
+    workers: Annotated[
+        Positive | None, flag("decoding threads, or actors with --where remote (default: one per usable CPU)")
+    ] = None
+    where: Annotated[
+        Literal["process", "node", "remote"] | None,
+        flag("where batches are made, as in the DataLoader: measured in turns with threads of this process"),
+    ] = None
+    ray_address: RayAddress = None
+    image: Annotated[
+        ImageAugment | None, flag("image settings (default: crop 704x256 from the bottom of the image)")
+    ] = None
+    decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
+    points: Annotated[bool, flag("also decode the lidar sweep")] = False
+    verify: Annotated[bool, flag("skip checksum verification")] = True
+    seed: Annotated[NotNegative, flag("random seed for the order")] = 0
+    repeats: Annotated[Positive, flag("rounds of measurement")] = 5
+    seconds: Annotated[Above0, flag("seconds of one run of the loader, from its first batch on")] = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_address(self.ray_address, "where='remote'", is_used=self.where == "remote")
+
+
 class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Rates are of the steady part, after ``num_warm_up_batches``; stage clocks and CPU use of the whole run.
 
     ``trainer_cpu_ms_per_sample`` is that of this process, ``cpu_ms_per_sample`` of it and all that it started here.
     ``num_storage_faults`` counts the pages that were not in memory when they were touched.
     ``batch_s`` is the time between batches, the first from the loader's making. ``samples_per_s`` is None when fewer
-    than ``MIN_STEADY_BATCHES`` were steady. ``clock_jump_s``: by how much wall clock and monotonic clock disagree about
-    the run's length.
+    than ``MIN_STEADY_BATCHES`` were steady.
     """
 
     first_batch_s: float
@@ -58,7 +85,6 @@ class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
     cpu: CpuUse
     stages: list[StageClock]
     num_storage_faults: int
-    clock_jump_s: float
 
 
 class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +127,7 @@ def build_loader_report(
     cut_off: str | None = None,
 ) -> LoaderReport:
     """Put the parts together and judge them."""
-    steady = [run for run in runs if run.samples_per_s is not None and abs(run.clock_jump_s) <= CLOCK_JUMP_S]
+    steady = [run for run in runs if run.samples_per_s is not None]
     too_short = None
     figures = None
     if steady:
@@ -170,15 +196,9 @@ def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: L
             f"Up to {faults:,} pages a run came from storage, not from the page cache: the dataset does not fit into "
             "memory, or was not there yet. The limits below are those of cached bytes."
         )
-    jumps = [run.clock_jump_s for run in runs if abs(run.clock_jump_s) > CLOCK_JUMP_S]
-    if jumps:
-        warnings.append(
-            f"The wall clock jumped by {max(jumps, key=abs):+.1f} s during a run: it was set, or the machine slept. "
-            f"{len(jumps)} runs are left out for it."
-        )
-    if figures is not None and len(steady) < len(runs):
-        warnings.append(f"{len(runs) - len(steady)} of {len(runs)} runs did not become steady and are left out.")
     if figures is not None:
+        if len(steady) < len(runs):
+            warnings.append(f"{len(runs) - len(steady)} of {len(runs)} runs did not become steady and are left out.")
         rate = figures.samples_per_s
         spread = (rate.high - rate.low) / rate.median
         if spread > 0.1:
@@ -194,10 +214,10 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: Kind
-    stage: str | None
+    stage: str | None = None
     finding: str
     advice: str
-    gain: float | None
+    gain: float | None = None
 
 
 def find_bound(
@@ -221,19 +241,15 @@ def find_bound(
     if where == "remote":
         return Bound(
             kind="waiting",
-            stage=None,
             finding="Ray actors make the batches, and CPUs are free here: actors, or the way from them, set the pace.",
             advice="Use more actors (--workers), until the rate stays the same.",
-            gain=None,
         )
     if _busy_share(busiest) < _ALWAYS_BUSY:
         return Bound(
             kind="hand-over",
-            stage=None,
             finding=f"No stage is always busy (the busiest, {busiest.name}, {_busy_share(busiest):.0%}) and CPUs are "
             "free: time goes into handing items from thread to thread, or the consumer is slow.",
             advice="Use larger batches and a larger prefetch_factor.",
-            gain=None,
         )
     cost = next(rate for rate in alone if rate.name == busiest.name)
     num_samples = samples_per_s * cpu.seconds
@@ -273,7 +289,6 @@ def _cpu_bound(cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequen
             stage="decode",
             finding=f"{finding} The JPEG library alone, on whole images, takes {jpeg.cpu_ms_per_sample:.1f} ms.",
             advice="Give each rank more CPU cores, store smaller images, or decode on the GPU.",
-            gain=None,
         )
     if dearest.name == "decode" and jpeg is not None:
         return Bound(
@@ -301,7 +316,6 @@ def _waiting(stage: StageClock, computing: float) -> Bound:
             finding=f"Reading is always under way and computes for only {computing:.0%} of that time: storage is "
             "slower than the loader.",
             advice="Read ahead with more parallel requests, keep the dataset on local NVMe, or warm the page cache.",
-            gain=None,
         )
     return Bound(
         kind="waiting",

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fuelrail.bench.measure.clock import clock_jump_s
 from fuelrail.bench.measure.cuda import pinned_copy
 from fuelrail.bench.measure.limits import measure_limits
 from fuelrail.bench.measure.machine import CpuWatch, peak_memory_bytes
@@ -27,7 +26,7 @@ from fuelrail.bench.studies.loader.stages import (
 from fuelrail.loaders.config import Transforms
 
 if TYPE_CHECKING:
-    from fuelrail.bench.studies.loader.options import LoaderOptions
+    from fuelrail.bench.studies.loader.report import LoaderOptions
     from fuelrail.loaders.loader import DataLoader
     from fuelrail.pipeline.format.dataset import Dataset
 
@@ -41,7 +40,7 @@ def run_loader(dataset: Dataset, options: LoaderOptions) -> LoaderRun:
 
     Where other processes make the batches, their CPU time counts from the first batch on: they import torch before.
     """
-    watch, faults, jump_s = CpuWatch(), _storage_faults(), clock_jump_s()
+    watch, faults = CpuWatch(), _storage_faults()
     started_s = taken_s = time.perf_counter()
     batch_s: list[float] = []
     num_before, own_before_s = 0, time.process_time()
@@ -71,7 +70,6 @@ def run_loader(dataset: Dataset, options: LoaderOptions) -> LoaderRun:
         cpu=cpu,
         stages=stages,
         num_storage_faults=_storage_faults() - faults,
-        clock_jump_s=clock_jump_s() - jump_s,
     )
 
 
@@ -112,10 +110,10 @@ def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str
         # Read now: what follows keeps batches that a loader would not.
         peak_rss_bytes = peak_memory_bytes()
         num_batches = max(_NUM_BATCHES_KEPT, -(-_NUM_SAMPLES_KEPT // options.batch_size))
-        bench = _Bench(dataset, options, record_stages(dataset, options, num_batches))
+        recorded = record_stages(dataset, options, num_batches)
         for number in range(options.repeats):
             where = f"round {number + 1} of {options.repeats}"
-            rounds.append(bench.round(where, show))
+            rounds.append(_round(dataset, options, recorded, where, show))
     except KeyboardInterrupt:
         if not rounds:
             raise KeyboardInterrupt(NOTHING_MEASURED) from None
@@ -123,39 +121,33 @@ def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str
     return Rounds(rounds, peak_rss_bytes, cut_off)
 
 
-class _Bench:
-    """All that a round needs."""
-
-    def __init__(self, dataset: Dataset, options: LoaderOptions, recorded: list[Recorded]) -> None:
-        self._dataset, self._options, self._recorded = dataset, options, recorded
-        self._items = {entry.stage.name: entry.items for entry in recorded}
-        image, manifest = options.image or Transforms().image, dataset.manifest
-        self._output_bytes = len(manifest.cameras) * 3 * image.height * image.width
-        self._lidars = {lidar.channel for lidar in manifest.lidars if not options.points}
-        self._to_device = pinned_copy(self._output_bytes)
-
-    def round(self, where: str, show: Callable[[str], None]) -> LoaderRound:
-        """Measure all three once."""
-        dataset, options, part_s = self._dataset, self._options, min(1.0, self._options.seconds / 8)
-        show(f"{where}: the whole loader")
-        run = run_loader(dataset, options)
-        here = []
-        if options.where is not None:
-            show(f"{where}: the whole loader in threads of this process")
-            other = run_loader(dataset, msgspec.structs.replace(options, where=None, ray_address=None))
-            rates = {"samples_per_s": other.samples_per_s or 0.0, "cpu_ms_per_sample": other.cpu_ms_per_sample}
-            here = [Rate(name="the loader in threads here", num_threads=options.workers or 1, **rates)]
-        show(f"{where}: each stage alone")
-        alone = measure_stages(self._recorded, options.batch_size, part_s)
-        show(f"{where}: this machine's limits")
-        limits = measure_limits(
-            self._items["parse"],
-            self._items["decode"],
-            self._lidars,
-            self._output_bytes,
-            next(entry.stage.num_threads for entry in self._recorded if entry.stage.name == "decode"),
-            part_s,
-            dataset,
-            self._to_device,
-        )
-        return LoaderRound(run, alone, limits + here)
+def _round(
+    dataset: Dataset, options: LoaderOptions, recorded: list[Recorded], where: str, show: Callable[[str], None]
+) -> LoaderRound:
+    """Measure the whole loader, its stages and the limits once."""
+    show(f"{where}: the whole loader")
+    run = run_loader(dataset, options)
+    here = []
+    if options.where is not None:
+        show(f"{where}: the whole loader in threads of this process")
+        other = run_loader(dataset, msgspec.structs.replace(options, where=None, ray_address=None))
+        rates = {"samples_per_s": other.samples_per_s or 0.0, "cpu_ms_per_sample": other.cpu_ms_per_sample}
+        here = [Rate(name="the loader in threads here", num_threads=options.workers or 1, **rates)]
+    show(f"{where}: each stage alone")
+    part_s = min(1.0, options.seconds / 8)
+    alone = measure_stages(recorded, options.batch_size, part_s)
+    show(f"{where}: this machine's limits")
+    entries, manifest = {entry.stage.name: entry for entry in recorded}, dataset.manifest
+    image = options.image or Transforms().image
+    output_bytes = len(manifest.cameras) * 3 * image.height * image.width
+    limits = measure_limits(
+        entries["parse"].items,
+        entries["decode"].items,
+        {lidar.channel for lidar in manifest.lidars if not options.points},
+        output_bytes,
+        entries["decode"].stage.num_threads,
+        part_s,
+        dataset,
+        pinned_copy(output_bytes),
+    )
+    return LoaderRound(run, alone, limits + here)

@@ -18,7 +18,7 @@ from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.runtime.host import usable_cpus
 
 if TYPE_CHECKING:
-    from fuelrail.bench.studies.loader.options import LoaderOptions
+    from fuelrail.bench.studies.loader.report import LoaderOptions
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.runtime.stages import Stage
 

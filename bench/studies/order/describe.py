@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -82,7 +81,7 @@ def describe_order(
     compiled = compile_order(spec, opened, options.split, global_batch=options.global_batch)
     entry = opened.split(options.split)
     first, end = entry.first_sample, entry.first_sample + entry.num_samples
-    clips, shards = opened.index.clip_numbers(first, end), opened.index.column("shard", first, end)
+    clips = opened.index.clip_numbers(first, end)
     lengths = split_lengths(opened, options.split)
     in_order = compiled.epoch(options.epoch)
     entries = in_order.entries(np.arange(len(in_order)))
@@ -97,7 +96,7 @@ def describe_order(
         f"webdataset {options.buffer:,}": webdataset_order(lengths, selected, seed=seed, sample_buffer=options.buffer),
         "true shuffle": np.random.default_rng((spec.seed, options.epoch)).permutation(selected),
     }
-    figures = [describe(name, each, clips, shards, batch) for name, each in orders.items()]
+    figures = [describe(name, each, clips, batch) for name, each in orders.items()]
     return Description(
         dataset=shown(opened.manifest.name),
         split=options.split,
@@ -171,8 +170,7 @@ def _print(description: Description) -> None:
     rows = [
         ("rank correlation", *(f"{each.quality.rank_correlation:+.4f}" for each in figures)),
         ("neighbours' correlation", *(f"{each.quality.serial_correlation:+.4f}" for each in figures)),
-        ("same-clip pairs in a batch", *(_figure(each.same_clip_pairs, ".3%") for each in figures)),
-        ("shards read by a batch", *(_figure(each.shards_per_batch, ".1f") for each in figures)),
+        ("same-clip pairs in a batch", *(f"{each.same_clip_pairs:.3%}".replace("nan%", "-") for each in figures)),
     ]
     costs = description.costs
     if costs is not None:
@@ -191,10 +189,6 @@ def _print(description: Description) -> None:
             console.print(f"the dearest of {costs.ranks} ranks costs {costs.dearest_rank:.3f} of the mean")
     print_table(console, [f"epoch {description.epoch}", *(each.name for each in figures)], rows)
     console.print(_LEGEND, style="dim")
-
-
-def _figure(value: float, spec: str) -> str:
-    return "-" if math.isnan(value) else format(value, spec)
 
 
 COMMANDS = {"order": Command("show what an order does to a dataset, and how well it shuffles", _configure, _run)}

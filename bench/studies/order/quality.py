@@ -1,4 +1,4 @@
-"""Measure how random an order is, and how its batches mix clips and shards.
+"""Measure how random an order is, and how its batches mix clips.
 
 A z is in standard deviations from the mean over uniformly random permutations: within about 4 is as good as random.
 """
@@ -41,24 +41,16 @@ class ShuffleQuality(msgspec.Struct, frozen=True, kw_only=True):
 class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one epoch.
 
-    ``same_clip_pairs``: share of the pairs of samples of a global batch that are of one clip; ``shards_per_batch``:
-    different shards that a global batch reads from, on average. Both are NaN without a full batch.
+    ``same_clip_pairs``: share of the pairs of samples of a global batch that are of one clip; NaN without a full batch.
     """
 
     name: str
     quality: ShuffleQuality
     same_clip_pairs: float
-    shards_per_batch: float
 
 
-def describe(
-    name: str,
-    samples: NDArray[np.int64],
-    clips: NDArray[np.integer],
-    shards: NDArray[np.integer],
-    global_batch: int,
-) -> OrderFigures:
-    """Return the figures of an epoch of a split whose sample i is of clip ``clips[i]`` and in shard ``shards[i]``.
+def describe(name: str, samples: NDArray[np.int64], clips: NDArray[np.integer], global_batch: int) -> OrderFigures:
+    """Return the figures of an epoch of a split whose sample i is of clip ``clips[i]``.
 
     ``samples`` (n,) may hold a sample several times: each copy counts as a sample. Raises OrderError for epochs that
     are too short or too long to be measured.
@@ -72,7 +64,6 @@ def describe(
         name=name,
         quality=measure(ranks(samples)),
         same_clip_pairs=same_pairs(clips[samples], global_batch),
-        shards_per_batch=distinct_per_batch(shards[samples], global_batch),
     )
 
 
@@ -109,17 +100,7 @@ def same_pairs(groups: NDArray[np.integer], batch: int) -> float:
         return float("nan")
     # In a sorted batch a run of length m has m (m - 1) / 2 pairs: the sum over members of those before them in the run.
     place = np.arange(batch)
-    begins = np.maximum.accumulate(np.where(_is_new(batches), place, 0), axis=1)
+    is_new = np.ones(batches.shape, dtype=bool)
+    is_new[:, 1:] = batches[:, 1:] != batches[:, :-1]
+    begins = np.maximum.accumulate(np.where(is_new, place, 0), axis=1)
     return float((place - begins).sum(axis=1).mean() / (batch * (batch - 1) / 2))
-
-
-def distinct_per_batch(groups: NDArray[np.integer], batch: int) -> float:
-    """Return the mean number of different groups in a full batch; NaN without a full batch."""
-    batches = np.sort(groups[: len(groups) // batch * batch].reshape(-1, batch), axis=1)
-    return float(_is_new(batches).sum(axis=1).mean()) if len(batches) else float("nan")
-
-
-def _is_new(batches: NDArray[np.integer]) -> NDArray[np.bool_]:
-    new = np.ones(batches.shape, dtype=bool)
-    new[:, 1:] = batches[:, 1:] != batches[:, :-1]
-    return new

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fuelrail.bench.measure.machine import dataset_facts
-from fuelrail.bench.planner.hardware import load_cluster
-from fuelrail.bench.planner.scenario import Data, Scenario
-from fuelrail.bench.planner.step_time import NUMBERS, Case, Fitted, fit
+from fuelrail.bench.planner.hardware import Sourced, load_cluster
+from fuelrail.bench.planner.scenario import Scenario
+from fuelrail.bench.planner.step_time import NUMBERS, Fitted, fit
 from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.studies.loader import report as loader_report
 from fuelrail.bench.studies.loader.report import LoaderReport
@@ -31,10 +31,14 @@ if TYPE_CHECKING:
 
 def measured(asked: Scenario, cluster: ClusterSettings, files: Sequence[str]) -> tuple[Fitted, list[str]]:
     """Fit the efficiencies to measured steps, and say how well they are known. Raises ConfigError."""
-    from fuelrail.bench.planner.choice import efficiency  # needs torch
+    runs = [_run(Path(name), cluster) for name in files]
+    from fuelrail.bench.planner import choice  # needs torch, and the checks above do not
 
-    cases = [_case(Path(name), cluster) for name in files]
-    found = fit(cases, efficiency(asked, cluster))
+    cases = [
+        (choice.fit(run, where, next(choice.candidates(run, where)), fits=True).work, where, run.precision, seconds)
+        for run, where, seconds in runs
+    ]
+    found = fit(cases, choice.efficiency(asked, cluster))
     numbers = ", ".join(
         f"{name} {getattr(found.efficiency, name):.2f}"
         + ("" if name in found.determined else " (mostly as before: these steps do not determine it)")
@@ -47,12 +51,10 @@ def measured(asked: Scenario, cluster: ClusterSettings, files: Sequence[str]) ->
     return found, [said]
 
 
-def _case(path: Path, cluster: ClusterSettings) -> Case:
-    """Return the work and the seconds of a measured step, by a scenario or by a report of training."""
-    from fuelrail.bench.planner.choice import measured_fit  # needs torch
-
+def _run(path: Path, cluster: ClusterSettings) -> tuple[Scenario, ClusterSettings, float]:
+    """Return what ran, where, and the seconds of its step: of a scenario or a report of training."""
     if path.suffix not in (".yaml", ".yml"):
-        return _case_of(load_report(path), path, cluster)
+        return _run_of(load_report(path), path, cluster)
     run = load_yaml(path, Scenario)
     where = load_cluster(run.cluster)
     if run.measured_step_s is None or run.parallel == "auto":
@@ -61,11 +63,11 @@ def _case(path: Path, cluster: ClusterSettings) -> Case:
         raise ConfigError(
             f"--measure '{path}' is of '{where.device.name}', and the plan of '{cluster.device.name}'; measure on that"
         )
-    return measured_fit(run, where).work, where, run.precision, run.measured_step_s
+    return run, where, run.measured_step_s
 
 
-def _case_of(report: Report, path: Path, cluster: ClusterSettings) -> Case:
-    """Return what a run counted, and how long its steps took without waiting for data."""
+def _run_of(report: Report, path: Path, cluster: ClusterSettings) -> tuple[Scenario, ClusterSettings, float]:
+    """Return what ran, and how long its steps took without waiting for data."""
     name = str(report.model["name"])
     if report.accelerator["kind"] != "cuda":
         raise ConfigError(
@@ -94,10 +96,7 @@ def _case_of(report: Report, path: Path, cluster: ClusterSettings) -> Case:
         devices_per_node=min(report.num_ranks, cluster.devices_per_node),
     )
     waits = sum(phase.time.mean_ms for phase in report.figures.phases if phase.phase == "data_wait")
-    seconds = (report.figures.step_time.mean_ms - waits) / 1e3
-    from fuelrail.bench.planner.choice import measured_fit  # needs torch, and the checks above do not
-
-    return measured_fit(run, inside).work, inside, run.precision, seconds
+    return run, inside, (report.figures.step_time.mean_ms - waits) / 1e3
 
 
 def with_data(asked: Scenario, dataset: str, split: str) -> Scenario:
@@ -112,8 +111,8 @@ def with_data(asked: Scenario, dataset: str, split: str) -> Scenario:
     )
 
 
-def with_loader(asked: Scenario, cluster: ClusterSettings, data: Data, path: Path) -> tuple[Scenario, Data, list[str]]:
-    """Take what a loader was measured to do; raises ConfigError for a report without figures."""
+def with_loader(asked: Scenario, cluster: ClusterSettings, path: Path) -> tuple[Scenario, ClusterSettings, list[str]]:
+    """Take what a loader was measured to do, also for the cluster; raises ConfigError for a report without figures."""
     report = load_report_of(path, LoaderReport, loader_report.SCHEMA, loader_report.VERSION)
     figures = report.figures
     if figures is None:
@@ -125,18 +124,14 @@ def with_loader(asked: Scenario, cluster: ClusterSettings, data: Data, path: Pat
     )
     per_cpu = 1000 / figures.cpu_s_per_1000_images
     where = f"`fuelrail bench loader` of {report.created} on {report.machine.cpu}"
-    data = msgspec.structs.replace(
-        data,
-        images_per_node_s=cluster.host.cpus.value * per_cpu,
-        images_source=f"{cluster.host.cpus.value:g} CPUs x {per_cpu:.0f} images/s of CPU time: {where}",
-    )
+    decoded = Sourced(per_cpu, f"{per_cpu:.0f} images/s of CPU time: {where}")
+    cluster = msgspec.structs.replace(cluster, host=msgspec.structs.replace(cluster.host, images_per_cpu_s=decoded))
     said = [f"CPUs of the cluster decode as fast as those of the loader's report ({report.machine.cpu})"]
     if figures.bound.kind == "storage":
         rate = figures.stored_mb_per_s / 1e3 * cluster.nodes
-        data = msgspec.structs.replace(
-            data, storage_gb_per_s=rate, storage_source=f"{figures.stored_mb_per_s:.0f} MB/s of a node: {where}"
-        )
+        stored = Sourced(rate, f"{figures.stored_mb_per_s:.0f} MB/s of a node: {where}")
+        cluster = msgspec.structs.replace(cluster, storage_gb_per_s=stored)
         said.append("each node reads as fast as the one of the loader's report, all of them at once")
     else:
         said.append(f"storage is the cluster file's: the measured loader was held up by {figures.bound.kind}")
-    return asked, data, said
+    return asked, cluster, said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.planner.hardware import GIB
@@ -15,7 +15,6 @@ from fuelrail.bench.report.page import (
     Section,
     Table,
     Text,
-    Tiles,
     as_text,
     marked,
     when,
@@ -23,9 +22,9 @@ from fuelrail.bench.report.page import (
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.plan.report import PlanReport
+    from fuelrail.bench.studies.plan.variants import Planned
 
-TRIED_HEADER = ("strategy", "peak GiB", "samples/s", "why not")
-SWEEP_HEADER = ("strategy", "micro-batch", "peak GiB", "samples/s", "MFU", "why not")
+PLANNED_HEADER = ("strategy", "micro-batch", "peak GiB", "samples/s", "MFU", "why not")
 SCALING_HEADER = ("scaling", "devices", "global batch", "step s", "samples/s", "efficiency", "occupancy")
 STAGE_HEADER = (
     "stage",
@@ -36,67 +35,58 @@ STAGE_HEADER = (
     "collectives of a step",
 )
 SHOWN_OF_SWEEP = 20
-_FASTER = 1.05  # below which another strategy is no better than the simplest
 
 
 def figures(found: PlanReport) -> list[tuple[str, str]]:
     """Name and text of each figure."""
-    step, data, asked = found.step, found.data, found.scenario
+    step, cluster, taught = found.step, found.cluster, found.teacher
     images, read = found.images_per_node_s, found.read_gb_per_s
-    overlap = "" if found.overlap is None else f", {found.overlap:.0%} of it hidden"
-    price = "" if found.usd_per_million is None else f", {_rounded(found.usd_per_million, 0)} USD"
+    low, high = found.step_range_s
+    overlap = f", {1 - step.data_exposed / step.data_total:.0%} of it hidden" if step.data_total else ""
+    often = "" if found.checkpoint_interval_s is None else f", every {found.checkpoint_interval_s:,.0f} s"
     epoch = "not known: the samples of an epoch are not given"
     if found.device_hours_per_epoch is not None:
-        epoch = f"{_rounded(found.device_hours_per_epoch)} device-hours"
-        epoch += "" if found.usd_per_epoch is None else f", {_rounded(found.usd_per_epoch, 0)} USD"
-    taught = found.teacher
-    pays, of_token = "never, for reading it takes longer", ""
-    if taught is not None and taught.pays_after_epochs is not None:
-        pays = f"after {taught.pays_after_epochs:.3g} epochs of all students together"
-    if taught is not None and taught.bytes_per_token != taught.layer_bytes:
-        of_token = f" ({taught.bytes_per_token:,.0f} a token)"
-    lesson = "" if taught is None else (
-        f"{taught.model}, from its {asked.teacher_from}: beside the student {taught.flop_share:.0%} of all FLOP and "
-        f"{taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a sample{of_token}, "
-        f"made once in {_rounded(taught.layer_device_hours_per_million)} device-hours a million samples, "
-        f"which pays {pays}"
-    )  # fmt: skip
-    low, high = found.step_range_s
-    often = "" if found.checkpoint_interval_s is None else f", every {found.checkpoint_interval_s:,.0f} s"
-    fastest = max((one for one in found.tried if one.samples_per_s), key=lambda one: one.samples_per_s or 0.0)
-    own = next(one.samples_per_s for one in found.tried if one.strategy == found.strategy and one.samples_per_s)
-    faster = f"{fastest.strategy}: {fastest.samples_per_s:,.1f} samples/s of the devices; --strategy and --mesh choose"
-    return [
-        ("strategy", found.strategy),
-        *([("faster by these figures", faster)] if (fastest.samples_per_s or 0) > own * _FASTER else []),
-        ("memory", f"{found.peak_gib:.1f} of {found.usable_gib:.1f} GiB usable on a device"),
-        (
-            "step",
-            (
-                f"{found.step_s:.3g} s, 4 of 5 such steps within {low:.3g} to {high:.3g} s: "
-                f"computing {step.compute:.3f}, memory {step.memory:.3f}, tensor "
-                f"{step.tensor:.3f}, pipeline {step.pipeline:.3f}, bubble {step.bubble:.3f}, gradients and weights "
-                f"{step.data_exposed:.3f} exposed of {step.data_total:.3f}{overlap}, optimiser {step.optimiser:.3f}"
-            ),
+        epoch = _cost(found.device_hours_per_epoch, found.usd_per_epoch)
+    lines = {
+        "strategy": found.strategy,
+        "memory": f"{found.peak_gib:.1f} of {found.usable_gib:.1f} GiB usable on a device",
+        "step": (
+            f"{found.step_s:.3g} s, 4 of 5 such steps within {low:.3g} to {high:.3g} s: computing {step.compute:.3f}, "
+            f"memory {step.memory:.3f}, tensor {step.tensor:.3f}, pipeline {step.pipeline:.3f}, bubble "
+            f"{step.bubble:.3f}, gradients and weights {step.data_exposed:.3f} exposed of {step.data_total:.3f}"
+            f"{overlap}, optimiser {step.optimiser:.3f}"
         ),
-        ("bottleneck", found.bottleneck),
-        (
-            "rate",
-            (
-                f"{found.samples_per_s:,.1f} samples/s; MFU {found.mfu:.1%}, occupancy {found.occupancy:.1%}, "
-                f"bubble {found.bubble:.1%}"
-            ),
+        "bottleneck": found.bottleneck,
+        "rate": (
+            f"{found.samples_per_s:,.1f} samples/s; MFU {found.mfu:.1%}, occupancy {found.occupancy:.1%}, "
+            f"bubble {found.bubble:.1%}"
         ),
-        (
-            "decoding",
-            "none" if images is None else f"{images:,.0f} of {data.images_per_node_s:,.0f} images/s on a node",
+        "decoding": (
+            "none" if images is None else f"{images:,.0f} of {cluster.images_per_node_s:,.0f} images/s on a node"
         ),
-        ("storage", "not known" if read is None else f"{read:.2f} of {data.storage_gb_per_s:g} GB/s"),
-        *([("teacher", lesson)] if lesson else []),
-        ("cost of a million samples", f"{_rounded(found.device_hours_per_million)} device-hours{price}"),
-        ("cost of an epoch", epoch),
-        ("checkpoint", f"{found.checkpoint_gb:,.1f} GB in {found.checkpoint_s:,.1f} s{often}"),
-    ]
+        "storage": "not known" if read is None else f"{read:.2f} of {cluster.storage_gb_per_s.value:g} GB/s",
+    }
+    if taught is not None:
+        pays = "never, for reading it takes longer"
+        if taught.pays_after_epochs is not None:
+            pays = f"after {taught.pays_after_epochs:.3g} epochs of all students together"
+        of_token = ""
+        if taught.bytes_per_token != taught.layer_bytes:
+            of_token = f" ({taught.bytes_per_token:,.0f} a token)"
+        lines["teacher"] = (
+            f"{taught.model}, from its {found.scenario.teacher_from}: beside the student {taught.flop_share:.0%} of "
+            f"all FLOP and {taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a "
+            f"sample{of_token}, made once in {_cost(taught.layer_device_hours_per_million)} a million samples, which "
+            f"pays {pays}"
+        )
+    lines["cost of a million samples"] = _cost(found.device_hours_per_million, found.usd_per_million)
+    lines["cost of an epoch"] = epoch
+    lines["checkpoint"] = f"{found.checkpoint_gb:,.1f} GB in {found.checkpoint_s:,.1f} s{often}"
+    return list(lines.items())
+
+
+def _cost(hours: float, usd: float | None = None) -> str:
+    return f"{_rounded(hours)} device-hours" + ("" if usd is None else f", {_rounded(usd, 0)} USD")
 
 
 def _rounded(value: float, digits: int = 1) -> str:
@@ -104,22 +94,8 @@ def _rounded(value: float, digits: int = 1) -> str:
     return f"{value:,.{digits}f}" if value >= 10 ** (1 - digits) else f"{value:.2g}"
 
 
-def tried_rows(found: PlanReport) -> list[list[str]]:
-    """Return one row for each strategy."""
-    return [
-        [
-            one.strategy,
-            "" if one.peak_gib is None else f"{one.peak_gib:.1f}",
-            "" if one.samples_per_s is None else f"{one.samples_per_s:,.1f}",
-            one.fails or "",
-        ]
-        for one in found.tried
-    ]
-
-
-def sweep_rows(found: PlanReport) -> list[list[str]]:
-    """Return the rows of the fastest of the sweep; the JSON has all of them."""
-    ranked = sorted(found.sweep, key=lambda one: -(one.samples_per_s or 0.0))
+def planned_rows(found: Sequence[Planned]) -> list[list[str]]:
+    """Return one row for each plan."""
     return [
         [
             one.strategy,
@@ -129,7 +105,7 @@ def sweep_rows(found: PlanReport) -> list[list[str]]:
             "" if one.mfu is None else f"{one.mfu:.1%}",
             one.fails or "",
         ]
-        for one in ranked[:SHOWN_OF_SWEEP]
+        for one in found
     ]
 
 
@@ -137,7 +113,7 @@ def scaling_rows(found: PlanReport) -> list[list[str]]:
     """Return one row for each point."""
     return [
         [
-            f"{curve.scaling}, {curve.name}", f"{point.num_ranks:,}", f"{point.global_batch:,}",
+            curve.scaling, f"{point.num_ranks:,}", f"{point.global_batch:,}",
             f"{point.step_ms / 1e3:.3f}", f"{point.samples_per_s:,.1f}", f"{point.efficiency:.1%}",
             f"{point.occupancy:.1%}",
         ]
@@ -168,9 +144,7 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
             f"{found.strategy}: {found.peak_gib:.1f} of {found.usable_gib:.1f} GiB, a step in "
             f"{low:.3g} to {high:.3g} s. The bottleneck: {found.bottleneck}.",
         ),
-        Tiles([(f"{found.mfu:.1%}", "MFU"), (f"{found.occupancy:.1%}", "occupancy"), (f"{found.bubble:.1%}", "bubble"),
-               (_rounded(found.device_hours_per_million), "device-hours a million samples")]),
-        Section("What was tried", [Table(TRIED_HEADER, tried_rows(found), texts=True)]),
+        Section("What was tried", [Table(PLANNED_HEADER, planned_rows(found.tried), texts=True)]),
         Section("The plan", [Table(("figure", ""), figures(found), texts=True)]),
         *(Note(f"Assumed: {text}") for text in found.assumed),
         Section("Memory and work of each stage", [
@@ -179,29 +153,24 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         ]),
     ]  # fmt: skip
     if found.sweep:
+        ranked = sorted(found.sweep, key=lambda one: -(one.samples_per_s or 0.0))  # the JSON has them as they are
         fits = sum(one.fails is None for one in found.sweep)
-        caption = "Each dot is a plan that fits: memory of a device, and samples/s with the data's limits."
-        parts.append(
-            Section("Sweep", [
-                Figure(plots.get("sweep", ""), caption),
-                Text(f"{len(found.sweep)} plans, {fits} of them fit; the fastest:"),
-                Table(SWEEP_HEADER, sweep_rows(found), texts=True),
-            ])
-        )  # fmt: skip
+        text = Text(f"{len(found.sweep)} plans, {fits} of them fit; the fastest:")
+        table = Table(PLANNED_HEADER, planned_rows(ranked[:SHOWN_OF_SWEEP]), texts=True)
+        parts.append(Section("Sweep", [text, table]))
     if any(curve.points for curve in found.scaling):
-        caption = "Samples/s a device over those of the smallest number."
-        blocks: list[Block] = [
-            Figure(plots.get("scaling", ""), caption),
-            Table(SCALING_HEADER, scaling_rows(found)),
-        ]
-        parts.append(Section("Scaling", blocks))
+        figure = Figure(plots.get("scaling", ""), "Samples/s a device over those of the smallest number.")
+        parts.append(Section("Scaling", [figure, Table(SCALING_HEADER, scaling_rows(found))]))
     if found.explained:
         rows = [[name, one.formula, as_text(one.inputs), one.source] for name, one in found.explained.items()]
         parts.append(
             Section("Where the figures are from", [Table(("figure", "formula", "inputs", "source"), rows, texts=True)])
         )
     if found.remedies:
-        rows = [[one.change, f"{one.samples_per_s:,.1f}", f"{one.gain:+.0%}"] for one in found.remedies]
+        rows = [
+            [change, f"{rate:,.1f}", f"{rate / found.samples_per_s - 1:+.0%}"]
+            for change, rate in found.remedies.items()
+        ]
         parts.append(Section("What to change first", [Table(("change", "samples/s", "gain"), rows, texts=True)]))
     if found.recipe is not None:
         parts.append(
@@ -213,6 +182,6 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
     batch = f"{asked.global_batch} samples a step, {asked.micro_batch} at once on a rank, {asked.precision}"
     about = marked(
         "{model} on {devices} devices (**{cluster}**): {batch}",
-        model=asked.named, devices=found.devices, cluster=found.cluster, batch=batch,
+        model=asked.named, devices=found.cluster.num_devices, cluster=found.cluster.name, batch=batch,
     )  # fmt: skip
     return Document("Fuelrail plan", asked.name, about, "", [], parts, {})

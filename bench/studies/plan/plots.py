@@ -16,22 +16,20 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 def plots(found: PlanReport) -> dict[str, str]:
     """Return all plots that the plan has data for, each an ``<svg>`` element."""
     drawn = {"memory": _memory(found)}
-    if found.sweep:
-        drawn["sweep"] = _sweep(found)
-    curves = {f"{curve.scaling}, {curve.name}": curve.line for curve in found.scaling if curve.points}
+    curves = {str(curve.scaling): curve.line for curve in found.scaling if curve.points}
     if curves:
         drawn["scaling"] = efficiency_plot(curves, "devices", "Scaling efficiency")
     return drawn
 
 
 def _memory(found: PlanReport) -> str:
-    kinds = list(dict.fromkeys(kind for stage in found.memory_by_stage for kind, size in stage.items() if size))
+    kinds = list(dict.fromkeys(kind for shape in found.stages for kind, size in shape.memory.items() if size))
     with style():
         drawn, axes = new_figure(1.2 + 0.3 * len(found.stages))
         names = [f"stage {shape.stage}" for shape in found.stages]
         left = [0.0] * len(names)
         for number, kind in enumerate(kinds):
-            sizes = [stage.get(kind, 0) / GIB for stage in found.memory_by_stage]
+            sizes = [shape.memory.get(kind, 0) / GIB for shape in found.stages]
             axes.barh(names, sizes, 0.66, left=left, color=_COLOURS[number % len(_COLOURS)], label=kind)
             left = [before + size for before, size in zip(left, sizes, strict=True)]
         axes.axvline(found.usable_gib, color="#222222", linewidth=1, linestyle="--")
@@ -39,20 +37,3 @@ def _memory(found: PlanReport) -> str:
         axes.set_xlabel("GiB; dashed: usable")
         legend_above(axes)
         return to_svg(drawn, "Memory by stage and kind")
-
-
-def _sweep(found: PlanReport) -> str:
-    with style():
-        drawn, axes = new_figure(3.2)
-        fits = [one for one in found.sweep if one.peak_gib is not None and one.samples_per_s is not None]
-        sizes = sorted({one.micro_batch for one in fits})
-        for number, size in enumerate(sizes):
-            mine = [one for one in fits if one.micro_batch == size]
-            axes.plot(
-                [one.peak_gib or 0.0 for one in mine], [one.samples_per_s or 0.0 for one in mine], "o", markersize=4,
-                color=_COLOURS[number % len(_COLOURS)], label=f"micro-batch {size}",
-            )  # fmt: skip
-        axes.set_xlabel("peak GiB of a device")
-        axes.set_ylabel("samples/s")
-        legend_above(axes)
-        return to_svg(drawn, "Plans of the sweep")

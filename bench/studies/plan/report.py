@@ -8,30 +8,19 @@ from typing import Any
 import msgspec
 
 from fuelrail.bench.planner.choice import USABLE, Fit, efficiency, named, peak, taught
-from fuelrail.bench.planner.formulas import checkpoint_interval_s, schedule_order
+from fuelrail.bench.planner.formulas import checkpoint_interval_s
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scaling import Curve, data_seconds
-from fuelrail.bench.planner.scenario import Data, Scenario, questions
+from fuelrail.bench.planner.scenario import Scenario, questions
 from fuelrail.bench.planner.shape import Shape
 from fuelrail.bench.planner.state import FP32, MOMENTS
 from fuelrail.bench.planner.step_time import Fitted, StepTime, slopes
 from fuelrail.bench.report.files import created_now
-from fuelrail.bench.studies.plan.remedies import Remedy
-from fuelrail.bench.studies.plan.sweep import Planned
+from fuelrail.bench.studies.plan.variants import Planned
 
 SCHEMA = "fuelrail-plan"
-VERSION = 3
+VERSION = 4
 _DEVIATIONS = 1.28  # of a normal distribution, of which 4 of 5 are nearer to its mean
-_SHOWN_ORDER = 64  # operations of a stage
-
-
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """A strategy: what of it fails, or the rate that it reaches."""
-
-    strategy: str
-    fails: str | None
-    peak_gib: float | None = None
-    samples_per_s: float | None = None
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,40 +52,32 @@ class TeacherCost(msgspec.Struct, frozen=True, kw_only=True):
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report. Times in seconds; bytes and rates of the whole cluster unless a name says otherwise.
 
-    ``step`` is the devices' time by parts; ``step_s`` that of the slowest of devices, decoding and storage; ``overlap``
-    ``step_range_s`` is where 4 of 5 such steps are; ``remedies`` are what to change first; ``overlap`` is the share of
-    gradients' and weights' traffic that hides behind computing; ``bubble`` the pipeline's idle share.
-    ``schedule`` is each stage's order of work, F and B with a micro-batch's number. A figure is None where the scenario
-    does not say what it needs; ``questions`` are what only the user can know.
+    ``step`` is the devices' time by parts; ``step_s`` that of the slowest of devices, decoding and storage, and 4 of 5
+    such steps are in ``step_range_s``; ``bubble`` is the pipeline's idle share. ``remedies`` are what to change first,
+    with the samples/s of each. A figure is None where the scenario does not say what it needs; ``questions`` are what
+    only the user can know.
     """
 
     schema: str
     version: int
     created: str
-    options: dict[str, Any]
+    options: dict[str, Any] = {}
     scenario: Scenario
-    cluster: str
-    devices: int
+    cluster: ClusterSettings
     strategy: str
-    memory_by_stage: list[dict[str, int]]
     peak_gib: float
     usable_gib: float
     stages: list[Shape]
-    schedule: list[list[str]]
     step: StepTime
     step_s: float
     step_range_s: tuple[float, float]
-    overlap: float | None
     bubble: float
     bottleneck: str
     occupancy: float
     mfu: float
     samples_per_s: float
-    images_per_s: float | None
     images_per_node_s: float | None
-    data: Data
     read_gb_per_s: float | None
-    read_bytes_per_node_s: float | None
     device_hours_per_million: float
     usd_per_million: float | None
     device_hours_per_epoch: float | None
@@ -105,73 +86,52 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_gb: float
     checkpoint_s: float
     checkpoint_interval_s: float | None
-    tried: list[Tried]
-    sweep: list[Planned]
-    scaling: list[Curve]
+    tried: list[Planned] = []
+    sweep: list[Planned] = []
+    scaling: list[Curve] = []
     assumed: list[str]
     questions: list[str]
-    explained: dict[str, Explained]
-    remedies: list[Remedy] = []
+    explained: dict[str, Explained] = {}
+    remedies: dict[str, float] = {}
     recipe: str | None = None
 
 
-def build_report(
-    asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data, options: dict[str, Any],
-    lists: tuple[list[Tried], list[Planned], list[Curve], list[str]],
-) -> PlanReport:  # fmt: skip
-    """Put a plan together. ``lists``: strategies tried, the sweep, the curves, and what else was assumed."""
-    time, batch = fit.time, asked.global_batch
-    seconds = data_seconds(asked, cluster, data)
+def build_report(asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None = None) -> PlanReport:
+    """Return the figures of a plan, whose efficiencies may be ``fitted`` to measured steps."""
+    time, seconds = fit.time, data_seconds(asked, cluster)
     step_s = max(time.total, *seconds.values())
-    rate, devices = batch / step_s, cluster.num_devices
-    hours = 1e6 / rate / 3600 * devices
+    rate = asked.global_batch / step_s
+    hours = 1e6 / rate / 3600 * cluster.num_devices
     price = None if cluster.usd_per_device_hour is None else cluster.usd_per_device_hour.value
     epoch = None if asked.samples_per_epoch is None else hours * asked.samples_per_epoch / 1e6
-    saved_gb, storage = checkpoint_gb(fit), data.storage_gb_per_s
+    saved_gb = checkpoint_gb(fit)
+    saved_s = saved_gb / cluster.storage_gb_per_s.value
     interval = None
     if asked.failures_per_day is not None:
-        interval = checkpoint_interval_s(saved_gb / storage, asked.failures_per_day)
-    images = rate * asked.cameras if asked.reads_images and asked.cameras else None
-    read = None if asked.stored_bytes is None else rate * asked.stored_bytes
-    how, pp = fit.settings.pipeline_schedule, fit.degrees.pp
-    order = [schedule_order(how, pp, stage, fit.inputs.micro_batches) for stage in range(pp)]
-    if how == "Interleaved1F1B" and pp > 1:  # whose order is torch's own
-        order = []
-    tried, sweep, curves, assumed = lists
-    return PlanReport(
-        schema=SCHEMA, version=VERSION, created=created_now(), options=options, scenario=asked, cluster=cluster.name,
-        devices=devices, strategy=named(fit.settings), memory_by_stage=[shape.memory for shape in fit.stages],
-        peak_gib=peak(fit.stages) / GIB, usable_gib=USABLE * cluster.device.memory_gib.value, stages=fit.stages,
-        schedule=[stage[:_SHOWN_ORDER] for stage in order], step=time, step_s=step_s,
-        step_range_s=step_range(asked, cluster, fit, data),
-        overlap=1 - time.data_exposed / time.data_total if time.data_total else None, bubble=time.bubble / time.total,
-        bottleneck=bottleneck(time, seconds), occupancy=time.total / step_s,
-        mfu=fit.useful_flop / (step_s * cluster.peak_flops(asked.precision)), samples_per_s=rate, images_per_s=images,
-        images_per_node_s=None if images is None else images / cluster.nodes, data=data,
-        read_gb_per_s=None if read is None else read / 1e9,
-        read_bytes_per_node_s=None if read is None else read / cluster.nodes, device_hours_per_million=hours,
-        usd_per_million=None if price is None else hours * price, device_hours_per_epoch=epoch,
-        usd_per_epoch=None if price is None or epoch is None else epoch * price,
-        teacher=teacher_cost(asked, cluster, fit, data), checkpoint_gb=saved_gb,
-        checkpoint_s=saved_gb / storage, checkpoint_interval_s=interval, tried=tried, sweep=sweep, scaling=curves,
-        assumed=[*assumptions(asked, cluster, data), *assumed], questions=questions(asked),
-        explained=explanations(asked, cluster, fit, data) if options.get("explain") else {},
-    )  # fmt: skip
-
-
-def step_range(
-    asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data, fitted: Fitted | None = None
-) -> tuple[float, float]:
-    """Return the range of 4 of 5 steps, by the errors of the steps that the efficiencies rest on."""
+        interval = checkpoint_interval_s(saved_s, asked.failures_per_day)
+    images = rate * asked.cameras / cluster.nodes if asked.reads_images and asked.cameras else None
+    # By the errors of the steps that the efficiencies rest on.
     used = efficiency(asked, cluster)
     deviation = used.spread
     if fitted is not None:
         deviation = fitted.deviation(slopes(fit.work, cluster, asked.precision, used))
-    factor, data_s = math.exp(_DEVIATIONS * deviation), max(data_seconds(asked, cluster, data).values())
-    return max(fit.time.total / factor, data_s), max(fit.time.total * factor, data_s)
+    factor = math.exp(_DEVIATIONS * deviation)
+    return PlanReport(
+        schema=SCHEMA, version=VERSION, created=created_now(), scenario=asked, cluster=cluster,
+        strategy=named(fit.settings), peak_gib=peak(fit.stages) / GIB,
+        usable_gib=USABLE * cluster.device.memory_gib.value, stages=fit.stages, step=time, step_s=step_s,
+        step_range_s=(max(time.total / factor, *seconds.values()), max(time.total * factor, *seconds.values())),
+        bubble=time.bubble / time.total, bottleneck=bottleneck(time, seconds), occupancy=time.total / step_s,
+        mfu=fit.useful_flop / (step_s * cluster.peak_flops(asked.precision)), samples_per_s=rate,
+        images_per_node_s=images, read_gb_per_s=None if asked.stored_bytes is None else rate * asked.stored_bytes / 1e9,
+        device_hours_per_million=hours, usd_per_million=None if price is None else hours * price,
+        device_hours_per_epoch=epoch, usd_per_epoch=None if price is None or epoch is None else epoch * price,
+        teacher=teacher_cost(asked, cluster, fit), checkpoint_gb=saved_gb, checkpoint_s=saved_s,
+        checkpoint_interval_s=interval, assumed=assumptions(asked, cluster), questions=questions(asked),
+    )  # fmt: skip
 
 
-def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data) -> TeacherCost | None:
+def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
     """Return the cost of the scenario's teacher, if it has one."""
     found = taught(asked, fit.inputs, cluster.num_devices)
     if asked.teacher is None or found is None:
@@ -181,7 +141,7 @@ def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data
     seconds = found.flop / (used.products * cluster.peak_flops(asked.precision))
     seconds += used.passes * found.moved_bytes / (cluster.device.memory_gb_per_s.value * 1e9)
     made = seconds / asked.micro_batch  # of one device, a sample
-    read = asked.layer_bytes / (data.storage_gb_per_s * 1e9) * cluster.num_devices
+    read = asked.layer_bytes / (cluster.storage_gb_per_s.value * 1e9) * cluster.num_devices
     return TeacherCost(
         model=asked.teacher, parameters=found.parameters, flop_share=found.flop / (found.flop + own),
         memory_gib=(found.weights_bytes + found.pass_bytes) / GIB, layer_bytes=asked.layer_bytes,
@@ -196,7 +156,6 @@ def bottleneck(time: StepTime, seconds: dict[str, float]) -> str:
         "computing": time.compute + time.memory + time.optimiser,
         "communication": time.tensor + time.pipeline + time.data_exposed,
         "pipeline bubble": time.bubble,
-        "straggler": time.straggler,
     }
     waits = {name: value for name, value in seconds.items() if value > time.total}
     return max(waits or parts, key=lambda name: (waits or parts)[name])
@@ -208,7 +167,7 @@ def checkpoint_gb(fit: Fit) -> float:
     return weights * FP32 * (1 + MOMENTS[fit.settings.optimiser]) / 1e9
 
 
-def assumptions(asked: Scenario, cluster: ClusterSettings, data: Data) -> list[str]:
+def assumptions(asked: Scenario, cluster: ClusterSettings) -> list[str]:
     """Say what the figures rest on that nobody measured."""
     found = [f"{1 - USABLE:.0%} of a device's memory is left for the collective library, gaps and scratch memory"]
     if asked.efficiency is None:
@@ -225,15 +184,16 @@ def assumptions(asked: Scenario, cluster: ClusterSettings, data: Data) -> list[s
     if cluster.usd_per_device_hour is None:
         found.append(f"no price: cluster '{cluster.name}' has no usd_per_device_hour")
     if asked.reads_images:
-        found.append(f"decoding: {data.images_per_node_s:,.0f} images/s of a node: {data.images_source}")
-    found.append(f"storage: {data.storage_gb_per_s:g} GB/s: {data.storage_source}")
+        source = f"{cluster.host.cpus.value:g} CPUs x {cluster.host.images_per_cpu_s.source}"
+        found.append(f"decoding: {cluster.images_per_node_s:,.0f} images/s of a node: {source}")
+    found.append(f"storage: {cluster.storage_gb_per_s.value:g} GB/s: {cluster.storage_gb_per_s.source}")
     numbers = {"inside.gb_per_s": cluster.inside.gb_per_s}
     if cluster.between is not None:
         numbers["between.gb_per_s"] = cluster.between.gb_per_s
     return found + [f"{name} {one.value:g}: {one.source}" for name, one in numbers.items() if "assumed" in one.source]
 
 
-def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data) -> dict[str, Explained]:
+def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[str, Explained]:
     """Return formula, inputs and source of each figure."""
     device, used, work, degrees = cluster.device, efficiency(asked, cluster), fit.work, fit.degrees
     top, moved = device.peak_tflops[asked.precision], device.memory_gb_per_s
@@ -275,13 +235,9 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data
                                   ring + "; ".join(sorted(link.gb_per_s.source for link in links)), sent=sent),
         "step.optimiser": line("7 x 4 bytes x own parameters / rate", moved.source, bytes=work.step_state_bytes),
         "step_s": line("max(sum of step, decoding, storage)", "the slowest of three that run side by side",
-                       **data_seconds(asked, cluster, data), devices=fit.time.total),
+                       **data_seconds(asked, cluster), devices=fit.time.total),
         "mfu": line("FLOP without recomputation / (step_s x peak)", "arXiv 2205.05198, equation 7; " + top.source,
                     flop=fit.useful_flop),
-        "data.images_per_node_s": line("images/s of a CPU x CPUs of a node", data.images_source,
-                                       images_per_s=data.images_per_node_s),
-        "data.storage_gb_per_s": line("what all nodes together can read", data.storage_source,
-                                      gb_per_s=data.storage_gb_per_s),
         "usd_per_million": line("10^6 / samples_per_s / 3600 x devices x price",
                                 "no price is known" if price is None else price.source,
                                 price="none" if price is None else price.value),
@@ -290,10 +246,11 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data
                                    teacher=asked.teacher or "none"),
         "checkpoint_gb": line("4 bytes x (1 + moments) x parameters", "weights and moments in fp32",
                               parameters=sum(shape.parameters for shape in fit.stages)),
-        "checkpoint_s": line("checkpoint_gb / storage", data.storage_source, gb=checkpoint_gb(fit)),
+        "checkpoint_s": line("checkpoint_gb / storage", cluster.storage_gb_per_s.source, gb=checkpoint_gb(fit)),
         "checkpoint_interval_s": line(
             "sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C",
             "J. T. Daly, Future Generation Computer Systems 22 (2006) 303-312, equation 37",
-            C=checkpoint_gb(fit) / data.storage_gb_per_s, failures_per_day=asked.failures_per_day or "not given",
+            C=checkpoint_gb(fit) / cluster.storage_gb_per_s.value,
+            failures_per_day=asked.failures_per_day or "not given",
         ),
     }  # fmt: skip

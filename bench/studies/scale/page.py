@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from fuelrail.bench.planner.scaling import Scaling
-from fuelrail.bench.report.page import Block, Document, Figure, Hero, Section, Table, Text, document, marked
+from fuelrail.bench.report.page import Block, Document, Hero, Section, Table, Text, document, marked
+from fuelrail.bench.studies.scale.report import FITTED_RANKS
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.scale.report import ScaleReport
@@ -15,7 +15,7 @@ MEASURED_HEADER = (
     "ranks", "batch a rank", "step ms", "p99 ms", "samples/s", "weak", "strong", "occupancy", "simulated ms",
     "error",
 )  # fmt: skip
-CURVES_HEADER = ("curve", "ranks", "batch a rank", "step ms", "samples/s", "efficiency", "occupancy")
+CURVES_HEADER = ("weak scaling", "ranks", "step ms", "samples/s", "efficiency", "occupancy")
 _METHOD = (
     "Weak scaling keeps each rank's batch, strong scaling shares one batch among the ranks. Efficiency is samples/s "
     "over those of one rank times the ranks. The simulation gives each rank a loader with a bounded queue, an "
@@ -26,14 +26,10 @@ _METHOD = (
 )
 
 
-def describe(report: ScaleReport, plots: Mapping[str, str]) -> Document:
-    """Return the report as a document with these plots."""
+def describe(report: ScaleReport, _: Mapping[str, str]) -> Document:
+    """Return the report as a document, without plots."""
     device = str(report.accelerator.get("name", "cuda"))
-    scalings: tuple[Scaling, ...] = get_args(Scaling)
     parts: list[Block | Section] = [*_hero(report)]
-    for scaling in scalings:
-        caption = f"Lines: simulated{_simulated_batch(report, scaling)}. Dots: measured, all ranks on this host."
-        parts.append(Section(f"{scaling.title()} scaling", [Figure(plots.get(scaling, ""), caption)]))
     if report.measured:
         parts.append(Section("Measured, and the model's error", [Table(MEASURED_HEADER, measured_rows(report))]))
     if report.curves:
@@ -48,68 +44,53 @@ def _hero(report: ScaleReport) -> list[Hero]:
     if not weak:
         return []
     last = max(weak, key=lambda run: run.num_ranks)
-    ends = [curve for curve in report.curves if curve.scaling == "weak"]
-    error = max((abs(trial.error) for trial in report.trials), default=None)
-    model = "" if error is None or not ends else f" The simulation is within {error:.1%} of every measured step time."
-    efficiencies = "; ".join(f"{curve.name}: {curve.points[-1].efficiency:.1%}" for curve in ends)
-    far = f" At {ends[0].points[-1].num_ranks:,} ranks it gives {efficiencies}." if ends else ""
-    return [
-        Hero(
-            f"{last.efficiency['weak']:.1%}",
-            f"weak scaling efficiency at {last.num_ranks} ranks, measured",
-            f"{last.num_ranks} ranks make {last.samples_per_s:.0f} samples/s, each {last.occupancy:.1%} "
-            f"occupied.{model}{far}",
+    text = f"{last.num_ranks} ranks make {last.samples_per_s:.0f} samples/s, each {last.occupancy:.1%} occupied."
+    if report.curves:
+        error = max(abs(run.error or 0.0) for run in report.measured)
+        ends = {curve.name: curve.points[-1] for curve in report.curves}
+        text += (
+            f" The simulation is within {error:.1%} of every measured step time. At "
+            f"{max(end.num_ranks for end in ends.values()):,} ranks it gives "
+            + "; ".join(f"{name}: {end.efficiency:.1%}" for name, end in ends.items())
+            + "."
         )
-    ]
+    meaning = f"weak scaling efficiency at {last.num_ranks} ranks, measured"
+    return [Hero(f"{last.efficiency['weak']:.1%}", meaning, text)]
 
 
 def measured_rows(report: ScaleReport) -> list[list[str]]:
     """Return one row for each run, with the model's prediction."""
-    trials = {(trial.num_ranks, trial.batch_size): trial for trial in report.trials}
     rows = []
     for run in report.measured:
-        trial = trials.get((run.num_ranks, run.batch_size))
-        held_out = " (held out)" if trial is not None and trial.held_out else ""
+        held_out = " (held out)" if run.num_ranks > FITTED_RANKS else ""
         rows.append(
             [
                 str(run.num_ranks),
                 str(run.batch_size),
-                f"{run.step_ms:.1f}",
+                f"{run.step_ms.median:.1f}",
                 f"{run.step_p99_ms:.1f}",
                 f"{run.samples_per_s:.1f}",
                 *(f"{run.efficiency[name]:.1%}" if name in run.efficiency else "" for name in ("weak", "strong")),
                 f"{run.occupancy:.1%}",
-                "" if trial is None else f"{trial.simulated_ms:.1f}",
-                "" if trial is None else f"{trial.error:+.1%}{held_out}",
+                "" if run.simulated_ms is None else f"{run.simulated_ms:.1f}",
+                "" if run.error is None else f"{run.error:+.1%}{held_out}",
             ]
         )
     return rows
 
 
 def curve_rows(report: ScaleReport) -> list[list[str]]:
-    """Return every second doubling of each curve, and its last point."""
-    rows = []
-    for curve in report.curves:
-        for number, point in enumerate(curve.points):
-            if number % 3 and number != len(curve.points) - 1:
-                continue
-            rows.append(
-                [
-                    f"{curve.scaling}, {curve.name}",
-                    f"{point.num_ranks:,}",
-                    f"{point.global_batch // point.num_ranks:,}",
-                    f"{point.step_ms:,.1f}",
-                    f"{point.samples_per_s:,.0f}",
-                    f"{point.efficiency:.1%}",
-                    f"{point.occupancy:.1%}",
-                ]
-            )
-    return rows
-
-
-def _simulated_batch(report: ScaleReport, scaling: Scaling) -> str:
-    """Label what the lines of strong scaling share and the dots do not."""
-    first = next((curve.points[0] for curve in report.curves if curve.scaling == scaling), None)
-    if scaling == "weak" or first is None:
-        return ""
-    return f", {first.global_batch:,} samples shared among the ranks (the dots: {report.options['global_batch']})"
+    """Return every third doubling of each curve, and its last point."""
+    return [
+        [
+            curve.name,
+            f"{point.num_ranks:,}",
+            f"{point.step_ms:,.1f}",
+            f"{point.samples_per_s:,.0f}",
+            f"{point.efficiency:.1%}",
+            f"{point.occupancy:.1%}",
+        ]
+        for curve in report.curves
+        for number, point in enumerate(curve.points)
+        if number % 3 == 0 or point is curve.points[-1]
+    ]

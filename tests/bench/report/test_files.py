@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 
 import msgspec
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.micro.timing import TimingReport
-from fuelrail.bench.report import files
 from fuelrail.bench.report.files import prepare_folder, publish, publish_json
 from fuelrail.pipeline.errors import ConfigError
-from support.bench_runs import MACHINE
+from support.bench_runs import RESULTS
 
 
 def test_a_file_appears_whole_and_alone(tmp_path):
@@ -48,24 +45,8 @@ def test_a_page_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path,
         prepare_folder(tmp_path / "out", html=False, modules=("psutil",))
 
 
-def result(commit, changed):
-    machine = msgspec.structs.replace(MACHINE, commit=commit, uncommitted_changes=changed)
-    return TimingReport(benchmark="x", machine=machine, comparisons=[])
-
-
-def test_a_result_with_uncommitted_changes_is_refused_in_bench_results(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "RESULTS", tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path.parent))
-    with pytest.raises(ConfigError, match="uncommitted changes"):
-        publish_json(tmp_path / "x.json", result("abc", True))
-    assert list(tmp_path.iterdir()) == []
-    assert (tmp_path.parent / "x.uncommitted.json").exists(), "what was measured is kept"
-    publish_json(tmp_path / "x.json", result("abc", False))
-    publish_json(tmp_path.parent / "x.json", result("abc", True))
-
-
 def test_every_result_names_a_clean_commit():
-    machines = {path.name: msgspec.json.decode(path.read_bytes())["machine"] for path in files.RESULTS.glob("*.json")}
+    machines = {path.name: msgspec.json.decode(path.read_bytes())["machine"] for path in RESULTS.glob("*.json")}
     changed = [name for name, one in machines.items() if not one["commit"] or one["uncommitted_changes"] is not False]
     assert changed == [], "measure from a clean commit"
 

@@ -12,9 +12,10 @@ from fuelrail.bench.studies.compare.session import CompareOptions, compare
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
 from fuelrail.bench.studies.diff import DiffOptions, diff
 from fuelrail.bench.studies.loader.measure import bench_loader
-from fuelrail.bench.studies.loader.options import LoaderOptions
+from fuelrail.bench.studies.loader.report import LoaderOptions
 from fuelrail.bench.studies.order.describe import DescribeOptions, describe_order
-from fuelrail.bench.studies.scale.options import ScaleOptions
+from fuelrail.bench.studies.scale import run as scale_run
+from fuelrail.bench.studies.scale.report import ScaleOptions
 from fuelrail.bench.studies.scale.run import scale
 from fuelrail.bench.studies.train.run import bench_train
 from fuelrail.bench.studies.train.settings import TrainOptions
@@ -58,8 +59,9 @@ def test_train_takes_a_struct_and_an_accelerator_and_writes_what_is_asked_for(da
     assert (found.worse, found.differences) == ([], [])
 
 
-def test_scale_returns_curves(dataset, here):
-    report = scale(dataset, ranks=[1], batch_size=1, steps=14, warmup=4, loader_seconds=0.5, max_ranks=4, workers=1)
+def test_scale_returns_curves(dataset, here, monkeypatch):
+    monkeypatch.setattr(scale_run, "_LOADER_SECONDS", 1.5)
+    report = scale(dataset, ranks=[1], batch_size=1, steps=14, warmup=4, max_ranks=4, workers=1)
     assert [run.num_ranks for run in report.measured] == [1]
     assert list(here.iterdir()) == []
 

@@ -58,7 +58,7 @@ def test_two_ranks_of_this_host(tmp_path, capsys):
     assert (printed.backend, printed.nodes, printed.warnings) == ("gloo", 1, [])
     assert (out / "report.md").read_text().count("all_reduce") == 4
     page = (out / "report.html").read_text()
-    assert (page.count("<svg"), page.count("<tr>")) == (1, 17), "a plot for the axis, a row for each size"
+    assert page.count("<tr>") == 17, "a row for each size"
 
 
 @pytest.mark.parametrize(("disturbed", "written"), [(None, True), ("other processes used 1.5 of 2 CPUs", False)])

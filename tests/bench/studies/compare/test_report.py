@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from fuelrail.bench.measure.rates import MIN_REPEATS, ratio_interval
-from fuelrail.bench.report.files import RESULTS
 from fuelrail.bench.report.page import render_markdown, render_page
 from fuelrail.bench.studies.compare.page import rows
 from fuelrail.bench.studies.compare.report import load_compare_report, make_run, ranking
 from fuelrail.bench.studies.diff import compare
 from fuelrail.pipeline.errors import ConfigError
+from support.bench_runs import RESULTS
 from support.compare_runs import IMAGES_PER_BATCH, compare_report_of, contestant, timed
 from support.html_page import Page
 

@@ -10,8 +10,7 @@ from fuelrail.__main__ import main
 from fuelrail.bench.measure.limits import jpeg_limit, measure_limits
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.studies.loader.measure import bench_loader
-from fuelrail.bench.studies.loader.options import LoaderOptions
-from fuelrail.bench.studies.loader.report import LoaderReport
+from fuelrail.bench.studies.loader.report import LoaderOptions, LoaderReport
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.loader.stages import measure_stages, record_stages
 from fuelrail.pipeline.errors import ConfigError
@@ -84,7 +83,7 @@ def test_a_measurement_is_reported(dataset, tmp_path, capsys):
     assert bench(dataset, out, *options) == 0
     text = (out / "report.json").read_text()
     report = msgspec.json.decode(text, type=LoaderReport)
-    assert (report.schema, report.version) == ("fuelrail-bench-loader", 5)
+    assert (report.schema, report.version) == ("fuelrail-bench-loader", 6)
     assert len(report.runs) == 2
     figures = report.figures
     assert figures.samples_per_s.low <= figures.samples_per_s.median <= figures.samples_per_s.high

@@ -25,9 +25,8 @@ def test_figures_are_medians_of_the_steady_runs():
         ([loader_run(), loader_run(None)], "1 of 2 runs did not become steady"),
         ([loader_run(100.0), loader_run(125.0)], "differ by 22%"),
         ([loader_run(num_storage_faults=5000)], "Up to 5,000 pages"),
-        ([loader_run(), loader_run(clock_jump_s=-30.0)], "clock jumped by -30.0 s"),
     ],
-    ids=["unsteady", "spread", "storage", "clock"],
+    ids=["unsteady", "spread", "storage"],
 )
 def test_doubts_are_said(runs, said):
     assert any(said in warning for warning in loader_report_of(runs).warnings)
@@ -57,11 +56,6 @@ def test_page_and_markdown_show_what_the_report_says(runs):
 def test_a_report_survives_its_file():
     report = loader_report_of([loader_run(), loader_run(None)])
     assert msgspec.json.decode(msgspec.json.encode(report), type=type(report)) == report
-
-
-def test_a_run_across_a_jump_of_the_clock_gives_no_figure():
-    report = loader_report_of([loader_run(100.0), loader_run(500.0, clock_jump_s=3600.0)])
-    assert report.figures.samples_per_s.high == 100.0
 
 
 @pytest.mark.costly

@@ -16,7 +16,6 @@ from fuelrail.bench.studies.order.describe import webdataset_order
 from fuelrail.bench.studies.order.quality import (
     MAX_POSITIONS,
     describe,
-    distinct_per_batch,
     measure,
     ranks,
     same_pairs,
@@ -88,10 +87,8 @@ def test_batch_figures_are_those_of_plain_counting(groups, batch):
     values = np.array(groups)
     if not batches:
         assert np.isnan(same_pairs(values, batch))
-        assert np.isnan(distinct_per_batch(values, batch))
         return
     assert same_pairs(values, batch) == pytest.approx(np.mean(pairs))
-    assert distinct_per_batch(values, batch) == pytest.approx(np.mean([len(set(each)) for each in batches]))
 
 
 def test_a_batch_of_one_has_no_pairs():
@@ -128,23 +125,20 @@ def test_selected_samples_come_once_in_webdatasets_order():
 
 def test_a_true_shuffle_is_described_as_one():
     n = 20_000
-    clips, shards = np.arange(n) // 40, np.arange(n) // 250
-    figures = describe("true", np.random.default_rng(0).permutation(n), clips, shards, 64)
+    figures = describe("true", np.random.default_rng(0).permutation(n), np.arange(n) // 40, 64)
     assert figures.same_clip_pairs == pytest.approx(39 / (n - 1), rel=0.1)
-    assert figures.shards_per_batch == pytest.approx(80 * (1 - (79 / 80) ** 64), rel=0.02)
     assert abs(figures.quality.worst[1]) < 4
     assert msgspec.to_builtins(figures)["quality"].keys() >= set(Z_FIGURES)
 
 
 def test_copies_are_samples_of_their_own():
     samples = np.random.default_rng(0).permutation(np.repeat(np.arange(100), 3))
-    figures = describe("thrice", samples, np.arange(100), np.zeros(100, dtype=int), 10)
+    figures = describe("thrice", samples, np.arange(100), 10)
     assert abs(figures.quality.worst[1]) < 4
-    assert figures.shards_per_batch == 1
 
 
 @pytest.mark.parametrize(("count", "shown"), [(MAX_POSITIONS + 1, "10,000,001"), (7, "7")])
 def test_epochs_too_long_or_too_short_are_refused(count, shown):
     samples = np.broadcast_to(np.int64(0), count)
     with pytest.raises(OrderError, match=f"an epoch of {shown} positions cannot be measured: 8 to 10,000,000"):
-        describe("no", samples, np.zeros(1, dtype=int), np.zeros(1, dtype=int), 64)
+        describe("no", samples, np.zeros(1, dtype=int), 64)

@@ -10,8 +10,8 @@ from fuelrail.__main__ import main
 from fuelrail.bench.planner import choice
 from fuelrail.bench.planner.fake_rank import run_rank
 from fuelrail.bench.planner.hardware import CLUSTERS, load_cluster
-from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, with_options
-from fuelrail.bench.studies.plan import sweep
+from fuelrail.bench.planner.scenario import PlanOptions, Scenario, with_options
+from fuelrail.bench.studies.plan import variants
 from fuelrail.bench.studies.plan.measured import measured
 from fuelrail.bench.studies.plan.page import figures
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
@@ -67,7 +67,7 @@ def test_a_stored_teacher_says_bytes_a_token_and_when_it_pays(how, row_bytes):
     found = report.teacher
     assert found.bytes_per_token == row_bytes and found.layer_bytes == 32 * row_bytes
     made = found.layer_device_hours_per_million / 1e6 * 3600
-    read = found.layer_bytes / (report.data.storage_gb_per_s * 1e9) * 8
+    read = found.layer_bytes / (report.cluster.storage_gb_per_s.value * 1e9) * 8
     wanted = pytest.approx(made / (made - read)) if read < made else None
     assert found.pays_after_epochs == wanted
     assert f"({row_bytes:,} a token)" in dict(figures(report))["teacher"]
@@ -106,16 +106,15 @@ def test_a_plan_by_flags_alone_and_its_files(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "_MICRO_BATCHES", (1, 3, 8, 16, 32))
-    monkeypatch.setattr(sweep, "_RECOMPUTE", ("none",))
-    monkeypatch.setattr(sweep, "_SIMPLE", ("ddp", "fsdp2"))
+    monkeypatch.setattr(variants, "_MICRO_BATCHES", (1, 3, 8, 16, 32))
+    monkeypatch.setattr(variants, "_RECOMPUTE", ("none",))
+    monkeypatch.setattr(variants, "_SIMPLE", ("ddp", "fsdp2"))
     pair = (CLUSTERS / "1x8-h100.yaml").read_text().replace("devices_per_node: 8", "devices_per_node: 2")
     (tmp_path / "pair.yaml").write_text(pair.replace("memory_gib: {value: 80,", "memory_gib: {value: 0.009,"))
     cluster = load_cluster(str(tmp_path / "pair.yaml"))
     asked = Scenario(name="n", model="gpt-tiny", cluster="pair", global_batch=64, precision="fp32")
-    data = Data(images_per_node_s=1.0, images_source="none", storage_gb_per_s=1.0, storage_source="none")
     run_rank.cache_clear()
-    found = {(one.strategy, one.micro_batch): one for one in sweep.sweep(asked, cluster, data)}
+    found = {(one.strategy, one.micro_batch): one for one in variants.sweep(asked, cluster)}
     # Two for each role of a rank, of which a pipeline has two, whatever the micro-batch.
     assert run_rank.cache_info().misses == 10, "plans share small runs"
     assert {strategy for strategy, _ in found} == {"ddp", "fsdp2", "pp=2", "tp=2"}
@@ -130,7 +129,7 @@ def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monke
 
 
 def test_a_sweep_has_shards_within_nodes_and_copies_across_them():
-    names = {choice.named(one) for one in sweep._strategies(load_cluster("8x8-h100"), whole=True)}
+    names = {choice.named(one) for one in variants._strategies(load_cluster("8x8-h100"))}
     hybrid = "dp_replicate=8,dp_shard=8"
     assert {hybrid, f"{hybrid}, full recomputation", "fsdp2"} <= names
     one_node = choice.candidates(Scenario(name="n", **TINY, **IMAGES), load_cluster("1x8-h100"))
@@ -144,9 +143,9 @@ def test_a_loaders_report_says_what_decoding_and_storage_can_do(tmp_path):
     found = fuelrail.plan(None, **TINY, height=64, width=128, loader_report=str(path))
     # 15 ms of CPU a sample of two cameras, and a megabyte of it.
     cpus = load_cluster("1x8-h100").host.cpus.value
-    assert found.data.images_per_node_s == pytest.approx(cpus * 2 / 0.015)
+    assert found.cluster.images_per_node_s == pytest.approx(cpus * 2 / 0.015)
     assert (found.scenario.cameras, found.scenario.sample_bytes) == (2, 1_000_000)
-    assert found.data.storage_gb_per_s == load_cluster("1x8-h100").storage_gb_per_s.value
+    assert found.cluster.storage_gb_per_s == load_cluster("1x8-h100").storage_gb_per_s
     assert any("storage is the cluster file's: the measured loader was held up by cpu" in one for one in found.assumed)
     short = tmp_path / "short.json"
     short.write_bytes(msgspec.json.encode(loader_report_of([loader_run(None)])))

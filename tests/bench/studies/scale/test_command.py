@@ -6,7 +6,7 @@ from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.studies.diff import load_comparable
 from fuelrail.bench.studies.scale import report as report_module
-from fuelrail.bench.studies.scale.run import merged_warnings
+from fuelrail.bench.studies.scale import run as run_module
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
 
@@ -31,25 +31,20 @@ def bench(dataset, out, *options):
 def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(CpuUse, "disturbed", None)  # other tests run beside this one, and hurt the simulation too
     monkeypatch.setattr(report_module, "_MAX_ERROR", 100.0)
+    monkeypatch.setattr(run_module, "_LOADER_SECONDS", 1.5)
     (tmp_path / "quick.yaml").write_text(_PROFILE)
     out = tmp_path / "out"
-    options = ("--ranks", "1,2", "--steps", 14, "--warmup", 4, "--batch-size", 1, "--loader-seconds", 0.5)
+    options = ("--ranks", 1, 2, "--steps", 14, "--warmup", 4, "--batch-size", 1)
     assert bench(dataset, out, *options, "--accelerator", f"emulated:{tmp_path / 'quick.yaml'}", "--max-ranks", 8) == 0
     report = load_comparable(out / "report.json")
-    assert [(run.num_ranks, run.batch_size, run.scalings) for run in report.measured] == [
+    assert [(run.num_ranks, run.batch_size, list(run.efficiency)) for run in report.measured] == [
         (1, 1, ["weak"]),
         (1, 2, ["strong"]),
         (2, 1, ["weak", "strong"]),
     ]
-    assert all(run.step_low_ms <= run.step_ms <= run.step_high_ms for run in report.measured)
-    assert len(report.trials) == 3
+    assert all(run.step_ms.low <= run.step_ms.median <= run.step_ms.high for run in report.measured)
+    assert all(run.simulated_ms > 0 for run in report.measured)
     assert {curve.points[-1].num_ranks for curve in report.curves} == {8}
     assert "efficiency" in capsys.readouterr().out
     assert str(dataset) not in (out / "report.json").read_text()
     assert {"report.html", "report.md"} <= {path.name for path in out.iterdir()}
-
-
-def test_warnings_that_differ_in_their_figures_alone_appear_once():
-    late, alone = "The host woke late by {}% of the time.", "Nothing else."
-    merged = merged_warnings([[late.format("2.2"), alone], [late.format("3.14"), alone], []])
-    assert merged == [alone, f"{late.format('2.2')} (So in 2 of 3 runs, with other figures.)"]

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import re
-
-import msgspec
 import pytest
 
 from fuelrail.bench.report.page import render_markdown, render_page
 from fuelrail.bench.studies.diff import compare
-from fuelrail.bench.studies.scale.report import make_curves
+from fuelrail.bench.studies.scale.page import measured_rows
 from support.html_page import Page
-from support.scale_runs import CONDITIONS, RUNS, fit, measured, scale_report
+from support.scale_runs import RUNS, measured, scale_report
 
 pytestmark = pytest.mark.slow
 
@@ -23,16 +20,14 @@ def test_efficiency_is_reported_against_one_rank():
 
 
 def test_the_model_is_tried_on_every_run_and_those_with_more_ranks_are_held_out():
-    trials = scale_report().trials
-    assert [(trial.num_ranks, trial.held_out) for trial in trials] == [
-        (1, False), (1, False), (2, False), (2, False), (4, True),
-    ]  # fmt: skip
-    assert all(trial.error == pytest.approx(trial.simulated_ms / trial.measured_ms - 1) for trial in trials)
+    report = scale_report()
+    assert all(run.error == pytest.approx(run.simulated_ms / run.step_ms.median - 1) for run in report.measured)
+    assert [row[-1].endswith("(held out)") for row in measured_rows(report)] == [False, False, False, False, True]
 
 
 def test_a_model_that_is_off_says_so():
     assert not scale_report().warnings
-    report = scale_report([measured(1, 2, 300.0, ["weak"])])
+    report = scale_report([measured(1, 2, 300.0)])
     assert any("off by" in warning for warning in report.warnings)
     assert report.curves == [], "a simulation that missed what was measured simulates nothing else"
     assert "ranks it gives" not in render_markdown(report)
@@ -40,23 +35,13 @@ def test_a_model_that_is_off_says_so():
 
 
 def test_curves_show_what_stragglers_and_storage_cost():
-    ends = {(curve.scaling, curve.name): curve.points[-1] for curve in scale_report().curves}
+    ends = {curve.name: curve.points[-1] for curve in scale_report().curves}
     names = ("as measured", "5.0% of the ranks 50% slower", "storage gives 0.5 GB/s")
-    plain, slow, starved = (ends["weak", name] for name in names)
+    plain, slow, starved = (ends[name] for name in names)
     assert plain.num_ranks == 64
     assert plain.efficiency > 0.9 > slow.efficiency > starved.efficiency
     # 64 ranks x 2 MB a step at 0.5 GB/s.
     assert starved.step_ms == pytest.approx(256, rel=0.01)
-    last = ends["strong", "as measured"]
-    assert (last.num_ranks, last.global_batch) == (64, 64)
-
-
-@pytest.mark.parametrize(("strong_batch", "last"), [(None, (64, 1)), (16, (16, 1)), (256, (64, 4))])
-def test_strong_scaling_shares_what_it_is_given_and_ends_at_one_sample_a_rank(strong_batch, last):
-    conditions = msgspec.structs.replace(CONDITIONS, strong_batch=strong_batch)
-    for curve in make_curves(fit(), 2, 8, conditions):
-        end = curve.points[-1]
-        assert (end.num_ranks, end.global_batch // end.num_ranks) == (last if curve.scaling == "strong" else (64, 2))
 
 
 @pytest.mark.parametrize("cut_off", [None, "4 ranks: the run was interrupted"])
@@ -69,13 +54,11 @@ def test_page_and_markdown_hold_the_figures(cut_off):
     for shown in (text, page.text):
         assert "110.0" in shown
         assert ("Partial" in shown) is bool(cut_off)
-    drawn = set(re.findall(r'aria-label="([^"]+)"', render_page(report)))
-    assert drawn == {"weak scaling efficiency over ranks", "strong scaling efficiency over ranks"}
 
 
 @pytest.mark.slow
 def test_reports_differ_by_their_steps():
-    slower = [measured(run.num_ranks, run.batch_size, run.step_ms * 1.5, run.scalings) for run in RUNS]
+    slower = [measured(run.num_ranks, run.batch_size, run.step_ms.median * 1.5) for run in RUNS]
     changes = compare(scale_report(), scale_report(slower))
     assert len(changes) == len(RUNS)
     assert all(change.is_worse(0.02) for change in changes)
