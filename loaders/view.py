@@ -17,6 +17,7 @@ from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import LayerOptions
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.viewer.drawing import png
+from fuelrail.pipeline.channels.selection import select
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer
@@ -106,11 +107,13 @@ def view(
     )
     layers = {name: LayerOptions(where, missing="mask") for name, where in (options.layers or {}).items()}
     joined = [open_layer(name, one.path, opened, one.missing) for name, one in layers.items()]
+    added = [channel for layer in joined for channel in layer.channels]
+    select((*opened.manifest.channels, *added), options.channels, opened.location)
     image = msgspec.structs.replace(options.image or Transforms().image, train=options.train)
     transforms = Transforms(
         image=image,
         points=bool(opened.manifest.lidars),
-        channels=(*options.channels, *(channel.name for layer in joined for channel in layer.channels)),
+        channels=(*options.channels, *(channel.name for channel in added)),
     )
     window = None if options.frames == (0,) else FrameWindow(options.frames)
     from fuelrail.loaders.loader import DataLoader  # needs torch, and the checks above do not

@@ -418,7 +418,7 @@ class TestRules:
 
 def test_the_writer_refuses_a_source_that_breaks_a_rule(tmp_path):
     source = build_nuscenes(tmp_path / "source", {"a": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
-    source.tables["sample_annotation"][0]["size"][1] = 0.0
+    source.tables["sample_annotation"][0]["size"][1] = 1e-50  # over 0 as float64, and stored as float32
     source.write("sample_annotation")
     with pytest.raises(SourceError, match=r"cannot be stored: boxes.safetensors: boxes3d\[0\] is .* 0.0"):
         shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0})
