@@ -225,7 +225,7 @@ def test_a_transcoded_dataset(dataroot, tmp_path):
             with Image.open(io.BytesIO(data)) as image:
                 assert image.size == (48, 32)
             assert (sample.meta.cameras[channel].width, sample.meta.cameras[channel].height) == (48, 32)
-    with pytest.raises(DatasetExistsError, match="images: .* there, none here"):
+    with pytest.raises(DatasetExistsError, match=r"images: .* there, none here"):
         shard_nuscenes(made.root, tmp_path / "one", splits=options["splits"])
 
 
