@@ -151,7 +151,7 @@ def _dali() -> list[Finding]:
 
     found = dali_install.installed_dali()
     if found is None:
-        state, advice = "NVIDIA DALI is not installed", dali_install.WHAT_TO_INSTALL
+        state, advice = "NVIDIA DALI is not installed", dali_install.what_to_install()
     elif found.problem:
         state, advice = f"not ready: {found.problem}", found.advice
     else:

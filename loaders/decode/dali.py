@@ -58,7 +58,7 @@ try:
 except ImportError as error:
     found = dali_install.installed_dali()
     if found is None:
-        raise ConfigError(f"decoder='dali' needs NVIDIA DALI; {dali_install.WHAT_TO_INSTALL}") from error
+        raise ConfigError(f"decoder='dali' needs NVIDIA DALI; {dali_install.what_to_install()}") from error
     problem = found.problem or f"{found.package} is installed without a package that it imports"
     raise ConfigError(f"decoder='dali': {problem} ({error}); {found.advice}") from error
 

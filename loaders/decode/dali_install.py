@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 MIN_VERSION = (2, 2)
 """The first DALI whose decoder is nvImageCodec's, which knows `adjust_orientation`."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 _ABOUT_AN_IMAGE = re.compile(r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'")
 """What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete code stream."""
@@ -23,22 +25,18 @@ _NO_MEMORY = re.compile(
 )
 
 
-WHAT_TO_INSTALL = (
-    "to decode on a GPU: pip install 'fuelrail[dali]' (CUDA 12), or 'fuelrail[dali-cu13]' from driver 580 on"
-)
-
-
 class _Line(NamedTuple):
-    """One CUDA line of DALI: our extra, and the packages of its libraries."""
+    """One CUDA line of DALI: our extra, the packages of its libraries, and the driver that it needs."""
 
     extra: str
     nvjpeg: str
     nvimgcodec: str
+    min_driver: tuple[int, ...]
 
 
 _LINES = {
-    "nvidia-dali-cuda120": _Line("fuelrail[dali]", "nvidia-nvjpeg-cu12", "nvidia-nvimgcodec-cu12"),
-    "nvidia-dali-cuda130": _Line("fuelrail[dali-cu13]", "nvidia-nvjpeg", "nvidia-nvimgcodec-cu13"),
+    "nvidia-dali-cuda120": _Line("fuelrail[dali]", "nvidia-nvjpeg-cu12", "nvidia-nvimgcodec-cu12", (525, 60)),
+    "nvidia-dali-cuda130": _Line("fuelrail[dali-cu13]", "nvidia-nvjpeg", "nvidia-nvimgcodec-cu13", (580,)),
 }
 
 
@@ -54,16 +52,25 @@ class InstalledDali(NamedTuple):
     @property
     def advice(self) -> str:
         """Advice about a problem."""
-        return f"install it with what it requires: pip install '{_LINES[self.package].extra}'"
+        return f"install it with what it requires: pip install '{self._line.extra}'"
 
     @property
     def problem(self) -> str:
         """The reason why it cannot be used; empty if none is known."""
         if self.missing:
             return f"{self.package} {self.version} is installed without {', '.join(self.missing)}"
-        if tuple(int(part) for part in re.findall(r"\d+", self.version)[:3]) < MIN_VERSION:
-            return f"{self.package} {self.version} is too old: {'.'.join(map(str, MIN_VERSION))} or newer is needed"
+        if _numbers(self.version) < MIN_VERSION:
+            return f"{self.package} {self.version} is too old: {_dotted(MIN_VERSION)} or newer is needed"
         return ""
+
+    @property
+    def min_driver(self) -> tuple[int, ...]:
+        """The oldest NVIDIA driver that it works with."""
+        return self._line.min_driver
+
+    @property
+    def _line(self) -> _Line:
+        return _LINES[self.package]
 
     def __str__(self) -> str:
         """Return the versions as one phrase."""
@@ -96,9 +103,12 @@ def gpu_engine(index: int = 0) -> Engine:
 
     found = installed_dali()
     if found is None:
-        return Engine("nothing", "NVIDIA DALI is not installed", WHAT_TO_INSTALL)
+        return Engine("nothing", "NVIDIA DALI is not installed", what_to_install())
     if found.problem:
         return Engine("nothing", found.problem, found.advice)
+    driver = driver_version()
+    if driver is not None and _numbers(driver) < found.min_driver:
+        return Engine("nothing", *_old_driver(found, driver))
     if found.nvjpeg is None:
         return Engine("CPU", f"{found.package} finds no nvJPEG, so libjpeg-turbo decodes inside DALI", found.advice)
     if not has_libnvcuvid():
@@ -124,6 +134,16 @@ def has_libnvcuvid() -> bool:
     return True
 
 
+def driver_version() -> str | None:
+    """Return the NVIDIA driver's version; None where none is loaded."""
+    try:
+        text = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3,}\.[\d.]*\d", text)
+    return None if found is None else found[0]
+
+
 def is_about_an_image(text: str) -> bool:
     """Return whether a text of DALI's blames an image, and not the device, the memory or the pipeline."""
     return bool(_ABOUT_AN_IMAGE.search(text)) and not (_CUDA.search(text) or _NO_MEMORY.search(text))
@@ -131,12 +151,11 @@ def is_about_an_image(text: str) -> bool:
 
 def explain_failure(text: str) -> str:
     """Return one sentence on a failure of DALI's: what failed, what to do, and what DALI says."""
-    found = installed_dali()
+    found, driver = installed_dali(), driver_version()
     if found is not None and found.problem:
         return f"decoder='dali': {found.problem}; {found.advice}"
     if re.search(r"driver.*insufficient|cudaErrorInsufficientDriver", text):
-        what = "the NVIDIA driver is too old for it"
-        advice = "update it, or take the DALI of CUDA 12, pip install 'fuelrail[dali]', in the place of CUDA 13's"
+        what, advice = _old_driver(found, driver or "in use") if found else ("the driver is too old", "update it")
     elif _NO_MEMORY.search(text):
         what = "there is no memory left to decode in"
         advice = "take a smaller batch_size, leave the decoder some of the GPU's memory, or take decoder='turbo'"
@@ -155,6 +174,28 @@ def short(text: str) -> str:
     """Return DALI's message without its stack of operators."""
     reason = text.split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
     return " ".join(reason.split())[:500]
+
+
+def _old_driver(found: InstalledDali, driver: str) -> tuple[str, str]:
+    needed = _dotted(found.min_driver)
+    other = "" if found.package == "nvidia-dali-cuda120" else ", or pip install 'fuelrail[dali]' (CUDA 12) in its place"
+    return f"the NVIDIA driver {driver} is older than {needed}, which {found.package} needs", f"update it{other}"
+
+
+def what_to_install() -> str:
+    """Return which of the extras to install on this machine."""
+    driver = driver_version()
+    if driver is not None and _numbers(driver) >= _LINES["nvidia-dali-cuda130"].min_driver:
+        return f"to decode on a GPU: pip install 'fuelrail[dali-cu13]' (CUDA 13, as the driver is {driver})"
+    return "to decode on a GPU: pip install 'fuelrail[dali]' (CUDA 12), or 'fuelrail[dali-cu13]' from driver 580 on"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def _version(package: str) -> str | None:

@@ -39,12 +39,13 @@ def test_errors_about_images_are_known_and_no_others_are() -> None:
         (NO_MEMORY, "there is no memory left to decode in: take a smaller batch_size"),
         (STICKY, "a CUDA error, after which this process cannot use the GPU any more: start it again"),
         (INTERNAL, "take decoder='turbo', and run fuelrail doctor"),
-        (OLD_DRIVER, "the NVIDIA driver is too old for it: update it"),
+        (OLD_DRIVER, "the NVIDIA driver 570.10 is older than 580, which nvidia-dali-cuda130 needs: update it"),
     ],
 )
 def test_a_failure_is_one_sentence_that_says_what_to_do(text, expected, monkeypatch) -> None:
     found = InstalledDali("nvidia-dali-cuda130", "2.4.0", [], "13.3.2.43", "0.9.0.20")
     monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
+    monkeypatch.setattr(dali_install, "driver_version", lambda: "570.10")
     message = explain_failure(text)
     assert message.startswith("decoder='dali': ")
     assert expected in message
@@ -73,3 +74,18 @@ def test_the_libraries_of_the_installed_dali_are_found() -> None:
     assert found.nvjpeg == importlib.metadata.version(dali_install._LINES[found.package].nvjpeg)
     assert found.nvimgcodec is not None
     assert found.problem == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 02:03:04 2025\nGCC", "570.86.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_the_drivers_version_is_read(tmp_path, monkeypatch, text, version) -> None:
+    monkeypatch.setattr(dali_install, "_DRIVER_FILE", tmp_path / "version")
+    assert dali_install.driver_version() is None
+    (tmp_path / "version").write_text(text)
+    assert dali_install.driver_version() == version

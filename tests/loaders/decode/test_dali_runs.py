@@ -174,6 +174,13 @@ def test_another_engine_than_expected_is_logged(engine, said, monkeypatch, caplo
     assert [record.getMessage() for record in caplog.records] == [f"decoder='dali' on cuda:0 {said}"] * bool(said)
 
 
+def test_a_driver_that_is_too_old_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dali_install, "driver_version", lambda: "470.1")
+    with pytest.raises(ConfigError, match=r"on cuda:0: the NVIDIA driver 470\.1 is older than .*; update it"):
+        dali.DaliDecoder("cuda:0")
+
+
 def test_no_memory_on_the_device_is_a_sentence_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
