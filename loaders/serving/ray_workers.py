@@ -9,7 +9,6 @@ loader's memory.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import statistics
@@ -50,6 +49,9 @@ _START_S: Final = 30.0
 """What is late before any step was made: actors import torch first, and a cluster may lack CPUs for one of them."""
 _TIMES: Final = 32
 _ATTEMPTS: Final = 10
+_HUNGRY: Final = 0.05
+_WINDOW: Final = 16
+"""Steps after which the number of actors is changed, by one: up if the trainer waited, down if all steps were ready."""
 
 
 class RemoteWorkers(CheckedSettings, frozen=True):
@@ -58,7 +60,8 @@ class RemoteWorkers(CheckedSettings, frozen=True):
     Attributes:
         address: the cluster, as ``ray.init`` takes it ("auto", "ray://HOST:10001"); None: a local one that is started.
             A process that is connected to a cluster stays with that one.
-        num_workers: number of actors.
+        num_workers: number of actors, the largest one if ``min_workers`` is smaller.
+        min_workers: smallest number of actors: more of them are started while the trainer waits for batches.
         cpus: CPUs of each actor, and its decoding threads.
 
     Raises ConfigError for values that are not allowed.
@@ -66,6 +69,7 @@ class RemoteWorkers(CheckedSettings, frozen=True):
 
     address: Annotated[str | None, must_be("a text or None")] = None
     num_workers: Annotated[int, Meta(ge=1), _COUNT] = 2
+    min_workers: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
     cpus: Annotated[int, Meta(ge=1), _COUNT] = 1
 
 
@@ -121,6 +125,7 @@ class StepClient:
         self._buffers = Buffers(page_locked if pinned else pageable, keep_bytes=KEEP_BYTES)
         self._is_stopped = threading.Event()
         self._actors: list[_Actor] = []
+        self._wanted = min(options.num_workers, options.min_workers or options.num_workers)
         self._times: deque[float] = deque(maxlen=_TIMES)
         self._late: dict[Any, _Actor] = {}
         """Steps that another actor made first, which keep theirs busy: it may even lack a node with a free CPU."""
@@ -134,14 +139,19 @@ class StepClient:
 
     def _items(self, walk: Walk, is_stopped: threading.Event) -> Iterator[Any]:
         steps: deque[_Step] = deque()
-        numbers = itertools.count()
+        number, taken, waits, ready = 0, 0, 0.0, 0
+        begin_s = time.monotonic()
         while not is_stopped.is_set():
-            while len(steps) < _AHEAD * self._options.num_workers:
-                steps.append(_Step(next(numbers)))
+            ready += bool(steps) and self._is_done(steps[-1])
+            while len(steps) < _AHEAD * self._wanted:
+                steps.append(_Step(number))
                 self._ask(steps[-1], walk.start)
+                number += 1
+            asked_s = time.monotonic()
             result = self._result(steps[0], walk.start, is_stopped)
             if result is None:
                 break
+            waits += time.monotonic() - asked_s
             steps.popleft()
             if result.facts is None:
                 error, cause = pickle.loads(result.payload)
@@ -151,6 +161,10 @@ class StepClient:
             del result
             yield batch
             del batch
+            taken += 1
+            if taken == _WINDOW:
+                self._adapt(waits / max(time.monotonic() - begin_s, 1e-9), ready)
+                taken, waits, ready, begin_s = 0, 0.0, 0, time.monotonic()
         for step in steps:
             for reference in step.asked:
                 with contextlib.suppress(self._ray.exceptions.RayError):
@@ -162,7 +176,7 @@ class StepClient:
 
         One that has made none may have no node: it gets a second step only where all are such.
         """
-        if len(self._actors) < self._options.num_workers:
+        if len(self._actors) < self._wanted:
             kind = self._ray.remote(StepMaker).options(num_cpus=self._options.cpus, scheduling_strategy="SPREAD")
             self._actors.append(_Actor(kind.remote(self._setup)))
         if self._late:
@@ -176,6 +190,9 @@ class StepClient:
         if (actor := self._actor(step)) is not None:
             step.asked[actor.handle.make.remote(place, step.number)] = actor
             actor.num_asked += 1
+
+    def _is_done(self, step: _Step) -> bool:
+        return bool(self._ray.wait(list(step.asked), timeout=0)[0])
 
     def _result(self, step: _Step, place: Cursor, is_stopped: threading.Event) -> _Result | None:
         """Wait for a step; ask for it again where it is lost or late. None when the iteration was stopped."""
@@ -215,6 +232,14 @@ class StepClient:
                 f"step {step.number} of this iteration was lost {_ATTEMPTS} times, with its actor, its node or for "
                 f"want of memory ({' '.join(str(error).split())[:300]})"
             ) from error
+
+    def _adapt(self, waited: float, ready: int) -> None:
+        most = self._options.num_workers
+        if waited > _HUNGRY and self._wanted < most:
+            self._wanted += 1
+        elif ready >= _WINDOW and self._wanted > (self._options.min_workers or most):
+            self._wanted -= 1
+            self._actors.remove(min(self._actors, key=lambda one: one.num_asked))
 
     def _open(self, result: _Result) -> Any:  # noqa: ANN401
         """Copy a batch's tensors into the loader's memory, for the object store's is read-only."""

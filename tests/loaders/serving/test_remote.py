@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from itertools import islice
 
 import pytest
@@ -82,6 +83,20 @@ def test_an_error_is_that_of_the_actor(tiny, cluster):
     with away(tiny, 1, **options) as loader, pytest.raises((StageError, SchemaError, ConfigError)) as caught:
         list(loader)
     assert caught.value.__cause__ is not None
+
+
+def test_the_number_of_actors_follows_the_trainers_wait_between_its_limits(tiny, cluster):
+    options = {"image": TINY, "where": RemoteWorkers(num_workers=3, min_workers=2)}
+    with load(tiny, 1, **options) as loader:
+        wanted = [loader._away._wanted]
+        while max(wanted) < 3:
+            wanted += [loader._away._wanted for _ in loader]
+        while wanted[-1] > 2:
+            for _ in loader:
+                wanted.append(loader._away._wanted)
+                time.sleep(0.4)
+        assert set(wanted) == {2, 3}
+        assert len(loader._away._actors) == 2
 
 
 def test_an_actor_that_no_node_has_a_cpu_for_does_not_hold_up_the_others(tiny, cluster):
