@@ -38,15 +38,6 @@ class Clock:
         return now_ns - deadline_ns
 
 
-def clock_jump_s() -> float:
-    """Return how far the wall clock is ahead of the monotonic one [s].
-
-    The difference between two calls is by how much the wall clock was set in between, or how long the machine slept:
-    the monotonic clock of Linux stops then. What was measured across a sleep is not a measurement.
-    """
-    return time.time() - time.monotonic()
-
-
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean and percentiles of durations, in milliseconds. Percentiles interpolate linearly (numpy's default)."""
 

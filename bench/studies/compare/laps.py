@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.bench.measure.clock import clock_jump_s
 from fuelrail.bench.measure.machine import all_cpu_s, stolen_cpu_s
 from fuelrail.bench.measure.processes import tree_cpu_s, tree_memory_bytes
 from fuelrail.bench.studies.compare.group import signal_group
@@ -145,6 +144,15 @@ def read_through(folder: Path) -> None:
         with path.open("rb", buffering=0) as file:
             while file.readinto(block):
                 pass
+
+
+def clock_jump_s() -> float:
+    """Return how far the wall clock is ahead of the monotonic one [s].
+
+    The difference between two calls is by how much the wall clock was set in between, or how long the machine slept:
+    the monotonic clock of Linux stops then. What was measured across a sleep is not a measurement.
+    """
+    return time.time() - time.monotonic()
 
 
 def _since(before: float | None, after: float | None) -> float | None:

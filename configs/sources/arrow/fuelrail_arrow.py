@@ -25,7 +25,7 @@ from fuelrail.sharding.sources.adapter.classes import SOURCE
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image
 from fuelrail.sharding.sources.adapter.members import DAMAGED, LEFT_OUT
 from fuelrail.sharding.sources.adapter.rows import attribute_types, may_be_attribute
-from fuelrail.sharding.sources.shared.arrow import open_parquet
+from fuelrail.sharding.sources.shared.arrow import byte_ranges, open_parquet
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, HEAD_BYTES, examined
 from fuelrail.sharding.sources.tables.columns import VALUE, attribute_type, is_known
@@ -46,6 +46,7 @@ _HIDDEN: Final[dict[str, type]] = {_NAME: str, _FAULTS: str}
 """Columns of each row: the sample's name in the source, and what is wrong with its images."""
 _DEEPEST: Final = 3
 _MAGIC: Final = b"ARROW1"
+_UNCOMPRESSED: Final = "write them without compression, or Parquet"
 _ROW: Final = re.compile(r"(.+)#row=(\d{1,9})\.(\d{1,9})&(.+)\.(?:jpg|png)\Z", re.DOTALL)
 _SPLIT: Final = re.compile(r"(?:^|[/_.-])(train|val|test|dev|eval)(?:ing|id|idation)?(?=[/_.-])", re.IGNORECASE)
 _SPLITS: Final = {"dev": "val", "eval": "val"}
@@ -309,7 +310,7 @@ class ArrowRows(Manifest):
         is_struct = pa.types.is_struct(values.type) and values.type.get_field_index("path") >= 0
         paths: list[str | None] = pc.struct_field(values, "path").to_pylist() if is_struct else [None] * len(data)
         found: dict[str, list[Any]] = {one: [None] * len(data) for one in ("path", "width", "height", "num_bytes")}
-        ranges = _ranges(data, part.mapped) if part.mapped is not None else None
+        ranges = byte_ranges(data, part.mapped, _UNCOMPRESSED) if part.mapped is not None else None
         for at, value in enumerate(data):
             found["path"][at] = paths[at]
             if not value.is_valid:
@@ -417,14 +418,3 @@ def _is_json(kind: pa.DataType) -> bool:
         kind, depth = kind.value_type, depth + 1
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     return pa.types.is_nested(kind) or (is_text and depth > 1)
-
-
-def _ranges(data: pa.Array, mapped: pa.Buffer) -> list[tuple[int, int]]:
-    """Return offset and length in the mapped file of each value."""
-    _, offsets, content = data.buffers()
-    dtype = np.int64 if pa.types.is_large_binary(data.type) else np.int32
-    ends = np.frombuffer(offsets, dtype)[data.offset : data.offset + len(data) + 1].astype(np.int64)
-    begin = (content.address - mapped.address) if content is not None else 0
-    if ends[0] < ends[-1] and not 0 <= begin + ends[0] <= begin + ends[-1] <= mapped.size:
-        raise ValueError("its record batches are compressed: write them without compression, or Parquet")
-    return list(zip((begin + ends[:-1]).tolist(), np.diff(ends).tolist(), strict=True))

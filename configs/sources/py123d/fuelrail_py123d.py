@@ -19,6 +19,7 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.adapter.frame import Absent, BoxRows, Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.shared.arrow import byte_ranges
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.foreign import parsing
 
@@ -188,14 +189,6 @@ def _refs(table: pa.Table, log: str, modality: str, mapped: pa.Buffer) -> list[s
         if pa.types.is_string(chunk.type):
             found += chunk.to_pylist()
             continue
-        _, offsets, content = chunk.buffers()
-        ends = np.frombuffer(offsets, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1].astype(np.int64)
-        begin = content.address - mapped.address if content is not None else 0
-        if ends[0] < ends[-1] and not 0 <= begin + ends[0] <= begin + ends[-1] <= mapped.size:
-            raise ValueError(f"the record batches of {modality} are compressed: write them with ipc_compression=None")
-        there = chunk.is_valid().to_numpy(zero_copy_only=False)
-        found += [
-            f"{log}/{modality}.arrow#{begin + first}+{end - first}" if one and end > first else None
-            for first, end, one in zip(ends[:-1].tolist(), ends[1:].tolist(), there, strict=True)
-        ]
+        ranges = byte_ranges(chunk, mapped, "write them with ipc_compression=None")
+        found += [f"{log}/{modality}.arrow#{at}+{size}" if size else None for at, size in ranges]
     return found

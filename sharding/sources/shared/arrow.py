@@ -53,6 +53,21 @@ def read_feather(files: SourceFiles, name: str, types: Mapping[str, pa.DataType]
     return columns(table, where, types)
 
 
+def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[int, int]]:
+    """Return offset and length in a mapped Arrow file of each value of a column of bytes; the length of null is 0.
+
+    Raises ValueError, with ``advice``, for a file whose record batches are compressed.
+    """
+    _, offsets, content = data.buffers()
+    dtype = np.int64 if pa.types.is_large_binary(data.type) else np.int32
+    ends = np.frombuffer(offsets, dtype)[data.offset : data.offset + len(data) + 1].astype(np.int64)
+    begin = content.address - mapped.address if content is not None else 0
+    if ends[0] < ends[-1] and not 0 <= begin + ends[0] <= begin + ends[-1] <= mapped.size:
+        raise ValueError(f"its record batches are compressed: {advice}")
+    sizes = np.where(data.is_valid().to_numpy(zero_copy_only=False), np.diff(ends), 0)
+    return list(zip((begin + ends[:-1]).tolist(), sizes.tolist(), strict=True))
+
+
 def columns(table: pa.Table, where: str, types: Mapping[str, pa.DataType]) -> dict[str, NDArray[Any]]:
     """Return columns of a table by name, cast where no value changes; texts are arrays of objects, lists are rows.
 

@@ -25,10 +25,11 @@ class TestUncompressed(SourceSuite):
     options: ClassVar = ROS
     compare: ClassVar = {"labelled": False}
     writing: ClassVar = {"compression": "NONE"}
+    writer, extension = staticmethod(write_mcap), "mcap"
 
     def write(self, world, root):
         for clip in world.clips:
-            write_mcap(root / f"{clip.name}.mcap", ros_messages(world, clip), **self.writing)
+            self.writer(root / f"{clip.name}.{self.extension}", ros_messages(world, clip), **self.writing)
         return str(root)
 
 
@@ -82,12 +83,7 @@ class TestPackedRosbag2(TestRosbag2):
 class TestRosbag1(TestUncompressed):
     kind = "rosbag1"
     reads_heads = False
-    writing: ClassVar = {"compression": "NONE"}
-
-    def write(self, world, root):
-        for clip in world.clips:
-            write_bag(root / f"{clip.name}.bag", ros_messages(world, clip), **self.writing)
-        return str(root)
+    writer, extension = staticmethod(write_bag), "bag"
 
 
 class TestRosbag1Bz2(TestRosbag1):
