@@ -32,7 +32,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
         entries["compare"] = COMPARE
     else:  # whatever its arguments are
-        refused = words.add_parser("compare", help="compare loaders: runs from a checkout", prefix_chars="+")
+        refused = words.add_parser(
+            "compare", help="compare loaders: runs from a checkout", prefix_chars="+"
+        )
         refused.add_argument("arguments", nargs="*")
         refused.set_defaults(run_word=_refuse_compare)
     for word, entry in entries.items():
@@ -56,7 +58,9 @@ def _run(arguments: argparse.Namespace) -> int:
 class BatchOption(Settings, frozen=True, kw_only=True):
     """The flag of ``inspect`` that needs a loader."""
 
-    batch: Annotated[bool, flag("show what a loader's batch of 2 samples holds: name, shape, dtype, meaning")] = False
+    batch: Annotated[
+        bool, flag("show what a loader's batch of 2 samples holds: name, shape, dtype, meaning")
+    ] = False
 
 
 def _configure_inspect(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +71,9 @@ def _configure_inspect(parser: argparse.ArgumentParser) -> None:
 def _run_inspect(arguments: argparse.Namespace) -> int:
     if not from_flags(arguments, BatchOption).batch:
         return INSPECT.run(arguments)
-    split = next(name for name, entry in open_dataset(arguments.dataset).splits.items() if entry.num_samples)
+    split = next(
+        name for name, entry in open_dataset(arguments.dataset).splits.items() if entry.num_samples
+    )
     from fuelrail.loaders.loader import DataLoader  # takes seconds: torch
 
     loader = DataLoader(arguments.dataset, 2, split=split, num_workers=1)

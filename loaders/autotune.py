@@ -57,7 +57,11 @@ def batches_in_flight(tuning: Tuning, batch_size: int) -> int:
 
 
 def make_tuner(
-    budget: Budget | None, batch_size: int, batch_bytes: int, ready: int, lanes: tuple[int, int] | None = None
+    budget: Budget | None,
+    batch_size: int,
+    batch_bytes: int,
+    ready: int,
+    lanes: tuple[int, int] | None = None,
 ) -> Autotuner | None:
     """Return the tuner of a loader; None without a budget.
 
@@ -155,7 +159,9 @@ class Autotuner:
         self._decide(window)
         return self.tuning if self.tuning != before else None
 
-    def _close_window(self, now_s: float, waited_s: float, clocks: Sequence[StageClock]) -> _Window | None:
+    def _close_window(
+        self, now_s: float, waited_s: float, clocks: Sequence[StageClock]
+    ) -> _Window | None:
         start_s, batches, longest_s = self._start_s, self._batches, self._longest_s
         earlier, waited_before = self._clocks, self._waited_s
         self._start_s = self._last_s = now_s
@@ -191,11 +197,17 @@ class Autotuner:
         self._trial = None
         change = f"{_say(trial.before)} -> {_say(self.tuning)}"
         if window.rate >= _GAIN * trial.rate or window.waiting < _HUNGRY:
-            _LOG.info("autotune: kept %s, %.0f %% faster", change, 100 * (window.rate / trial.rate - 1))
+            _LOG.info(
+                "autotune: kept %s, %.0f %% faster", change, 100 * (window.rate / trial.rate - 1)
+            )
             self._ideas = iter(())
             self._next_rest = _REST_WINDOWS
             return
-        _LOG.info("autotune: took back %s, %.0f %% faster only", change, 100 * (window.rate / trial.rate - 1))
+        _LOG.info(
+            "autotune: took back %s, %.0f %% faster only",
+            change,
+            100 * (window.rate / trial.rate - 1),
+        )
         self.tuning = trial.before
         self._try_next(window._replace(rate=trial.rate))
 
@@ -218,8 +230,12 @@ class Autotuner:
     def _changes(self, window: _Window) -> list[Tuning]:
         """Return the changes to try, most promising first."""
         now, most = self.tuning, self.most
-        more = now._replace(num_workers=min(now.num_workers + max(1, now.num_workers // 4), most.num_workers))
-        fewer = now._replace(num_workers=max(self._fewest, now.num_workers - max(1, now.num_workers // 8)))
+        more = now._replace(
+            num_workers=min(now.num_workers + max(1, now.num_workers // 4), most.num_workers)
+        )
+        fewer = now._replace(
+            num_workers=max(self._fewest, now.num_workers - max(1, now.num_workers // 8))
+        )
         ahead = now._replace(ready=min(now.ready + 1, most.ready))
         working = max(window.busy.get("decode", 0.0), window.busy.get("transform", 0.0))
         ideas = [more, fewer] if working >= _SATURATED else [ahead, more]

@@ -12,7 +12,14 @@ import msgspec
 
 from fuelrail.loaders.decode import dali_install, plugin_decoders
 from fuelrail.loaders.decode.native import load as load_native
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
+from fuelrail.pipeline.cli import (
+    Command,
+    PrintOptions,
+    add_flags,
+    from_flags,
+    given_flags,
+    print_json,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import default_num_workers
 
@@ -28,7 +35,12 @@ def _configure_view(parser: argparse.ArgumentParser) -> None:
     from fuelrail.loaders.view import ViewOptions
 
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a Fuelrail dataset")
-    parser.add_argument("key", metavar="KEY", nargs="?", help="sample key (default: the first sample of the dataset)")
+    parser.add_argument(
+        "key",
+        metavar="KEY",
+        nargs="?",
+        help="sample key (default: the first sample of the dataset)",
+    )
     add_flags(parser, ViewOptions)
     add_flags(parser, RecordOptions)
 
@@ -40,7 +52,9 @@ def _run_view(args: argparse.Namespace) -> int:
     recording = from_flags(args, RecordOptions).rerun
     if recording is not None:
         if given := given_flags(args, ViewOptions):
-            raise ConfigError(f"--rerun records the stored images, so it cannot be combined with {min(given.values())}")
+            raise ConfigError(
+                f"--rerun records the stored images, so it cannot be combined with {min(given.values())}"
+            )
         print(f"{record_clip(args.dataset, args.key, recording).as_text()} -> {recording}")  # noqa: T201
         return 0
     options = from_flags(args, ViewOptions)
@@ -58,7 +72,9 @@ def _run_doctor(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "view": Command(
-        "draw a sample's cameras and boxes, through the augmentation, as a PNG", _configure_view, _run_view
+        "draw a sample's cameras and boxes, through the augmentation, as a PNG",
+        _configure_view,
+        _run_view,
     ),
     "doctor": Command(
         "check which decoders are installed and suggest faster ones",
@@ -100,9 +116,15 @@ def doctor() -> DoctorReport:
         _native(),
         _pillow(),
         *_dali(),
-        *(Finding(f"decoder={name}", f"plug-in: {entry.value}") for name, entry in plugin_decoders().items()),
+        *(
+            Finding(f"decoder={name}", f"plug-in: {entry.value}")
+            for name, entry in plugin_decoders().items()
+        ),
         _jpegtran(),
-        Finding("decoding threads", f"{default_num_workers()} by default: the CPUs that this process may use"),
+        Finding(
+            "decoding threads",
+            f"{default_num_workers()} by default: the CPUs that this process may use",
+        ),
     ]
     return DoctorReport(findings)
 
@@ -118,7 +140,10 @@ def _version(*packages: str) -> str | None:
 
 
 def _turbo() -> Finding:
-    opencv = _version("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless") or "OpenCV"
+    opencv = (
+        _version("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless")
+        or "OpenCV"
+    )
     return Finding("decoder=turbo", f"ready: {_version('simplejpeg')}, {opencv}")
 
 
@@ -126,9 +151,13 @@ def _native() -> Finding:
     loaded = load_native()
     if isinstance(loaded, str):
         return Finding(
-            "native JPEG", "the native decoder was not built, so decoding takes about 1.5 times as long", loaded
+            "native JPEG",
+            "the native decoder was not built, so decoding takes about 1.5 times as long",
+            loaded,
         )
-    return Finding("native JPEG", "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it")
+    return Finding(
+        "native JPEG", "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it"
+    )
 
 
 def _pillow() -> Finding:
@@ -137,7 +166,9 @@ def _pillow() -> Finding:
         return Finding("decoder=pillow", f"ready, with SIMD: {simd}")
     plain = _version("pillow")
     if plain is None:
-        return Finding("decoder=pillow", "Pillow is not installed", "pip install pillow (or 'fuelrail[simd]')")
+        return Finding(
+            "decoder=pillow", "Pillow is not installed", "pip install pillow (or 'fuelrail[simd]')"
+        )
     return Finding(
         "decoder=pillow",
         f"ready, without SIMD: {plain}",
@@ -156,7 +187,9 @@ def _dali() -> list[Finding]:
         state, advice = f"not ready: {found.problem}", found.advice
     else:
         state = f"ready: {found}; on the CPU it decodes in full size and is slower than turbo"
-        advice = "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
+        advice = (
+            "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
+        )
     dali = Finding("decoder=dali", state, advice)
     if not torch.cuda.is_available():
         built = "" if torch.version.cuda else "; this torch is built without CUDA"
@@ -172,7 +205,9 @@ def _jpegtran() -> Finding:
             "not installed",
             "it writes restart markers, with which crops decode faster: Debian package libjpeg-turbo-progs",
         )
-    return Finding("jpegtran", "installed: `jpegtran -restart 1` makes JPEGs of which crops decode faster")
+    return Finding(
+        "jpegtran", "installed: `jpegtran -restart 1` makes JPEGs of which crops decode faster"
+    )
 
 
 def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1") -> MetricsServer:

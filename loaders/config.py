@@ -53,9 +53,7 @@ _RATIOS: Final = must_be(
     'a dict with an integer >= 1 for each dataset, such as {"city": 3}, a list of MixStage, or None'
 )
 
-_OWN_RANK: Final = (
-    "each rank reads its own part without one: no DistributedSampler, no `prepare_data_loader`, no skipped batches"
-)
+_OWN_RANK: Final = "each rank reads its own part without one: no DistributedSampler, no `prepare_data_loader`, no skipped batches"  # noqa: E501
 _TORCH_ONLY: Final = {
     "sampler": f"the order of samples is set by `shuffle`, or in full by `order=OrderSpec(...)`; {_OWN_RANK}",
     "batch_sampler": "a batch is the next `batch_size` samples of the order, which `order=OrderSpec(...)` sets; "
@@ -109,9 +107,14 @@ class Normalize(Settings, frozen=True):
             if 0.0 < max(values) <= 1.0 and values != (1.0, 1.0, 1.0)
         }
         if of_unit:
-            largest = max((255.0 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
+            largest = max(
+                (255.0 - mean) / std for mean, std in zip(self.mean, self.std, strict=True)
+            )
             given = ", ".join(f"{name}={list(values)}" for name, values in of_unit.items())
-            meant = ", ".join(f"{name}={[round(255 * one, 3) for one in values]}" for name, values in of_unit.items())
+            meant = ", ".join(
+                f"{name}={[round(255 * one, 3) for one in values]}"
+                for name, values in of_unit.items()
+            )
             raise ConfigError(
                 f"{given} must be of grey levels 0 to 255, by which they give images of values up to {largest:.0f}: if "
                 f"they are of pixels from 0 to 1, as torchvision and timm have them, multiply by 255: {meant}"
@@ -129,15 +132,24 @@ class Normalize(Settings, frozen=True):
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return values.to(getattr(torch, self.dtype), memory_format=layout).view(img.shape)
 
-    def __call__(self, batch: Any) -> Any:  # noqa: ANN401
+    def __call__(self, batch: Any) -> Any:
         """Return the batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
         import torch
 
         img = batch.get("img") if isinstance(batch, dict) else None
         if isinstance(img, dict):
             return {**batch, "img": {name: self({"img": one})["img"] for name, one in img.items()}}
-        if not isinstance(img, torch.Tensor) or img.dtype != torch.uint8 or img.ndim < 3 or img.shape[-3] != 3:
-            kind = f"{img.dtype} {list(img.shape)}" if isinstance(img, torch.Tensor) else type(img).__name__
+        if (
+            not isinstance(img, torch.Tensor)
+            or img.dtype != torch.uint8
+            or img.ndim < 3
+            or img.shape[-3] != 3
+        ):
+            kind = (
+                f"{img.dtype} {list(img.shape)}"
+                if isinstance(img, torch.Tensor)
+                else type(img).__name__
+            )
             raise ConfigError(
                 f"normalize needs batches with a uint8 'img' [..., 3, H, W], got {kind}: "
                 "let transform and collate_fn keep it, or normalise there"
@@ -158,9 +170,9 @@ class Budget(CheckedSettings, frozen=True):
     """
 
     cpus: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
-    memory_bytes: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("a number of bytes of 1 or more, or None")] = (
-        None
-    )
+    memory_bytes: Annotated[
+        Annotated[int, Meta(ge=1)] | None, must_be("a number of bytes of 1 or more, or None")
+    ] = None
 
 
 class StaticBatches(CheckedSettings, frozen=True):
@@ -178,8 +190,12 @@ class StaticBatches(CheckedSettings, frozen=True):
     """
 
     max_boxes: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 256
-    max_points: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
-    max_tokens: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    max_points: Annotated[
+        Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")
+    ] = None
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")
+    ] = None
     buffers: Annotated[int, Meta(ge=1, le=1024), must_be("an integer from 1 to 1024")] = 2
 
 
@@ -219,9 +235,9 @@ class Transforms(Settings, frozen=True):
     """
 
     image: ImageAugment = _DEFAULT_IMAGE
-    camera_groups: Annotated[dict[str, CameraGroup] | None, must_be("a dict of group name to CameraGroup, or None")] = (
-        None
-    )
+    camera_groups: Annotated[
+        dict[str, CameraGroup] | None, must_be("a dict of group name to CameraGroup, or None")
+    ] = None
     cameras: Annotated[
         tuple[str, ...] | dict[str, tuple[str, ...]] | None,
         must_be("a list of names of cameras, a dict of dataset to such lists, or None"),
@@ -229,9 +245,12 @@ class Transforms(Settings, frozen=True):
     pixels: PixelAugment = PixelAugment()
     ego: BevAugment = BevAugment()
     points: Annotated[
-        bool | PointSweeps, must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
+        bool | PointSweeps,
+        must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path"),
     ] = False
-    channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")] = None
+    channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")] = (
+        None
+    )
     attributes: Annotated[tuple[str, ...], must_be("a list of names of attributes")] = ()
     undistort: Undistort | None = None
     normalize: Normalize | None = None
@@ -251,12 +270,18 @@ class Transforms(Settings, frozen=True):
         for name in ("cameras", "channels", "attributes"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
                 msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
-        if self.camera_groups is not None and (not self.camera_groups or self.image != _DEFAULT_IMAGE):
-            raise ConfigError("camera_groups must name a group or more, and takes the place of image: leave image out")
+        if self.camera_groups is not None and (
+            not self.camera_groups or self.image != _DEFAULT_IMAGE
+        ):
+            raise ConfigError(
+                "camera_groups must name a group or more, and takes the place of image: leave image out"
+            )
 
     def evaluation(self) -> Transforms:
         """Return the deterministic variant of these settings: nothing is drawn."""
-        groups = self.camera_groups and {name: group.evaluation() for name, group in self.camera_groups.items()}
+        groups = self.camera_groups and {
+            name: group.evaluation() for name, group in self.camera_groups.items()
+        }
         return msgspec.structs.replace(
             self,
             image=self.image.evaluation(),
@@ -312,9 +337,12 @@ class StorageOptions(CheckedSettings, frozen=True):
     options: Annotated[dict[str, Any] | None, must_be("a dict or None")] = None
     cache_dir: Annotated[PathText | None, must_be("a path or None")] = None
     cache_size: Annotated[
-        Annotated[int, Meta(ge=1)] | str | None, must_be("a number of bytes, a text such as '500GB', or None")
+        Annotated[int, Meta(ge=1)] | str | None,
+        must_be("a number of bytes, a text such as '500GB', or None"),
     ] = None
-    look_ahead_bytes: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    look_ahead_bytes: Annotated[
+        Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")
+    ] = None
     retry: RetryPolicy | None = None
     verify: Annotated[bool, must_be("True or False")] = True
 
@@ -335,7 +363,9 @@ class Arguments(Settings, frozen=True, kw_only=True):
     shuffle: Annotated[bool, _BOOL]
     seed: Annotated[int, Meta(ge=0), must_be("an integer >= 0")]
     drop_last: Annotated[bool, _BOOL]
-    num_workers: Annotated[Annotated[int, Meta(ge=1, le=4096)] | Literal["auto"] | Budget | None, _WORKERS]
+    num_workers: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | Literal["auto"] | Budget | None, _WORKERS
+    ]
     prefetch_factor: Annotated[int, Meta(ge=1), _COUNT]
     pin_memory: Annotated[bool | None, must_be("True, False or None")]
     collate_fn: Any
@@ -374,7 +404,9 @@ class Arguments(Settings, frozen=True, kw_only=True):
         resolve_fields(self, where="")
         check_types(self, ConfigError, where="")
         if self.where not in (None, "process", "node") and not hasattr(self.where, "num_workers"):
-            raise ConfigError(f"where={self.where!r} must be 'process', 'node', a RemoteWorkers, or None")
+            raise ConfigError(
+                f"where={self.where!r} must be 'process', 'node', a RemoteWorkers, or None"
+            )
         for name in ("transform", "batch_transform", "collate_fn", "trace"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -413,13 +445,19 @@ def refuse_unknown(given: Mapping[str, object]) -> None:
     """Raise TypeError for an argument that the loader does not have; say which one to use instead."""
     for name in given:
         if name in _TORCH_ONLY:
-            raise TypeError(f"DataLoader has no argument {name!r}, which torch's has: {_TORCH_ONLY[name]}")
+            raise TypeError(
+                f"DataLoader has no argument {name!r}, which torch's has: {_TORCH_ONLY[name]}"
+            )
         for argument, kind in _STRUCTS.items():
             if name in kind.__struct_fields__:
                 fix = f"{argument}={kind.__name__}({name}=...)"
-                raise TypeError(f"DataLoader has no argument {name!r}: it is a field of {kind.__name__}; use {fix}")
+                raise TypeError(
+                    f"DataLoader has no argument {name!r}: it is a field of {kind.__name__}; use {fix}"
+                )
         known = Arguments.__struct_fields__
-        raise TypeError(f"DataLoader has no argument {name!r}{did_you_mean(name, known)}; it has: {', '.join(known)}")
+        raise TypeError(
+            f"DataLoader has no argument {name!r}{did_you_mean(name, known)}; it has: {', '.join(known)}"
+        )
 
 
 class UnlikeTorch:
@@ -427,7 +465,7 @@ class UnlikeTorch:
 
     if not TYPE_CHECKING:  # where any name would be one
 
-        def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        def __getattr__(self, name: str) -> Any:
             """Return an argument that torch's loader shows too; explain one that only torch's has."""
             if name in ("collate_fn", "drop_last", "pin_memory"):
                 return getattr(self._arguments, name)

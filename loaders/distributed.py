@@ -45,7 +45,16 @@ MODEL_AXES: Final = frozenset(
     {
         *("tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel"),
         *("pp", "pipe", "pipeline", "pipeline_parallel", "stage"),
-        *("cp", "context", "context_parallel", "sp", "seq", "sequence", "sequence_parallel", "spatial"),
+        *(
+            "cp",
+            "context",
+            "context_parallel",
+            "sp",
+            "seq",
+            "sequence",
+            "sequence_parallel",
+            "spatial",
+        ),
     }
 )
 """Mesh axes along which ranks share their samples."""
@@ -81,7 +90,9 @@ def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> Wo
     if data_axes is not None:
         unknown = sorted(set(data_axes) - set(names))
         if unknown:
-            raise WorldError(f"data_axes names {', '.join(unknown)}, but the mesh's axes are {', '.join(names)}")
+            raise WorldError(
+                f"data_axes names {', '.join(unknown)}, but the mesh's axes are {', '.join(names)}"
+            )
     else:
         unclear = [name for name in names if name not in DATA_AXES | MODEL_AXES]
         if unclear:
@@ -98,7 +109,9 @@ def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> Wo
     for name, size, at in zip(names, sizes, coordinates, strict=True):
         if name in data_axes:
             rank = rank * size + at
-    return World(rank, math.prod(size for name, size in zip(names, sizes, strict=True) if name in data_axes))
+    return World(
+        rank, math.prod(size for name, size in zip(names, sizes, strict=True) if name in data_axes)
+    )
 
 
 def detect_world() -> World:
@@ -117,7 +130,9 @@ def detect_world() -> World:
     try:
         return World(rank=int(rank), size=int(size))
     except ValueError as error:
-        raise WorldError(f"the environment says RANK={rank!r} and WORLD_SIZE={size!r}: {error}") from error
+        raise WorldError(
+            f"the environment says RANK={rank!r} and WORLD_SIZE={size!r}: {error}"
+        ) from error
 
 
 def _megatron_world() -> World | None:
@@ -148,7 +163,11 @@ def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) 
     if not (dist.is_available() and dist.is_initialized()):
         return
     encoded = msgspec.json.encode(settings, order="sorted")
-    claims = _gather(_Claim(world.rank, world.size, _signed(xxhash.xxh3_64_intdigest(encoded)), batch_digest(batch)))
+    claims = _gather(
+        _Claim(
+            world.rank, world.size, _signed(xxhash.xxh3_64_intdigest(encoded)), batch_digest(batch)
+        )
+    )
     # Every process holds the same claims, so all of them take the same way from here on.
     if len({(claim.settings, claim.size) for claim in claims}) > 1:
         stated: list[dict[str, Any]] = [{}] * len(claims)

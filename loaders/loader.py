@@ -21,8 +21,21 @@ from fuelrail.loaders.batch.points import Points, choose_points
 from fuelrail.loaders.batch.runner import LoaderStats, Runner
 from fuelrail.loaders.batch.stages import make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
-from fuelrail.loaders.config import Arguments, Budget, StorageOptions, Transforms, UnlikeTorch, refuse_unknown
-from fuelrail.loaders.distributed import batch_digest, check_ranks_agree, detect_world, resolve_world, warn_of_workers
+from fuelrail.loaders.config import (
+    Arguments,
+    Budget,
+    StorageOptions,
+    Transforms,
+    UnlikeTorch,
+    refuse_unknown,
+)
+from fuelrail.loaders.distributed import (
+    batch_digest,
+    check_ranks_agree,
+    detect_world,
+    resolve_world,
+    warn_of_workers,
+)
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
@@ -169,18 +182,32 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         del given["self"], given["unknown"]
         refuse_unknown(unknown)
         self._arguments = options = Arguments(**given)
-        self.batch_size, self.seed, self.transforms = options.batch_size, options.seed, options.transforms
+        self.batch_size, self.seed, self.transforms = (
+            options.batch_size,
+            options.seed,
+            options.transforms,
+        )
         self.world = resolve_world(world)
         self._world_is_detected = world is None
         self._window, self._check_ranks = options.window, options.check_ranks
         self.datasets = open_all(
-            dataset, options.mix, options.storage.options, options.storage.cache_dir, options.storage.retry
+            dataset,
+            options.mix,
+            options.storage.options,
+            options.storage.cache_dir,
+            options.storage.retry,
         )
         self.dataset = next(iter(self.datasets.values()))
         """The dataset; of a mix the first one, whose rig and classes all others share."""
-        self.order = options.order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=options.seed)
-        points_of, *_ = [choose_points(one, options.transforms.points) for one in self.datasets.values()]
-        self._schedule, self._batching = _choose_samples(options, self.datasets, self.order, points_of, self.world)
+        self.order = options.order or OrderSpec(
+            kind="shuffled" if shuffle else "sequential", seed=options.seed
+        )
+        points_of, *_ = [
+            choose_points(one, options.transforms.points) for one in self.datasets.values()
+        ]
+        self._schedule, self._batching = _choose_samples(
+            options, self.datasets, self.order, points_of, self.world
+        )
         sources, self.where = self._schedule.sources, self._schedule.where
         """The positions of an epoch to rows of the datasets, and back."""
         self._look_ahead_bytes = options.storage.look_ahead_bytes or max(
@@ -194,12 +221,16 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """Names of the cameras in a batch, in its order."""
         settings = self._make.content(options, len(self.dataset.manifest.cameras))
         self._identity = msgspec.structs.replace(self._schedule.identity, settings=settings)
-        self._ledger = RunLedger(options.ledger, self._identity, self._batching, self._make.decoder.name)
+        self._ledger = RunLedger(
+            options.ledger, self._identity, self._batching, self._make.decoder.name
+        )
         self._ledger.records_loader(options, self.datasets, self.order)
         self._bad.note = self._ledger.replaced
         self._num_images = self._make.num_frames * len(self._make.cameras)
         tuner = self._make.tuner(options.budget, options.prefetch_factor)
-        tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
+        tuning = (
+            Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
+        )
         self.num_workers, self.prefetch_factor = tuning
         if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
@@ -209,7 +240,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._start = self._position = Cursor()
         self._epoch_is_set = False
         make, parts, _ = self.__reduce__()
-        self._away = serve_elsewhere(make, parts, tuning, self._bad, finishes=transfer is None, pinned=pinned)
+        self._away = serve_elsewhere(
+            make, parts, tuning, self._bad, finishes=transfer is None, pinned=pinned
+        )
         clocks_there = self._away.counts.clocks if self._away else tuple
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, clocks_there)
         self._share, self._batches, self._left_out = WorkerShard(), 0, LeftOut()
@@ -295,7 +328,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """Return the stages' clocks and the counts since the loader was made; empty before the first iteration."""
         runner, samples = self._runner, self._batches * self.batch_size
         there = self._away and self._away.counts
-        storage = (there.storage() if there else []) or [source.storage.stats() for source in self._schedule.sources]
+        storage = (there.storage() if there else []) or [
+            source.storage.stats() for source in self._schedule.sources
+        ]
         return LoaderStats(
             stages=runner.clocks(),
             batches=self._batches,
@@ -305,7 +340,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             elapsed_s=runner.elapsed_s,
             storage=add_stats(storage),
             bad_samples=self._bad.count,
-            refused_images=there.refused_images if there else getattr(self._make.decoder, "num_refused", 0),
+            refused_images=there.refused_images
+            if there
+            else getattr(self._make.decoder, "num_refused", 0),
         )
 
     def take_share(self, index: int, count: int) -> None:
@@ -316,7 +353,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         assert 0 <= index < count, "a share is one of count"
         self._ledger.refuse_share()
         if self._away is not None:
-            raise ConfigError(f"where={self._arguments.where!r} cannot be used in worker processes: leave it out there")
+            raise ConfigError(
+                f"where={self._arguments.where!r} cannot be used in worker processes: leave it out there"
+            )
         if self._share.of == 1 < count:
             self.num_workers = max(1, self.num_workers // count)
         self._share = WorkerShard(index, count)
@@ -334,7 +373,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
     def __reduce__(self) -> tuple[Any, Any, Any]:
         """Pickle, for spawned processes, the arguments, the rank and the position: a copy continues as a fork does."""
-        datasets = {name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()}
+        datasets = {
+            name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()
+        }
         arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
         return make_loader, (arguments, datasets), (self._start, self._position, self._epoch_is_set)
 
@@ -358,20 +399,26 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 batch = self._make.hand_over(made)
                 del made
                 if self._check_ranks and not handed_out:
-                    settings = settings_of_state({**self.state_dict(), "batch_size": self.batch_size})
+                    settings = settings_of_state(
+                        {**self.state_dict(), "batch_size": self.batch_size}
+                    )
                     check_ranks_agree(settings, self.world, batch)
                 begin_epoch()
                 handed_out += 1
                 self._batches += 1
                 self._position = walk.after(handed_out)
-                self._ledger.hand_out(walk.after(handed_out - 1), self._position, partial(batch_digest, batch))
+                self._ledger.hand_out(
+                    walk.after(handed_out - 1), self._position, partial(batch_digest, batch)
+                )
                 if (tuning := self._runner.tuning_due()) is not None:
                     self.tune(tuning)
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Before the last batch, not after the loop: a user who counts by len() never asks for one more.
                     self._runner.park_at(walk.following)
                 yield batch
-                del batch  # while the consumer asks for the next one, its buffer is free for another
+                del (
+                    batch
+                )  # while the consumer asks for the next one, its buffer is free for another
             if self._runner.runs(pipeline):
                 if not num_batches:
                     begin_epoch()
@@ -422,8 +469,12 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """Start the threads on scheduled samples of a walk."""
         streams = self._schedule.streams(walk)
         asked = prefetch(scheduled, streams, self._look_ahead_bytes)
-        tasks = buffer_pool.tasks(asked, self._schedule.sources, self._take, self._window, self._make.groups)
-        self._runner.start(tasks, self._left_out.stages(self.stages()), [stream.session for stream in streams])
+        tasks = buffer_pool.tasks(
+            asked, self._schedule.sources, self._take, self._window, self._make.groups
+        )
+        self._runner.start(
+            tasks, self._left_out.stages(self.stages()), [stream.session for stream in streams]
+        )
 
     def make_steps(self, place: Cursor, number: int, count: int = 1) -> Iterator[Any]:
         """Yield ``count`` batches from this number after a place on, and request nothing else; the position stays."""
@@ -444,22 +495,38 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
 
 def _choose_samples(
-    options: Arguments, datasets: Mapping[str, Dataset], order: OrderSpec, points: Points, world: World
+    options: Arguments,
+    datasets: Mapping[str, Dataset],
+    order: OrderSpec,
+    points: Points,
+    world: World,
 ) -> tuple[Schedule, Batching]:
     """Compile the order and open the storages; split the order into steps."""
     check_packs(options)
     storage, transforms, is_mix = options.storage, options.transforms, options.mix is not None
-    opening: Any = {"storage_options": storage.options, "cache_dir": storage.cache_dir, "retry": storage.retry}
+    opening: Any = {
+        "storage_options": storage.options,
+        "cache_dir": storage.cache_dir,
+        "retry": storage.retry,
+    }
     layers = open_layers(datasets, options.layers, opening, is_mix=is_mix)
     check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
     chosen = {
-        name: choose(one, name, options.split, transforms, layers[name], points.lidar) for name, one in datasets.items()
+        name: choose(one, name, options.split, transforms, layers[name], points.lidar)
+        for name, one in datasets.items()
     }
     choice = ScheduleRequest(
-        datasets, options.mix, options.split, order, options.window,
-        points=points.lidar is not None, sweeps=points.accumulation is not None, chosen=chosen, layers=layers,
-    )  # fmt: skip
+        datasets,
+        options.mix,
+        options.split,
+        order,
+        options.window,
+        points=points.lidar is not None,
+        sweeps=points.accumulation is not None,
+        chosen=chosen,
+        layers=layers,
+    )
     schedule = make_schedule(
         choice,
         partial(
@@ -474,7 +541,9 @@ def _choose_samples(
     )
     if transforms.box_frame == "lidar":
         require_lidar(schedule.sources)
-    return schedule, order_batching(schedule.where.order, global_batch, world, drop_last=options.drop_last)
+    return schedule, order_batching(
+        schedule.where.order, global_batch, world, drop_last=options.drop_last
+    )
 
 
 def make_loader(
@@ -485,7 +554,9 @@ def make_loader(
     """Return a loader of these arguments, but for ``changes``, and of datasets by their places and storage options."""
     storage = arguments.storage
     opened = {
-        name: open_dataset(location, storage_options=options, cache_dir=storage.cache_dir, retry=storage.retry)
+        name: open_dataset(
+            location, storage_options=options, cache_dir=storage.cache_dir, retry=storage.retry
+        )
         for name, (location, options) in datasets.items()
     }
     given = {name: getattr(arguments, name) for name in arguments.__struct_fields__}

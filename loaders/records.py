@@ -19,7 +19,16 @@ The ``str`` of a record is what an error message names. A substituted bad sample
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias, TypedDict, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    NamedTuple,
+    TypeAlias,
+    TypedDict,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -46,10 +55,14 @@ Images: TypeAlias = "NDArray[np.uint8] | torch.Tensor"
 
 _IMG: Final = "RGB planes; zeros where `cam_valid` is False; with `camera_groups` a dict of these"
 _CAM_VALID: Final = "the camera's image exists; where it does not, its matrices can be NaN: the calibration is unknown"
-_DIST: Final = "lens coefficients of the stored image; 0 without, and where `undistort` removed them"
+_DIST: Final = (
+    "lens coefficients of the stored image; 0 without, and where `undistort` removed them"
+)
 _BOXES: Final = "x y z l w h yaw; x y z is the gravity centre; in `box_frame`"
 _POINTS: Final = "first lidar, its own frame and columns; with several sweeps also `dt_s`, seconds since measured"
-_FRAME_VALID: Final = "False: the clip has no such frame, and another one or zeros (`pad`) are in its place"
+_FRAME_VALID: Final = (
+    "False: the clip has no such frame, and another one or zeros (`pad`) are in its place"
+)
 
 
 class Source(NamedTuple):
@@ -128,7 +141,10 @@ class BatchSlot(NamedTuple):
     def img(self) -> torch.Tensor | dict[str | None, torch.Tensor]:
         """Return the images as a tensor on the same memory, or as one for each group of cameras."""
         if isinstance(self.images, tuple):
-            return {group.name: _tensor(one) for group, one in zip(self.groups, self.images, strict=True)}
+            return {
+                group.name: _tensor(one)
+                for group, one in zip(self.groups, self.images, strict=True)
+            }
         return _tensor(self.images)
 
     def frames(self, at: int) -> Sequence[Sequence[NDArray[np.uint8]]]:
@@ -141,7 +157,8 @@ class BatchSlot(NamedTuple):
         for frame in range(self.images[0].shape[1] if self.has_windows else 1):
             index = (at, frame) if self.has_windows else (at,)
             of_frame = [
-                self.images[group][(*index, of.cameras.index(camera))] for camera, (group, of) in sorted(places.items())
+                self.images[group][(*index, of.cameras.index(camera))]
+                for camera, (group, of) in sorted(places.items())
             ]
             found.append(of_frame)  # type: ignore[arg-type]
         return found
@@ -156,10 +173,14 @@ class BatchSlot(NamedTuple):
         tensors = [_tensor(one) if self.has_windows else _tensor(one)[:, None] for one in images]
         return list(zip(cameras, tensors, strict=True))
 
-    def for_rows(self, rows: int, new_output: Callable[[tuple[int, ...]], torch.Tensor]) -> BatchSlot:
+    def for_rows(
+        self, rows: int, new_output: Callable[[tuple[int, ...]], torch.Tensor]
+    ) -> BatchSlot:
         """Return the slot with other memory, for a number of rows."""
         if isinstance(self.images, tuple):
-            return self._replace(images=tuple(new_output((rows, *one.shape[1:])) for one in self.images))
+            return self._replace(
+                images=tuple(new_output((rows, *one.shape[1:])) for one in self.images)
+            )
         return self._replace(images=new_output((rows, *self.images.shape[1:])))
 
 
@@ -271,7 +292,10 @@ class Parsed(NamedTuple):
         """Return the earlier frame that shows the same row, under the same maps, so that its images can be copied."""
         frames = self.task.frames
         for earlier in range(frame):
-            if frames[earlier].row == frames[frame].row and self.samples[earlier] is self.samples[frame]:
+            if (
+                frames[earlier].row == frames[frame].row
+                and self.samples[earlier] is self.samples[frame]
+            ):
                 return earlier
         return None
 
@@ -311,23 +335,39 @@ class Batch(TypedDict, total=False):
     cam_valid: Annotated[Tensor, "[B, (T,) N] bool", _CAM_VALID]
     intrinsics: Annotated[Tensor, "[B, (T,) N, 3, 3] float32", "K of the output image"]
     dist: Annotated[Tensor, "[B, (T,) N, 14] float32", _DIST]
-    ida_mat: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "stored pixels to output pixels, homogeneous"]
-    cam2ego: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "static extrinsics"]
-    cam2keyego: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "camera at its exposure to ego at the sample's time"]
-    ego2img: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "ego to (u d, v d, d, 1) of the output image"]
-    lidar2img: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "first lidar at its time to the same"]
-    lidar2ego: Annotated[Tensor, "[B, (T,) 4, 4] float32", "first lidar at its time to ego, not augmented"]
-    ego2global: Annotated[
-        Tensor, "[B, (T,) 4, 4] float64", "ego pose; absent where the source of the dataset knew none"
+    ida_mat: Annotated[
+        Tensor, "[B, (T,) N, 4, 4] float32", "stored pixels to output pixels, homogeneous"
     ]
-    ego2key: Annotated[Tensor, "[B, T, 4, 4] float32", "ego at the frame's time to ego at the time of frame 0"]
+    cam2ego: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "static extrinsics"]
+    cam2keyego: Annotated[
+        Tensor, "[B, (T,) N, 4, 4] float32", "camera at its exposure to ego at the sample's time"
+    ]
+    ego2img: Annotated[
+        Tensor, "[B, (T,) N, 4, 4] float32", "ego to (u d, v d, d, 1) of the output image"
+    ]
+    lidar2img: Annotated[Tensor, "[B, (T,) N, 4, 4] float32", "first lidar at its time to the same"]
+    lidar2ego: Annotated[
+        Tensor, "[B, (T,) 4, 4] float32", "first lidar at its time to ego, not augmented"
+    ]
+    ego2global: Annotated[
+        Tensor,
+        "[B, (T,) 4, 4] float64",
+        "ego pose; absent where the source of the dataset knew none",
+    ]
+    ego2key: Annotated[
+        Tensor, "[B, T, 4, 4] float32", "ego at the frame's time to ego at the time of frame 0"
+    ]
     bda_mat: Annotated[Tensor, "[B, 4, 4] float32", "stored ego frame to augmented ego frame"]
     timestamp_ns: Annotated[Tensor, "[B, (T)] int64", "the time of the sample or the frame"]
     img_timestamp_ns: Annotated[Tensor, "[B, (T,) N] int64", "each camera's exposure"]
     gt_boxes_3d: Annotated[list[Tensor], "list of [M, 7] float32", _BOXES]
-    gt_labels_3d: Annotated[list[Tensor], "list of [M] int64", "class, -1 outside the dataset's classes"]
+    gt_labels_3d: Annotated[
+        list[Tensor], "list of [M] int64", "class, -1 outside the dataset's classes"
+    ]
     gt_velocity: Annotated[
-        list[Tensor], "list of [M, 3] float32", "m/s over ground, axes of `box_frame`, NaN if unknown"
+        list[Tensor],
+        "list of [M, 3] float32",
+        "m/s over ground, axes of `box_frame`, NaN if unknown",
     ]
     gt_valid: Annotated[list[Tensor], "list of [M] bool", "has lidar or radar points, or unknown"]
     gt_mask: Annotated[Tensor, "[B, M] bool", "static batches: which rows are boxes"]
@@ -335,31 +375,59 @@ class Batch(TypedDict, total=False):
     points: Annotated[list[Tensor], "list of (T of) [P, C] float32", _POINTS]
     points_mask: Annotated[Tensor, "[B, P] bool", "static batches: which rows are points"]
     sample_key: Annotated[list[str], "list of str", "name of the sample"]
-    sample_token: Annotated[list[str], "list of str", "the source's own name of it: nuScenes' token, the key in a tar"]
+    sample_token: Annotated[
+        list[str], "list of str", "the source's own name of it: nuScenes' token, the key in a tar"
+    ]
     clip_id: Annotated[list[str], "list of str", "clip of the sample"]
     frame: Annotated[Tensor, "[B] int64", "number in the clip"]
     global_index: Annotated[Tensor, "[B] int64", "row of the dataset's index"]
     frame_valid: Annotated[Tensor, "[B, T] bool", _FRAME_VALID]
-    frame_global_index: Annotated[Tensor, "[B, T] int64", "row of the dataset's index that is shown"]
-    valid: Annotated[Tensor, "[B] bool", "False: a repeated sample (`drop_last=False`, lanes that ended)"]
+    frame_global_index: Annotated[
+        Tensor, "[B, T] int64", "row of the dataset's index that is shown"
+    ]
+    valid: Annotated[
+        Tensor, "[B] bool", "False: a repeated sample (`drop_last=False`, lanes that ended)"
+    ]
     lane: Annotated[Tensor, "[B] int64", "with lanes: the lane of the global batch"]
-    prev_exists: Annotated[Tensor, "[B] bool", "with lanes: the lane showed the frame before; False: forget the past"]
+    prev_exists: Annotated[
+        Tensor, "[B] bool", "with lanes: the lane showed the frame before; False: forget the past"
+    ]
     dataset: Annotated[list[str], "list of str", "with a mix: the name of the sample's dataset"]
     seed: Annotated[int, "int", "of a sample before `transform`: take randomness from it only"]
-    view: Annotated[Tensor, "[2 B] int64", "with `two_views`: the draw, 0 or 1; all other entries have 2 B rows too"]
-    bucket: Annotated[Tensor, "[B] int64", "in buckets: the batch's bucket, counted in the order of bounds, or values"]
-    pack: Annotated[
-        Tensor, "[S] int64", "in packs: the pack of each of the S samples; S takes the place of B everywhere"
+    view: Annotated[
+        Tensor,
+        "[2 B] int64",
+        "with `two_views`: the draw, 0 or 1; all other entries have 2 B rows too",
     ]
-    pack_offsets: Annotated[Tensor, "[B + 1] int32", "in packs: the first sample of each pack, and S"]
-    cu_seqlens: Annotated[Tensor, "[S + 1] int32", "in packs: the first token of each sample, and their number"]
+    bucket: Annotated[
+        Tensor,
+        "[B] int64",
+        "in buckets: the batch's bucket, counted in the order of bounds, or values",
+    ]
+    pack: Annotated[
+        Tensor,
+        "[S] int64",
+        "in packs: the pack of each of the S samples; S takes the place of B everywhere",
+    ]
+    pack_offsets: Annotated[
+        Tensor, "[B + 1] int32", "in packs: the first sample of each pack, and S"
+    ]
+    cu_seqlens: Annotated[
+        Tensor, "[S + 1] int32", "in packs: the first token of each sample, and their number"
+    ]
     max_seqlen: Annotated[int, "int", "in packs: the largest number of tokens of a sample"]
-    position_ids: Annotated[Tensor, "[tokens] int64", "in packs: the place of each token in its sample"]
-    sequence_ids: Annotated[Tensor, "[tokens] int32", "in packs: the sample of each token, 0 .. S - 1"]
+    position_ids: Annotated[
+        Tensor, "[tokens] int64", "in packs: the place of each token in its sample"
+    ]
+    sequence_ids: Annotated[
+        Tensor, "[tokens] int32", "in packs: the sample of each token, 0 .. S - 1"
+    ]
     epoch: Annotated[int, "int", "number of the epoch"]
     step: Annotated[int, "int", "number of the global batch in the epoch"]
 
 
 def batch_entries() -> dict[str, tuple[str, str]]:
     """Return form and meaning of each entry of `Batch`, by name."""
-    return {name: hint.__metadata__ for name, hint in get_type_hints(Batch, include_extras=True).items()}
+    return {
+        name: hint.__metadata__ for name, hint in get_type_hints(Batch, include_extras=True).items()
+    }

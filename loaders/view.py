@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 def _parse_layers(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name and place for name, _, place in pairs):
-        raise ConfigError("it must be NAME=PATH, several of them separated by commas, such as teacher=layers/teacher")
+        raise ConfigError(
+            "it must be NAME=PATH, several of them separated by commas, such as teacher=layers/teacher"
+        )
     return {name: place for name, _, place in pairs}
 
 
@@ -43,17 +45,23 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.view`, and the flags of ``fuelrail view``."""
 
     image: Annotated[
-        ImageAugment | None, flag("image settings (default: crop 704x256 from the bottom of the image)")
+        ImageAugment | None,
+        flag("image settings (default: crop 704x256 from the bottom of the image)"),
     ] = None
     train: Annotated[bool, flag("augment as a loader does, for this seed and epoch")] = False
     seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation")] = 0
     epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation")] = 0
-    frames: Annotated[tuple[int, ...], flag("draw a temporal window: offsets from the sample, such as -2 -1 0")] = (0,)
+    frames: Annotated[
+        tuple[int, ...], flag("draw a temporal window: offsets from the sample, such as -2 -1 0")
+    ] = (0,)
     channels: Annotated[tuple[str, ...], flag("channels of the dataset to draw, too")] = ()
     layers: Annotated[
-        dict[str, str] | None, flag("layers to draw, too", parse=_parse_layers, metavar="NAME=PATH,...")
+        dict[str, str] | None,
+        flag("layers to draw, too", parse=_parse_layers, metavar="NAME=PATH,..."),
     ] = None
-    output: Annotated[str | None, flag("picture to write (default: contact_sheet.png)", metavar="PNG")] = None
+    output: Annotated[
+        str | None, flag("picture to write (default: contact_sheet.png)", metavar="PNG")
+    ] = None
 
 
 class ViewReport(NamedTuple):
@@ -105,7 +113,9 @@ def view(
         for name, one in opened.splits.items()
         if 0 <= row - one.first_sample < one.num_samples
     )
-    layers = {name: LayerOptions(where, missing="mask") for name, where in (options.layers or {}).items()}
+    layers = {
+        name: LayerOptions(where, missing="mask") for name, where in (options.layers or {}).items()
+    }
     joined = [open_layer(name, one.path, opened, one.missing) for name, one in layers.items()]
     added = [channel for layer in joined for channel in layer.channels]
     select((*opened.manifest.channels, *added), options.channels, opened.location)
@@ -134,7 +144,9 @@ def view(
             (batch,) = loader.make_steps(Cursor(options.epoch), place)
             sheet = draw_sample(batch, 0, loader)
             found = tuple(channel.name for channel, _ in values_of(batch, 0, loader.selected))
-            missing = tuple(channel.name for channel in loader.selected if channel.name not in found)
+            missing = tuple(
+                channel.name for channel in loader.selected if channel.name not in found
+            )
     except MemoryError as error:
         raise ConfigError(
             f"no memory to draw {len(opened.manifest.cameras)} cameras of {image.width}x{image.height} pixels: give "

@@ -121,26 +121,45 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
         types = list(_plain_types(field.type, about))
         if "description" not in about:
             continue
-        name, help_text, default = field.name.replace("_", "-"), str(about["description"]), field.default
+        name, help_text, default = (
+            field.name.replace("_", "-"),
+            str(about["description"]),
+            field.default,
+        )
         if isinstance(types[0], inspect.BoolType):
-            flag, action = (f"no-{name}", "store_false") if default is True else (name, "store_true")
-            yield _Field(field.name, flag, help_text.replace("%", "%%"), False, None, {"action": action})
+            flag, action = (
+                (f"no-{name}", "store_false") if default is True else (name, "store_true")
+            )
+            yield _Field(
+                field.name, flag, help_text.replace("%", "%%"), False, None, {"action": action}
+            )
             continue
-        if not field.required and isinstance(default, int | float | str) and "default" not in help_text:
+        if (
+            not field.required
+            and isinstance(default, int | float | str)
+            and "default" not in help_text
+        ):
             help_text += f" (default: {default})"
         is_number = isinstance(types[0], inspect.IntType | inspect.FloatType)
         parse, metavar = about.get("parse"), "N" if is_number else field.name.upper()
         if parse is None and isinstance(types[0], inspect.StructType):
             kind = types[0].cls
-            parse, metavar = partial(load_yaml, to=kind), "PRESET_OR_YAML" if preset_files(kind) else "YAML"
-        arguments: dict[str, Any] = {} if parse else _arguments(types, f"{kind.__name__}.{field.name}")
+            parse, metavar = (
+                partial(load_yaml, to=kind),
+                "PRESET_OR_YAML" if preset_files(kind) else "YAML",
+            )
+        arguments: dict[str, Any] = (
+            {} if parse else _arguments(types, f"{kind.__name__}.{field.name}")
+        )
         if about.get("repeat"):
             arguments.update(action="append")
             del arguments["nargs"]
         if "choices" not in arguments or about.get("metavar"):
             arguments["metavar"] = about.get("metavar", metavar)
         short = (about["short"],) if "short" in about else ()
-        yield _Field(field.name, name, help_text.replace("%", "%%"), field.required, parse, arguments, short)
+        yield _Field(
+            field.name, name, help_text.replace("%", "%%"), field.required, parse, arguments, short
+        )
 
 
 def _plain_types(kind: inspect.Type, about: dict[str, Any]) -> Iterator[inspect.Type]:
@@ -159,12 +178,23 @@ def _arguments(types: list[inspect.Type], field: str) -> dict[str, Any]:
     """Return argparse's arguments for a value of these types."""
     kinds = {type(kind) for kind in types}
     if kinds == {inspect.LiteralType}:
-        return {"choices": [value for kind in types if isinstance(kind, inspect.LiteralType) for value in kind.values]}
+        return {
+            "choices": [
+                value
+                for kind in types
+                if isinstance(kind, inspect.LiteralType)
+                for value in kind.values
+            ]
+        }
     if isinstance(types[0], inspect.ListType | inspect.VarTupleType):
         return {"nargs": "+", **_arguments(list(_plain_types(types[0].item_type, {})), field)}
     if inspect.FloatType in kinds and kinds <= {inspect.FloatType, inspect.IntType}:
         return {"type": float}
-    if inspect.IntType in kinds and kinds <= {inspect.IntType, inspect.LiteralType, inspect.StrType}:
+    if inspect.IntType in kinds and kinds <= {
+        inspect.IntType,
+        inspect.LiteralType,
+        inspect.StrType,
+    }:
         return {"type": int if len(kinds) == 1 else _number_or_text}
     if kinds == {inspect.StrType}:
         return {}
@@ -178,7 +208,9 @@ def _number_or_text(text: str) -> int | str:
 class PrintOptions(Settings, frozen=True, kw_only=True):
     """How a command prints its report."""
 
-    json: Annotated[bool, flag("print JSON instead of text; JSON lines where there is progress to report")] = False
+    json: Annotated[
+        bool, flag("print JSON instead of text; JSON lines where there is progress to report")
+    ] = False
 
 
 def print_json(value: object) -> None:
@@ -190,7 +222,10 @@ def _configure_top(parser: argparse.ArgumentParser) -> None:
     from fuelrail.pipeline.runtime.top import TopOptions
 
     parser.add_argument(
-        "endpoints", nargs="+", metavar="URL", help="metrics endpoint of a loader, HOST:PORT or URL; one for each rank"
+        "endpoints",
+        nargs="+",
+        metavar="URL",
+        help="metrics endpoint of a loader, HOST:PORT or URL; one for each rank",
     )
     add_flags(parser, TopOptions)
 
@@ -216,6 +251,8 @@ COMMANDS = {
         _run_presets,
     ),
     "top": Command(
-        "watch running loaders: stages, queues, and how well they feed the trainer", _configure_top, _run_top
+        "watch running loaders: stages, queues, and how well they feed the trainer",
+        _configure_top,
+        _run_top,
     ),
 }

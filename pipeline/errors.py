@@ -110,7 +110,12 @@ class ShardError(FuelrailError):
     """
 
     def __init__(
-        self, message: str, *, shard: str | None = None, offset: int | None = None, key: str | None = None
+        self,
+        message: str,
+        *,
+        shard: str | None = None,
+        offset: int | None = None,
+        key: str | None = None,
     ) -> None:
         self.message, self.shard, self.offset, self.key = message, shard, offset, key
         address = [

@@ -41,8 +41,14 @@ def rotation_matrices(rotation_wxyz: NDArray[Any]) -> NDArray[Any]:
     q = rotation_wxyz / np.linalg.norm(rotation_wxyz, axis=-1, keepdims=True)
     w, x, y, z = (q[..., i] for i in range(4))
     rows = [
-        1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y),
-        2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x),
-        2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y),
-    ]  # fmt: skip
+        1 - 2 * (y * y + z * z),
+        2 * (x * y - w * z),
+        2 * (x * z + w * y),
+        2 * (x * y + w * z),
+        1 - 2 * (x * x + z * z),
+        2 * (y * z - w * x),
+        2 * (x * z - w * y),
+        2 * (y * z + w * x),
+        1 - 2 * (x * x + y * y),
+    ]
     return np.stack(rows, -1).reshape(*q.shape[:-1], 3, 3)

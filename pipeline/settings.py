@@ -46,16 +46,19 @@ N = TypeVar("N", int, float)
 # `configs/` is beside `pipeline/` in a checkout (whose package is a link: so resolve) and in an installed package.
 _CONFIGS: Final = Path(__file__).resolve().parents[1] / "configs"
 _PRESETS: Final = {
-    "ImageAugment": "images", "BevAugment": "bev", "PixelAugment": "pixels", "OrderSpec": "orders",
+    "ImageAugment": "images",
+    "BevAugment": "bev",
+    "PixelAugment": "pixels",
+    "OrderSpec": "orders",
     "Scenario": "scenarios",
-}  # fmt: skip
+}
 """Folder of the presets of each type of settings that has some."""
 
 
 class _SettingsMeta(msgspec.StructMeta):
     if not TYPE_CHECKING:  # type checkers see the fields as parameters
 
-        def __call__(self, *args: Any, **fields: Any) -> Any:  # noqa: ANN401
+        def __call__(self, *args: Any, **fields: Any) -> Any:
             """Make settings; an unknown field is refused with the name that was probably meant."""
             try:
                 return super().__call__(*args, **fields)
@@ -70,7 +73,11 @@ class _SettingsMeta(msgspec.StructMeta):
 
 
 class Settings(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True, metaclass=_SettingsMeta
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    repr_omit_defaults=True,
+    metaclass=_SettingsMeta,
 ):
     """Base of all settings types: immutable, unknown keys refused.
 
@@ -83,7 +90,11 @@ class Settings(
         """Return the settings of a name that `fuelrail presets` lists; raises ConfigError for an unknown one."""
         known = preset_files(cls)
         if name not in known:
-            names = f"it has: {', '.join(known)}{did_you_mean(name, known)}" if known else "this type has none"
+            names = (
+                f"it has: {', '.join(known)}{did_you_mean(name, known)}"
+                if known
+                else "this type has none"
+            )
             raise ConfigError(f"{cls.__name__} has no preset {name!r}; {names}")
         return load_yaml(known[name], cls)
 
@@ -102,7 +113,11 @@ class CheckedSettings(Settings, frozen=True):
 def preset_files(kind: type) -> dict[str, Path]:
     """Return the files of the presets of a type of settings, by name."""
     folder = _PRESETS.get(kind.__name__)
-    return {file.stem: file for file in sorted((_CONFIGS / folder).glob("*.yaml"))} if folder is not None else {}
+    return (
+        {file.stem: file for file in sorted((_CONFIGS / folder).glob("*.yaml"))}
+        if folder is not None
+        else {}
+    )
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -137,8 +152,12 @@ def presets() -> PresetsReport:
     found = []
     for kind, folder in _PRESETS.items():
         for file in sorted((_CONFIGS / folder).glob("*.yaml")):
-            comment = itertools.takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
-            found.append(Preset(kind, file.stem, " ".join(line.lstrip("# ") for line in comment), str(file)))
+            comment = itertools.takewhile(
+                lambda line: line.startswith("#"), file.read_text("utf-8").splitlines()
+            )
+            found.append(
+                Preset(kind, file.stem, " ".join(line.lstrip("# ") for line in comment), str(file))
+            )
     return PresetsReport(found)
 
 
@@ -204,7 +223,9 @@ def as_settings(value: object, kind: type[S], name: str) -> S:
         try:
             return load_yaml(value, kind)
         except ConfigError as error:
-            raise ConfigError(f"{name}={_short(value)}: {error}; {name} may be {_forms(kind)}") from error
+            raise ConfigError(
+                f"{name}={_short(value)}: {error}; {name} may be {_forms(kind)}"
+            ) from error
     raise ConfigError(f"{name}={_short(value)} must be {_forms(kind)}")
 
 
@@ -215,16 +236,20 @@ def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]
     field.
     """
     if not isinstance(options, kind | None):
-        raise ConfigError(f"{_short(options)} must be a {kind.__name__}; or give its fields by name")
+        raise ConfigError(
+            f"{_short(options)} must be a {kind.__name__}; or give its fields by name"
+        )
     values = {} if options is None else msgspec.structs.asdict(options)
     for name, value in changes.items():
         plain = os.fspath(value) if isinstance(value, os.PathLike) else value
         kinds = {field.name: field.type for field in _fields(kind)}
-        values[name] = _resolved(plain, kinds[name], f"{kind.__name__}.{name}") if name in kinds else plain
+        values[name] = (
+            _resolved(plain, kinds[name], f"{kind.__name__}.{name}") if name in kinds else plain
+        )
     return convert(values, kind, kind.__name__)
 
 
-def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> object:  # noqa: ANN401
+def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> object:
     """Return the value as msgspec makes it of its type."""
     try:
         made: object = msgspec.convert(value, type=annotation)
@@ -299,7 +324,9 @@ def convert(value: object, to: type[S], where: str) -> S:
         raise ConfigError(f"{where}: at '{path}': {text}{_hint(text, path, to)}") from error
 
 
-def read_pairs(what: str, text: str, names: Sequence[str], number: Callable[[str], N], rule: str) -> dict[str, N]:
+def read_pairs(
+    what: str, text: str, names: Sequence[str], number: Callable[[str], N], rule: str
+) -> dict[str, N]:
     """Read ``NAME=NUMBER,...`` with numbers above 0. Raises ConfigError, which says ``rule``."""
     found: dict[str, N] = {}
     for part in text.split(","):
@@ -308,7 +335,9 @@ def read_pairs(what: str, text: str, names: Sequence[str], number: Callable[[str
             if name in names and name not in found and 0 < number(value) <= _LARGE:
                 found[name] = number(value)
                 continue
-        raise ConfigError(f"{what} '{text}' has the part '{part}'; write {rule}: {', '.join(names)}")
+        raise ConfigError(
+            f"{what} '{text}' has the part '{part}'; write {rule}: {', '.join(names)}"
+        )
     return found
 
 
@@ -317,7 +346,10 @@ def read_text(file: Path) -> str:
     with file.open("rb") as stream:
         data = stream.read(_MAX_TEXT_BYTES + 1)
     if len(data) > _MAX_TEXT_BYTES:
-        raise OSError(errno.EFBIG, f"it has more than {_MAX_TEXT_BYTES} bytes, which is all that is read of it")
+        raise OSError(
+            errno.EFBIG,
+            f"it has more than {_MAX_TEXT_BYTES} bytes, which is all that is read of it",
+        )
     return data.decode("utf-8").replace("\r\n", "\n")
 
 
@@ -334,7 +366,9 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
         text = read_text(file)
     except OSError as error:
         hint = f"; presets: {', '.join(known)}{did_you_mean(str(path), known)}" if known else ""
-        raise ConfigError(f"config file '{shown(file)}' cannot be read: {error.strerror}{hint}") from error
+        raise ConfigError(
+            f"config file '{shown(file)}' cannot be read: {error.strerror}{hint}"
+        ) from error
     except ValueError as error:  # no UTF-8, or a path with a null character
         raise ConfigError(f"config file '{file}' cannot be read: {error}") from error
     try:
@@ -342,7 +376,9 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
         # The last three are what PyYAML lets out for a day 32, an `!!int x` or very deep nesting.
-        raise ConfigError(f"config file '{file}' is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"config file '{file}' is not YAML: {' '.join(str(error).split())}"
+        ) from error
     _refuse_duplicates(root, file, set())
     try:
         return msgspec.convert({} if value is None else value, to)
@@ -377,8 +413,18 @@ def _hint(text: str, path: str, root: type) -> str:
         # Of several structs msgspec does not say which one it took; the wrong keys would be worse than none.
         allowed = [field.encode_name for field in structs[0].fields] if len(structs) == 1 else []
     elif "Invalid enum value" in text:
-        allowed = [str(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values]
-        allowed += [str(item.value) for kind in kinds if isinstance(kind, inspect.EnumType) for item in kind.cls]
+        allowed = [
+            str(value)
+            for kind in kinds
+            if isinstance(kind, inspect.LiteralType)
+            for value in kind.values
+        ]
+        allowed += [
+            str(item.value)
+            for kind in kinds
+            if isinstance(kind, inspect.EnumType)
+            for item in kind.cls
+        ]
     if not allowed:
         return ""
     unknown = re.search(r"unknown field `([^`]+)`", text)
@@ -442,7 +488,9 @@ def _refuse_duplicates(node: yaml.Node | None, file: Path, visited: set[int]) ->
         seen: set[str] = set()
         for key, value in node.value:
             if key.value in seen:
-                raise ConfigError(f"{file}:{key.start_mark.line + 1}: key '{key.value}' occurs twice")
+                raise ConfigError(
+                    f"{file}:{key.start_mark.line + 1}: key '{key.value}' occurs twice"
+                )
             seen.add(key.value)
             _refuse_duplicates(value, file, visited)
     elif isinstance(node, yaml.SequenceNode):

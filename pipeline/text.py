@@ -35,7 +35,11 @@ def escaped(text: str) -> str:
 def shown(value: object, limit: int = MAX_VALUE) -> str:
     """Return one value as text to print: escaped, and cut beyond ``limit`` characters, with their number."""
     text = str(value)
-    return escaped(text) if len(text) <= limit else f"{escaped(text[:limit])}... ({len(text)} characters)"
+    return (
+        escaped(text)
+        if len(text) <= limit
+        else f"{escaped(text[:limit])}... ({len(text)} characters)"
+    )
 
 
 def repeated_key(data: bytes, decoded: object) -> str | None:
@@ -83,7 +87,10 @@ def message(text: str) -> str:
 def json_text(value: object) -> str:
     """Return a value as indented JSON that prints as itself: JSON's escapes replace all else. A line feed ends it."""
     lines = msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
-    return "\n".join("".join(c if c.isprintable() else _json_code(c) for c in line) for line in lines) + "\n"
+    return (
+        "\n".join("".join(c if c.isprintable() else _json_code(c) for c in line) for line in lines)
+        + "\n"
+    )
 
 
 class Printed:

@@ -91,7 +91,10 @@ class SourceOptions(Settings, frozen=True, kw_only=True):
         ),
     ] = ()
     cameras: Annotated[
-        str | None, flag("cameras to keep, such as cam_front,cam_back: the source's option of that name (default: all)")
+        str | None,
+        flag(
+            "cameras to keep, such as cam_front,cam_back: the source's option of that name (default: all)"
+        ),
     ] = None
     check: Annotated[bool, flag("scan the source, report, and write nothing")] = False
 
@@ -136,7 +139,8 @@ class VerifyOptions(Settings, frozen=True, kw_only=True):
 
     deep: Annotated[bool, flag("also decode every member and every image")] = False
     workers: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | None, flag("number of threads (default: one per core)")
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        flag("number of threads (default: one per core)"),
     ] = None
     repair: Annotated[
         tuple[str, ...],
@@ -223,12 +227,23 @@ def reshard(
         datasets = [datasets]
     locations = [os.fspath(location) for location in datasets]
     if _place(os.fspath(out)) in map(_place, locations):
-        raise ConfigError(f"input and output are the same folder, '{os.fspath(out)}': choose another output folder")
+        raise ConfigError(
+            f"input and output are the same folder, '{os.fspath(out)}': choose another output folder"
+        )
     if not append:
-        kept: dict[str, Any] = {**({} if points else {"points": False}), **({"cameras": cameras} if cameras else {})}
+        kept: dict[str, Any] = {
+            **({} if points else {"points": False}),
+            **({"cameras": cameras} if cameras else {}),
+        }
         spec = SourceSpec("fuelrail", SEPARATOR.join(locations), kept)
         return _run(spec, out, _recipe(recipe, options), engine, workers, ray_address, progress)
-    given = {"recipe": recipe, "engine": engine, "workers": workers or None, "ray_address": ray_address, **options}
+    given = {
+        "recipe": recipe,
+        "engine": engine,
+        "workers": workers or None,
+        "ray_address": ray_address,
+        **options,
+    }
     given |= {"points": None if points else False, "cameras": cameras or None}
     refused = [name for name, value in given.items() if value is not None]
     if refused:
@@ -237,12 +252,18 @@ def reshard(
 
     start = time.monotonic()
     manifest = append_datasets(locations, out, progress)
-    return _report(Outcome(manifest, num_written=0, num_kept=manifest.num_shards), out, time.monotonic() - start)
+    return _report(
+        Outcome(manifest, num_written=0, num_kept=manifest.num_shards),
+        out,
+        time.monotonic() - start,
+    )
 
 
 def append_refuses(append: str, option: str) -> ConfigError:
     """Return the error for an option that does not go with appending, each as the user wrote it."""
-    return ConfigError(f"{append} reuses shards as they are, so it cannot be combined with {option}")
+    return ConfigError(
+        f"{append} reuses shards as they are, so it cannot be combined with {option}"
+    )
 
 
 def verify(
@@ -284,7 +305,10 @@ class InspectOptions(Settings, frozen=True, kw_only=True):
     """Options of ``inspect``."""
 
     statistics: Annotated[
-        bool, flag("also compute mean, deviation and quantiles of all numbers, and store them beside the manifest")
+        bool,
+        flag(
+            "also compute mean, deviation and quantiles of all numbers, and store them beside the manifest"
+        ),
     ] = False
 
 
@@ -295,15 +319,23 @@ def inspect(dataset: Location, key: str | None = None, *, statistics: bool = Fal
     what is not a dataset, ConfigError for a key that does not exist, and for statistics of a sample.
     """
     if statistics and key is not None:
-        raise ConfigError(f"statistics are of a dataset, and '{key}' is one sample: leave one of them out")
-    return describe_dataset(dataset, statistics=statistics) if key is None else describe_sample(dataset, key)
+        raise ConfigError(
+            f"statistics are of a dataset, and '{key}' is one sample: leave one of them out"
+        )
+    return (
+        describe_dataset(dataset, statistics=statistics)
+        if key is None
+        else describe_sample(dataset, key)
+    )
 
 
 def _recipe(recipe: Recipe | None, options: Mapping[str, Any]) -> Recipe:
     if recipe is None:
         return make_recipe(**options)
     if options:
-        raise ConfigError(f"give the options as a recipe or as keywords, not both; got recipe and {', '.join(options)}")
+        raise ConfigError(
+            f"give the options as a recipe or as keywords, not both; got recipe and {', '.join(options)}"
+        )
     check_recipe(recipe)
     return recipe
 
@@ -319,7 +351,9 @@ def _run(
 ) -> ShardReport:
     check_main_guard()
     name = engine if isinstance(engine, str) else None
-    options = convert({"workers": workers, "engine": name, "ray_address": ray_address}, EngineOptions, "options")
+    options = convert(
+        {"workers": workers, "engine": name, "ray_address": ray_address}, EngineOptions, "options"
+    )
     start = time.monotonic()
     chosen = make_engine(options) if engine is None or isinstance(engine, str) else engine
     outcome = run_shard(spec, out, recipe, options.num_workers, progress or Quiet(), chosen)
@@ -355,4 +389,8 @@ def _left_out(manifest: Manifest) -> int:
 
 def _place(location: str) -> str:
     """Return the same text for two ways to write one folder or URL."""
-    return location.rstrip("/") if is_url(location) else os.path.realpath(location.removeprefix("file://"))
+    return (
+        location.rstrip("/")
+        if is_url(location)
+        else os.path.realpath(location.removeprefix("file://"))
+    )

@@ -46,8 +46,18 @@ from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.recipe import Recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.sources.fuelrail.merging import check_alike, check_disjoint, joined, open_source
-from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, write_attributes, write_index
+from fuelrail.sharding.sources.fuelrail.merging import (
+    check_alike,
+    check_disjoint,
+    joined,
+    open_source,
+)
+from fuelrail.sharding.write.publish import (
+    ROWS_PER_GROUP,
+    publish_tables,
+    write_attributes,
+    write_index,
+)
 from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
@@ -67,7 +77,9 @@ class Piece(NamedTuple):
     new: ShardEntry
 
 
-def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Quiet | None = None) -> Manifest:
+def append(
+    locations: Sequence[str], out: str | os.PathLike[str], progress: Quiet | None = None
+) -> Manifest:
     """Make a dataset at ``out`` of all shards of the datasets; an interrupted run is resumed.
 
     A finished dataset is checked, and its damaged files are made again. Raises SourceError for datasets that do not fit
@@ -84,7 +96,9 @@ def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Quie
     datasets = [open_source(location) for location in locations]
     _check(datasets)
     pieces = _deal(datasets)
-    recipe = Recipe(source="append", source_options={"fingerprints": [d.manifest.fingerprint for d in datasets]})
+    recipe = Recipe(
+        source="append", source_options={"fingerprints": [d.manifest.fingerprint for d in datasets]}
+    )
     finished = manifest_in(output)
     check_same_recipe(output.shown, recipe_of(output.shown, finished) if finished else None, recipe)
     with output.writing(), Workspace(output) as work:
@@ -115,7 +129,11 @@ def _check(datasets: Sequence[Dataset]) -> None:
     first = datasets[0]
     for other in datasets[1:]:
         for what, wanted, found in (
-            ("layout", first.manifest.compression.get("layout"), other.manifest.compression.get("layout")),
+            (
+                "layout",
+                first.manifest.compression.get("layout"),
+                other.manifest.compression.get("layout"),
+            ),
             ("order unit", first.manifest.order_unit, other.manifest.order_unit),
             ("zstd dictionary (SHA-256)", _dictionary(first), _dictionary(other)),
         ):
@@ -149,7 +167,9 @@ def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
     return pieces
 
 
-def bring_shard(source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, *, again: bool) -> bool:
+def bring_shard(
+    source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, *, again: bool
+) -> bool:
     """Copy or link a shard and its DALI index into OUT, unless OUT has them, with that size; returns whether it had.
 
     What is linked is not read; what is copied by this process is, and checked. ``again`` says that OUT was finished:
@@ -160,7 +180,9 @@ def bring_shard(source: Dataset, old: ShardEntry, out: Output, new: ShardEntry, 
     return _bring(source, old.name, out, new.name, new.bytes, new.sha256, again=again)
 
 
-def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str, *, again: bool) -> bool:
+def _bring(
+    source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str, *, again: bool
+) -> bool:
     was_there = out.size(new) == num_bytes  # nothing has its name before it is whole
     if was_there and (not again or out.holds(new, num_bytes, sha256)):
         return True
@@ -173,9 +195,13 @@ def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha
     else:
         _copy(source, old, out, new, sha256)
     if (size := out.size(new)) != num_bytes:
-        raise SourceError(f"'{source.location}/{old}' has {size} bytes, its manifest says {num_bytes}: verify it")
+        raise SourceError(
+            f"'{source.location}/{old}' has {size} bytes, its manifest says {num_bytes}: verify it"
+        )
     if again and not out.holds(new, num_bytes, sha256):
-        raise SourceError(f"'{source.location}/{old}' is not the file that its manifest describes: verify it")
+        raise SourceError(
+            f"'{source.location}/{old}' is not the file that its manifest describes: verify it"
+        )
     return False
 
 
@@ -196,10 +222,14 @@ def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None
             digest.update(data)
             target.write(data)
         if digest.hexdigest() != sha256:
-            raise SourceError(f"'{source.location}/{old}' is not the file that its manifest describes: verify it")
+            raise SourceError(
+                f"'{source.location}/{old}' is not the file that its manifest describes: verify it"
+            )
 
 
-def _publish(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piece], recipe: Recipe) -> Manifest:
+def _publish(
+    work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piece], recipe: Recipe
+) -> Manifest:
     """Publish dictionary, tables and manifest of the new version."""
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.index.names))
     codecs = {codec for dataset in datasets for codec in dataset.index.codecs}
@@ -213,12 +243,17 @@ def _publish(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piec
         _bring(datasets[0], name, work.out, name, size, sha256, again=True)
     cameras = [
         msgspec.structs.replace(
-            camera, sizes=tuple(sorted({size for m in manifests for size in m.cameras[number].sizes}))
+            camera,
+            sizes=tuple(sorted({size for m in manifests for size in m.cameras[number].sizes})),
         )
         for number, camera in enumerate(first.cameras)
     ]
     stored = {channel.field: channel.codec for m in reversed(manifests) for channel in m.channels}
-    stated = {name: codec for m in reversed(manifests) for name, codec in m.compression.get("codecs", {}).items()}
+    stated = {
+        name: codec
+        for m in reversed(manifests)
+        for name, codec in m.compression.get("codecs", {}).items()
+    }
     make = partial(
         msgspec.structs.replace,
         first,
@@ -231,7 +266,8 @@ def _publish(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piec
             "recipe": msgspec.to_builtins(recipe),
             "facts": {
                 "appended": [
-                    {"name": m.name, "fingerprint": m.fingerprint, "provenance": m.provenance} for m in manifests
+                    {"name": m.name, "fingerprint": m.fingerprint, "provenance": m.provenance}
+                    for m in manifests
                 ]
             },
         },
@@ -241,7 +277,12 @@ def _publish(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piec
         for split in dict.fromkeys(piece.new.split for piece in pieces)
     }
     return publish_tables(
-        work.out, work.temporary, [piece.new for piece in pieces], num_clips, make, [dictionary] if dictionary else []
+        work.out,
+        work.temporary,
+        [piece.new for piece in pieces],
+        num_clips,
+        make,
+        [dictionary] if dictionary else [],
     )
 
 
@@ -254,23 +295,31 @@ def _rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[Inde
 
 
 def take_attributes(
-    folder: Path, datasets: Sequence[Dataset], runs: Sequence[tuple[int, Sequence[int] | NDArray[np.int64]]]
+    folder: Path,
+    datasets: Sequence[Dataset],
+    runs: Sequence[tuple[int, Sequence[int] | NDArray[np.int64]]],
 ) -> Iterator[pa.Table]:
     """Yield the attributes of runs of rows, each of a dataset; a column that a dataset lacks is null for its samples.
 
     ``folder`` is for the sort.
     """
     files = [dataset.attributes_file() for dataset in datasets]
-    schemas = [file.schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)]
+    schemas = [
+        file.schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)
+    ]
     try:
         schema = pa.unify_schemas(schemas)
     except pa.ArrowException as error:
-        raise SourceError(f"{ATTRIBUTES_FILE} of the datasets do not fit together: {error}") from error
+        raise SourceError(
+            f"{ATTRIBUTES_FILE} of the datasets do not fit together: {error}"
+        ) from error
     disk = Disk(folder)
     tables = [disk.table(file.batches(of.names)) for file, of in zip(files, schemas, strict=True)]
     for dataset, rows in runs:
         for first in range(0, len(rows), ROWS_PER_GROUP):
-            found = disk.take(tables[dataset], np.asarray(rows[first : first + ROWS_PER_GROUP], np.int64))
+            found = disk.take(
+                tables[dataset], np.asarray(rows[first : first + ROWS_PER_GROUP], np.int64)
+            )
             columns = [
                 found[name] if name in found.column_names else pa.nulls(len(found), kind)
                 for name, kind in zip(schema.names, schema.types, strict=True)

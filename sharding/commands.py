@@ -21,9 +21,7 @@ ARROW_POOL: Final = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 """Environment in which Arrow frees memory at once: its own pool keeps tens of megabytes of a long run's scan."""
 
 _DATASET: Final = "folder or URL of a Fuelrail dataset"
-_OUT: Final = (
-    "output folder, or URL such as s3://bucket/prefix; must be new, empty, or hold an unfinished run to resume"
-)
+_OUT: Final = "output folder, or URL such as s3://bucket/prefix; must be new, empty, or hold an unfinished run to resume"  # noqa: E501
 
 
 def _choose_arrow_pool() -> None:
@@ -32,7 +30,9 @@ def _choose_arrow_pool() -> None:
         os.environ.setdefault(name, value)
 
 
-def _print(args: argparse.Namespace, report: Any, options: type[PrintOptions] = PrintOptions) -> int:  # noqa: ANN401 - with ``as_json`` and ``as_text``
+def _print(
+    args: argparse.Namespace, report: Any, options: type[PrintOptions] = PrintOptions
+) -> int:
     sys.stdout.write(report.as_json() if from_flags(args, options).json else report.as_text())
     return 0
 
@@ -41,7 +41,11 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
     _choose_arrow_pool()
     from fuelrail.sharding.api import SourceOptions
 
-    parser.add_argument("source", metavar="KIND:PATH", help="source to read, such as nuscenes:DATAROOT: folder or URL")
+    parser.add_argument(
+        "source",
+        metavar="KIND:PATH",
+        help="source to read, such as nuscenes:DATAROOT: folder or URL",
+    )
     parser.add_argument("out", metavar="OUT", nargs="?", help=_OUT)
     add_flags(parser, SourceOptions)
     _add_options(parser)
@@ -52,14 +56,23 @@ def _run_shard(args: argparse.Namespace) -> int:
     from fuelrail.sharding.sources.registry import options_of_texts, parse_source
 
     source = from_flags(args, SourceOptions)
-    pairs = source.option if source.cameras is None else (*source.option, f"cameras=[{source.cameras}]")
+    pairs = (
+        source.option if source.cameras is None else (*source.option, f"cameras=[{source.cameras}]")
+    )
     given = options_of_texts(parse_source(args.source, {}).kind, pairs)
     if source.check:
-        return _print(args, check_source(args.source, options=given, recipe=_options(args)["recipe"]))
+        return _print(
+            args, check_source(args.source, options=given, recipe=_options(args)["recipe"])
+        )
     if args.out is None:
-        raise ConfigError("`fuelrail shard` needs an output folder or URL, OUT; --check scans without one")
+        raise ConfigError(
+            "`fuelrail shard` needs an output folder or URL, OUT; --check scans without one"
+        )
     options = _options(args)
-    return _show(args, lambda progress: shard(args.source, args.out, options=given, progress=progress, **options))
+    return _show(
+        args,
+        lambda progress: shard(args.source, args.out, options=given, progress=progress, **options),
+    )
 
 
 def _configure_sources(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +84,9 @@ def _run_sources(args: argparse.Namespace) -> int:
     from fuelrail.sharding.sources.registry import sources
 
     as_json = from_flags(args, PrintOptions).json
-    sys.stdout.write("\n".join(kind.as_json() if as_json else kind.as_text() for kind in sources(args.kind)))
+    sys.stdout.write(
+        "\n".join(kind.as_json() if as_json else kind.as_text() for kind in sources(args.kind))
+    )
     return 0
 
 
@@ -80,7 +95,9 @@ def _configure_reshard(parser: argparse.ArgumentParser) -> None:
     from fuelrail.sharding.api import ReshardOptions
     from fuelrail.sharding.sources.fuelrail.source import FuelrailOptions
 
-    parser.add_argument("datasets", metavar="DATASET", nargs="+", help=f"{_DATASET}; several are merged")
+    parser.add_argument(
+        "datasets", metavar="DATASET", nargs="+", help=f"{_DATASET}; several are merged"
+    )
     parser.add_argument("out", metavar="OUT", help=_OUT)
     add_flags(parser, ReshardOptions)
     _add_options(parser)
@@ -98,10 +115,14 @@ def _run_reshard(args: argparse.Namespace) -> int:
         refused = [flag for kind in kinds for flag in given_flags(args, kind).values()]
         if refused:
             raise append_refuses("--append", refused[0])
-        return _show(args, lambda progress: reshard(args.datasets, args.out, append=True, progress=progress))
+        return _show(
+            args, lambda progress: reshard(args.datasets, args.out, append=True, progress=progress)
+        )
     kept, options = from_flags(args, FuelrailOptions), _options(args)
     options |= {"points": kept.points, "cameras": kept.cameras}
-    return _show(args, lambda progress: reshard(args.datasets, args.out, progress=progress, **options))
+    return _show(
+        args, lambda progress: reshard(args.datasets, args.out, progress=progress, **options)
+    )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +152,10 @@ def _show(args: argparse.Namespace, work: Callable[[Quiet], ShardReport]) -> int
     """Run with a progress display and print the report."""
     from fuelrail.sharding.progress import JsonLines, make_progress
 
-    with sigterm_interrupts(), make_progress(as_json=from_flags(args, PrintOptions).json) as progress:
+    with (
+        sigterm_interrupts(),
+        make_progress(as_json=from_flags(args, PrintOptions).json) as progress,
+    ):
         try:
             report = work(progress)
         except KeyboardInterrupt:
@@ -172,7 +196,9 @@ def _run_verify(args: argparse.Namespace) -> int:
             deep=options.deep,
             workers=options.workers,
             repair=options.repair,
-            progress=lambda shard, number: update(total=number, advance=1, description=f"checked {shard.name}"),
+            progress=lambda shard, number: update(
+                total=number, advance=1, description=f"checked {shard.name}"
+            ),
             before_repair=lambda damage: sys.stderr.write(damage.as_text()),
         )
     _print(args, report)
@@ -183,7 +209,9 @@ def _configure_forget(parser: argparse.ArgumentParser) -> None:
     _choose_arrow_pool()
     from fuelrail.sharding.forget import ForgetOptions
 
-    parser.description = "Delete samples from a dataset, in place. The same command continues an interrupted run."
+    parser.description = (
+        "Delete samples from a dataset, in place. The same command continues an interrupted run."
+    )
     parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
     add_flags(parser, ForgetOptions)
 
@@ -193,7 +221,9 @@ def _run_forget(args: argparse.Namespace) -> int:
 
     given = from_flags(args, ForgetOptions)
     with sigterm_interrupts():
-        report = forget(args.dataset, given.clips, layers=given.layer, caches=given.cache, receipt=given.receipt)
+        report = forget(
+            args.dataset, given.clips, layers=given.layer, caches=given.cache, receipt=given.receipt
+        )
     return _print(args, report, ForgetOptions)
 
 
@@ -201,7 +231,9 @@ def _configure_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
     from fuelrail.sharding.api import InspectOptions
 
-    parser.add_argument("key", metavar="KEY", nargs="?", help="sample key (default: describe the whole dataset)")
+    parser.add_argument(
+        "key", metavar="KEY", nargs="?", help="sample key (default: describe the whole dataset)"
+    )
     add_flags(parser, InspectOptions)
     add_flags(parser, PrintOptions)
 
@@ -209,7 +241,10 @@ def _configure_inspect(parser: argparse.ArgumentParser) -> None:
 def _run_inspect(args: argparse.Namespace) -> int:
     from fuelrail.sharding.api import InspectOptions, inspect
 
-    return _print(args, inspect(args.dataset, args.key, statistics=from_flags(args, InspectOptions).statistics))
+    return _print(
+        args,
+        inspect(args.dataset, args.key, statistics=from_flags(args, InspectOptions).statistics),
+    )
 
 
 def _configure_log(parser: argparse.ArgumentParser) -> None:
@@ -224,7 +259,9 @@ def _run_log(args: argparse.Namespace) -> int:
 
 
 def _configure_diff(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Compare two datasets, or two layers, by manifests and tables. Shards are not read."
+    parser.description = (
+        "Compare two datasets, or two layers, by manifests and tables. Shards are not read."
+    )
     parser.add_argument("a", metavar="DATASET", help=_DATASET)
     parser.add_argument("b", metavar="OTHER", help="the dataset to compare it with")
     add_flags(parser, PrintOptions)
@@ -239,7 +276,9 @@ def _run_diff(args: argparse.Namespace) -> int:
 def _configure_tag(parser: argparse.ArgumentParser) -> None:
     from fuelrail.sharding.verify.catalogue import TagOptions
 
-    parser.description = "Add or remove names of a dataset, in tags.json beside it. Without flags, list them."
+    parser.description = (
+        "Add or remove names of a dataset, in tags.json beside it. Without flags, list them."
+    )
     parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
     add_flags(parser, TagOptions)
 
@@ -249,19 +288,27 @@ def _run_tag(args: argparse.Namespace) -> int:
 
     options = from_flags(args, TagOptions)
     changes = options.add or options.remove
-    tags = tag(args.dataset, add=options.add, remove=options.remove) if changes else dataset_log(args.dataset).tags
+    tags = (
+        tag(args.dataset, add=options.add, remove=options.remove)
+        if changes
+        else dataset_log(args.dataset).tags
+    )
     sys.stdout.write("".join(f"{one}\n" for one in tags))
     return 0
 
 
 def _configure_layer(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Work on layers: channels that were added to a dataset later, in a folder of their own."
+    parser.description = (
+        "Work on layers: channels that were added to a dataset later, in a folder of their own."
+    )
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
     text = "bind a layer to another version of its base, such as the one that --append made; shards are linked"
     rebase = words.add_parser("rebase", help=text, description=f"{text[0].upper()}{text[1:]}.")
     rebase.add_argument("layer", metavar="LAYER", help="folder of the layer")
     rebase.add_argument("base", metavar="DATASET", help="folder or URL of the new base")
-    rebase.add_argument("out", metavar="OUT", help="folder of the new layer: new, empty, or of an interrupted run")
+    rebase.add_argument(
+        "out", metavar="OUT", help="folder of the new layer: new, empty, or of an interrupted run"
+    )
     add_flags(rebase, PrintOptions)
 
 
@@ -289,25 +336,49 @@ def _run_synth(args: argparse.Namespace) -> int:
 
     options = from_flags(args, SynthOptions)
     with bar("rendering captures") as update:
-        report = synth(args.out, options, progress=lambda done, total: update(completed=done, total=total))
+        report = synth(
+            args.out, options, progress=lambda done, total: update(completed=done, total=total)
+        )
     sys.stdout.write(report.as_text())
     return 0
 
 
 COMMANDS = {
-    "synth": Command("render a synthetic multi-camera world as nuScenes v1.0 tables", _configure_synth, _run_synth),
-    "shard": Command("convert a source (such as nuScenes) into a Fuelrail dataset", _configure_shard, _run_shard),
+    "synth": Command(
+        "render a synthetic multi-camera world as nuScenes v1.0 tables",
+        _configure_synth,
+        _run_synth,
+    ),
+    "shard": Command(
+        "convert a source (such as nuScenes) into a Fuelrail dataset", _configure_shard, _run_shard
+    ),
     "sources": Command(
-        "list the kinds of sources, their options, and what to install", _configure_sources, _run_sources
+        "list the kinds of sources, their options, and what to install",
+        _configure_sources,
+        _run_sources,
     ),
     "reshard": Command(
-        "merge, split, reshuffle or recompress datasets, or append to one", _configure_reshard, _run_reshard
+        "merge, split, reshuffle or recompress datasets, or append to one",
+        _configure_reshard,
+        _run_reshard,
     ),
-    "verify": Command("check every byte of a dataset against its checksums", _configure_verify, _run_verify),
-    "forget": Command("delete samples or clips from a dataset, its layers and caches", _configure_forget, _run_forget),
-    "inspect": Command("show the contents of a dataset or of one sample", _configure_inspect, _run_inspect),
+    "verify": Command(
+        "check every byte of a dataset against its checksums", _configure_verify, _run_verify
+    ),
+    "forget": Command(
+        "delete samples or clips from a dataset, its layers and caches",
+        _configure_forget,
+        _run_forget,
+    ),
+    "inspect": Command(
+        "show the contents of a dataset or of one sample", _configure_inspect, _run_inspect
+    ),
     "layer": Command("bind a layer to another version of its base", _configure_layer, _run_layer),
     "log": Command("show what a dataset was made of, and its tags", _configure_log, _run_log),
-    "diff": Command("show how two datasets differ: samples, clips, channels, options", _configure_diff, _run_diff),
+    "diff": Command(
+        "show how two datasets differ: samples, clips, channels, options",
+        _configure_diff,
+        _run_diff,
+    ),
     "tag": Command("add, remove or list tags of a dataset", _configure_tag, _run_tag),
 }

@@ -25,10 +25,23 @@ from fuelrail.pipeline.cli import PrintOptions, counted
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL, DICTIONARY_FILE
-from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, open_kind, read_members
+from fuelrail.pipeline.format.dataset import (
+    Dataset,
+    check_span,
+    open_dataset,
+    open_kind,
+    read_members,
+)
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
 from fuelrail.pipeline.format.index.tables import file_entry, open_shards
-from fuelrail.pipeline.format.layers import EITHER, NO_ROW, BaseEntry, LayerManifest, open_layer, read_rows
+from fuelrail.pipeline.format.layers import (
+    EITHER,
+    NO_ROW,
+    BaseEntry,
+    LayerManifest,
+    open_layer,
+    read_rows,
+)
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Lineage, load_manifest
 from fuelrail.pipeline.format.zstd_frames import is_framed
 from fuelrail.pipeline.order.keys import listed_names, named_rows, unknown_names
@@ -62,15 +75,20 @@ _PLAN: Final = f"{WORK_FOLDER}/forget.json"
 class ForgetOptions(PrintOptions, frozen=True, kw_only=True):
     """Flags of ``fuelrail forget``."""
 
-    clips: Annotated[str, flag("file of the clips, and keys of samples, to delete: one a line", metavar="FILE")]
+    clips: Annotated[
+        str, flag("file of the clips, and keys of samples, to delete: one a line", metavar="FILE")
+    ]
     layer: Annotated[
-        tuple[str, ...], flag("folder of a layer, which follows; repeatable", repeat=True, metavar="LAYER")
+        tuple[str, ...],
+        flag("folder of a layer, which follows; repeatable", repeat=True, metavar="LAYER"),
     ] = ()
     cache: Annotated[
-        tuple[str, ...], flag("cache_dir of loaders, to be purged; repeatable", repeat=True, metavar="FOLDER")
+        tuple[str, ...],
+        flag("cache_dir of loaders, to be purged; repeatable", repeat=True, metavar="FOLDER"),
     ] = ()
     receipt: Annotated[
-        str | None, flag("JSON file for the receipt (default: DATASET-forgot-DIGEST.json)", metavar="FILE")
+        str | None,
+        flag("JSON file for the receipt (default: DATASET-forgot-DIGEST.json)", metavar="FILE"),
     ] = None
 
 
@@ -120,10 +138,14 @@ class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
                 f"{escaped(one.folder)}: {counted(one.num_samples, 'sample')} in {counted(len(one.shards), 'shard')}, "
                 f"fingerprint {one.before[:16]} is now {one.after[:16]}"
             )
-            lines += [f"  {name} has other names, which still hold the samples" for name in one.linked]
+            lines += [
+                f"  {name} has other names, which still hold the samples" for name in one.linked
+            ]
         lines += [f"removed the cache {escaped(one)}" for one in self.caches]
         if self.keeps_dictionary:
-            lines.append("zstd.dict stays, which may hold parts of metadata: `fuelrail reshard` trains another one")
+            lines.append(
+                "zstd.dict stays, which may hold parts of metadata: `fuelrail reshard` trains another one"
+            )
         return "\n".join(lines) + "\n"
 
 
@@ -166,14 +188,24 @@ def forget(
     """
     for place in (dataset, *layers):
         if is_url(place):
-            raise ConfigError(f"'{shown_url(str(place))}' is at a URL: samples are deleted in folders of this machine")
-    wanted = listed_names(os.fspath(names)).to_pylist() if isinstance(names, str | os.PathLike) else names
+            raise ConfigError(
+                f"'{shown_url(str(place))}' is at a URL: samples are deleted in folders of this machine"
+            )
+    wanted = (
+        listed_names(os.fspath(names)).to_pylist()
+        if isinstance(names, str | os.PathLike)
+        else names
+    )
     wanted = sorted(set(wanted))
     digest = _digest(wanted)
     out = FolderOutput(os.fspath(dataset).removeprefix("file://"))
     file = Path(receipt or out.root.with_name(f"{out.root.name}-forgot-{digest[:16]}.json"))
     data = out.read(_PLAN)
-    plan = _plan(out, wanted, layers, caches, file) if data is None else msgspec.json.decode(data, type=_Plan)
+    plan = (
+        _plan(out, wanted, layers, caches, file)
+        if data is None
+        else msgspec.json.decode(data, type=_Plan)
+    )
     recipe = Recipe(source="forget", source_options={"names": digest})
     with out.writing("finished steps"), Workspace(out) as work:
         started = work.state()
@@ -188,7 +220,9 @@ def forget(
         for cache in plan.report.caches:
             shutil.rmtree(cache, ignore_errors=True)
         report = msgspec.structs.replace(plan.report, folders=folders)
-        part = file.with_name(f".{file.name}.part")  # one name, so that a killed run leaves no other
+        part = file.with_name(
+            f".{file.name}.part"
+        )  # one name, so that a killed run leaves no other
         with part.open("wb") as target:
             target.write(report.as_json().encode())
             target.flush()
@@ -205,7 +239,9 @@ def _plan(
 ) -> _Plan | ForgetReport:
     """Return what is to be done; the report where all of it is done."""
     base = open_dataset(out.root)
-    rows, unknown = named_rows(names, pa.table({name: base.index.texts(name) for name in ("key", "clip_id")}))
+    rows, unknown = named_rows(
+        names, pa.table({name: base.index.texts(name) for name in ("key", "clip_id")})
+    )
     if unknown:
         if not rows.size and receipt.is_file():
             done = msgspec.json.decode(receipt.read_bytes(), type=ForgetReport)
@@ -228,7 +264,10 @@ def _plan(
         names=names,
         samples=[
             DeletedSample(
-                one.key, one.clip_id, f"{one.xxh3:016x}", {part.name: f"{part.xxh3:016x}" for part in one.members}
+                one.key,
+                one.clip_id,
+                f"{one.xxh3:016x}",
+                {part.name: f"{part.xxh3:016x}" for part in one.members},
             )
             for one in map(base.index.row, rows.tolist())
         ],
@@ -265,7 +304,9 @@ def _part(source: Dataset, rows: Rows, stage: str, neighbours: Sequence[int] | R
     gone = {one.name: one.sha256 for one in hit}
     found = DeletedFrom(str(source.root), source.manifest.fingerprint, "", len(rows), gone, linked)
     keys = source.index.texts("key").take(rows).to_pylist()
-    return _Part(found, rows.tolist(), keys, [*files, *(one.name for one in source.manifest.files)], stage)
+    return _Part(
+        found, rows.tolist(), keys, [*files, *(one.name for one in source.manifest.files)], stage
+    )
 
 
 def _inside(rows: Rows, shard: ShardEntry) -> Rows:
@@ -311,14 +352,23 @@ def _write(source: Dataset, part: _Part, base: _Part, out: FolderOutput) -> None
     manifest, rows = source.manifest, np.array(part.rows, np.int64)
     kept = np.delete(np.arange(len(source)), rows)
     clips, entries = source.index.clip_numbers(), list[ShardEntry]()
-    write_index(out.temporary, source.index.names, source.index.codecs, _write_shards(source, part, kept, out, entries))
+    write_index(
+        out.temporary,
+        source.index.names,
+        source.index.codecs,
+        _write_shards(source, part, kept, out, entries),
+    )
     if source.attributes_file().exists:
         write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
     changed: dict[str, Any]
     if isinstance(manifest, LayerManifest):
         of_position = read_rows(source)
-        left = np.delete(np.arange(len(source)) if of_position is None else np.asarray(of_position), base.rows)
-        files = publish_rows(out, out.temporary, np.where(left == NO_ROW, NO_ROW, left - np.searchsorted(rows, left)))
+        left = np.delete(
+            np.arange(len(source)) if of_position is None else np.asarray(of_position), base.rows
+        )
+        files = publish_rows(
+            out, out.temporary, np.where(left == NO_ROW, NO_ROW, left - np.searchsorted(rows, left))
+        )
         changed = {"base": BaseEntry.of(open_dataset(base.found.folder))}
     else:  # of the old recipe nothing: it may name what is deleted
         recipe = Recipe(source="forget", source_options={"fingerprint": manifest.fingerprint})
@@ -332,7 +382,11 @@ def _write(source: Dataset, part: _Part, base: _Part, out: FolderOutput) -> None
     make = partial(msgspec.structs.replace, manifest, lineage=Lineage.of([manifest]), **changed)
     num_clips = {}
     for split in source.splits:
-        of_split = [clips[kept[one.first_sample :][: one.num_samples]] for one in entries if one.split == split]
+        of_split = [
+            clips[kept[one.first_sample :][: one.num_samples]]
+            for one in entries
+            if one.split == split
+        ]
         if of_split:
             num_clips[split] = len(np.unique(np.concatenate(of_split)))
     publish_tables(out, out.temporary, entries, num_clips, make, files)
@@ -353,7 +407,9 @@ def _write_shards(
         rows = [source.index.row(at) for at in here.tolist()]
         if old.name in part.found.shards:
             packed = _pack(source, old.name, name, len(entries), rows, part, out)
-            new = publish_listing(out, new._replace(bytes=packed.num_bytes, sha256=packed.sha256), packed.listing)
+            new = publish_listing(
+                out, new._replace(bytes=packed.num_bytes, sha256=packed.sha256), packed.listing
+            )
             rows = packed.rows
         elif name != old.name:
             bring_shard(source, old, out, new, again=False)
@@ -364,10 +420,20 @@ def _write_shards(
 
 
 def _pack(
-    source: Dataset, old: str, new: str, number: int, rows: Sequence[IndexRow], part: _Part, out: FolderOutput
+    source: Dataset,
+    old: str,
+    new: str,
+    number: int,
+    rows: Sequence[IndexRow],
+    part: _Part,
+    out: FolderOutput,
 ) -> Packed:
     """Write some samples of a shard as another one; what their metadata says of deleted neighbours is left out."""
-    level, buffer, gone = source.manifest.compression.get("level", DEFAULT_ZSTD_LEVEL), ReadBuffer(), {*part.keys}
+    level, buffer, gone = (
+        source.manifest.compression.get("level", DEFAULT_ZSTD_LEVEL),
+        ReadBuffer(),
+        {*part.keys},
+    )
     with open_file(source.root / old) as shard, out.publish(new) as target:
         if is_framed(new):
             packer: ShardPacker = FramedPacker(target, number, level, buffer)
@@ -380,8 +446,12 @@ def _pack(
             raw: dict[str, Buffer] = {**read_members(row, span, old, dictionary=source.dictionary)}
             if META in raw:
                 meta = decode_meta(raw[META])
-                named = {name: None for name in ("prev_key", "next_key") if getattr(meta, name) in gone}
-                raw[META] = encode_meta(msgspec.structs.replace(meta, **named)) if named else raw[META]
+                named = {
+                    name: None for name in ("prev_key", "next_key") if getattr(meta, name) in gone
+                }
+                raw[META] = (
+                    encode_meta(msgspec.structs.replace(meta, **named)) if named else raw[META]
+                )
             members = [RawMember(one.name, one.codec, raw[one.name]) for one in row.members]
             buffer.clear()
             packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, members)

@@ -109,7 +109,9 @@ def shard(
     check_out(output)
     source = make_source(spec)
     jpegtran = jpegtran_version() if recipe.jpeg == "restart" else ""
-    recipe = msgspec.structs.replace(recipe, source=spec.kind, source_options=source.options, jpegtran=jpegtran)
+    recipe = msgspec.structs.replace(
+        recipe, source=spec.kind, source_options=source.options, jpegtran=jpegtran
+    )
     check_same_recipe(output.shown, _finished_recipe(output), recipe)
     with output.writing(), Workspace(output) as work:
         started = work.state()
@@ -119,7 +121,9 @@ def shard(
         progress.scanned(scan.info)
         _check_channels(scan.info, recipe, spec)
         finished = manifest_in(output)
-        check_same_recipe(output.shown, recipe_of(output.shown, finished) if finished else None, scan.recipe)
+        check_same_recipe(
+            output.shown, recipe_of(output.shown, finished) if finished else None, scan.recipe
+        )
         shards = None if finished is None else _stored_shards(work, finished)
         planned = _plan(work, scan, started, shards)
         manifest, dictionary = _start(work, scan, planned, finished)
@@ -134,7 +138,9 @@ def shard(
             job = _staged(work, scan, planned.plan, job, bands, num_workers)
         num_written = _make_shards(work, engine, job, numbers, planned, progress, bands)
         if manifest is None:
-            manifest = finish(work, job, planned.plan, scan.info, scan.table, planned.clips_by_split)
+            manifest = finish(
+                work, job, planned.plan, scan.info, scan.table, planned.clips_by_split
+            )
         work.remove()
     return Outcome(manifest, num_written, num_shards - num_written, scan.info.report)
 
@@ -152,7 +158,9 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
         )
     recipe = recipe_of(str(root), manifest)
     if recipe.source == "forget":
-        raise ConfigError(f"clips were deleted from '{root}', and its source may still have them: use a copy")
+        raise ConfigError(
+            f"clips were deleted from '{root}', and its source may still have them: use a copy"
+        )
     if recipe.source == "append":
         raise ConfigError(
             f"'{root}' was made by `fuelrail reshard --append`: run the same command again, which makes its damaged "
@@ -167,7 +175,9 @@ def scan_source(spec: SourceSpec) -> ScanInfo:
     return checked_source(spec)[0]
 
 
-def checked_source(spec: SourceSpec, recipe: Recipe | None = None) -> tuple[ScanInfo, BreakEven | None]:
+def checked_source(
+    spec: SourceSpec, recipe: Recipe | None = None
+) -> tuple[ScanInfo, BreakEven | None]:
     """Scan a source as `scan_source`; with a recipe, also estimate what its video costs as JPEGs."""
     with tempfile.TemporaryDirectory(prefix="fuelrail-") as folder:
         path = Path(folder) / "scan.arrow"
@@ -186,7 +196,9 @@ def _rig(info: ScanInfo) -> Rig:
     return Rig.make(cameras, info.lidars, info.classes, info.attributes, info.channels)
 
 
-def _fill_table(source: Source, path: Path, *, is_check: bool = False) -> tuple[ScanInfo, NDArray[np.uint64]]:
+def _fill_table(
+    source: Source, path: Path, *, is_check: bool = False
+) -> tuple[ScanInfo, NDArray[np.uint64]]:
     with ScanWriter(path, source.attribute_types, is_check=is_check) as out:
         info = source.scan(out)
     if not info.num_samples:
@@ -201,7 +213,12 @@ def _scan(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     path.replace(work.scan_table)
-    return _Scan(info, ScanTable(work.scan_table), msgspec.structs.replace(recipe, scan_sha256=digest), stamps)
+    return _Scan(
+        info,
+        ScanTable(work.scan_table),
+        msgspec.structs.replace(recipe, scan_sha256=digest),
+        stamps,
+    )
 
 
 def _stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry, ...] | None:
@@ -214,15 +231,23 @@ def _stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry, ...
     return tuple(ShardTable(BlockFile(path), finished))
 
 
-def _plan(work: Workspace, scan: _Scan, started: RunState | None, finished: Sequence[ShardEntry] | None) -> _Planned:
+def _plan(
+    work: Workspace, scan: _Scan, started: RunState | None, finished: Sequence[ShardEntry] | None
+) -> _Planned:
     """Plan the dataset; a finished dataset or a started run keeps the cut into shards that it has."""
     info, table, recipe, _ = scan
     rows = select_rows(table, info.clips, recipe)
-    clip, frame, size_bytes = (table.numbers(name)[rows] for name in ("clip", "frame", "size_bytes"))
+    clip, frame, size_bytes = (
+        table.numbers(name)[rows] for name in ("clip", "frame", "size_bytes")
+    )
     first = table.row(int(rows[0])).members
-    share = stored_share(recipe.images, first) * (uncompressed_share(first) if recipe.layout == "none" else 1.0)
+    share = stored_share(recipe.images, first) * (
+        uncompressed_share(first) if recipe.layout == "none" else 1.0
+    )
     clips_by_split = assign_splits(info.clips, recipe, info.splits, np.unique(clip).tolist())
-    plan = make_plan(rows, clip, frame, (size_bytes * share).astype(np.int64), clips_by_split, recipe)
+    plan = make_plan(
+        rows, clip, frame, (size_bytes * share).astype(np.int64), clips_by_split, recipe
+    )
     selected = selection(plan.rows, len(table))
     state = run_state(recipe, plan, table, selected, info.clips, clips_by_split)
     if finished is not None:
@@ -260,7 +285,10 @@ def _start(
 def _check_channels(info: ScanInfo, recipe: Recipe, spec: SourceSpec) -> None:
     """Raise SourceError for a table of channels that does not hold together, or that the recipe would make untrue."""
     where = f"{spec.kind}:{spec.location}"
-    cameras = [CameraEntry(channel=one.channel, source_name=one.source_name, sizes=()) for one in info.cameras]
+    cameras = [
+        CameraEntry(channel=one.channel, source_name=one.source_name, sizes=())
+        for one in info.cameras
+    ]
     check_table(channel_table(cameras, info.lidars, info.channels), where, SourceError)
     for channel in info.channels:
         try:
@@ -269,7 +297,9 @@ def _check_channels(info: ScanInfo, recipe: Recipe, spec: SourceSpec) -> None:
             raise SourceError(f"'{where}': {error}") from error
 
 
-def _job(work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary: Dictionary | None) -> WriteJob:
+def _job(
+    work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary: Dictionary | None
+) -> WriteJob:
     info, recipe = scan.info, scan.recipe
     return WriteJob(
         out=work.out.location,
@@ -290,7 +320,9 @@ def _job(work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary:
     )
 
 
-def _staged(work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, bands: Bands, num_workers: int) -> WriteJob:
+def _staged(
+    work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, bands: Bands, num_workers: int
+) -> WriteJob:
     """Bring the clips of these shards into the work folder; returns the job that reads them there."""
     of_row = np.full(len(scan.table), NO_BAND, np.int8)
     for number, band in bands.of_shard.items():
@@ -315,13 +347,20 @@ def _staged(work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, bands: Band
 
 
 def _make_shards(
-    work: Workspace, engine: Engine, job: WriteJob, numbers: Sequence[int], planned: _Planned, progress: Quiet,
+    work: Workspace,
+    engine: Engine,
+    job: WriteJob,
+    numbers: Sequence[int],
+    planned: _Planned,
+    progress: Quiet,
     bands: Bands | None,
-) -> int:  # fmt: skip
+) -> int:
     """Make these shards; returns how many were written, since complete ones are kept."""
     making = [job.shards[number] for number in numbers]
     num_bytes = int(planned.shard_bytes[list(numbers)].sum())
-    progress.planned(sum(one.num_samples for one in making), [one.stem for one in making], num_bytes)
+    progress.planned(
+        sum(one.num_samples for one in making), [one.stem for one in making], num_bytes
+    )
     num_written = len(numbers)
     try:
         for done in engine.make_shards(job, numbers, progress.advanced):

@@ -32,7 +32,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_OTHER_LANE: Final = re.compile(rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(LANES[1:])})\b", re.MULTILINE)
+_OTHER_LANE: Final = re.compile(
+    rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(LANES[1:])})\b", re.MULTILINE
+)
 _ALL_COSTLY: Final = "\npytestmark = pytest.mark.costly\n"
 # Where Hypothesis keeps the settings of a test; what it decorates has no public place to change them.
 _EXAMPLES: Final = "_hypothesis_internal_use_settings"
@@ -46,7 +48,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr == "long":
         left_out = "mark.long" not in text
     else:
-        left_out = bool(_OTHER_LANE.search(text)) or (config.option.first_cases and _ALL_COSTLY in text)
+        left_out = bool(_OTHER_LANE.search(text)) or (
+            config.option.first_cases and _ALL_COSTLY in text
+        )
     return True if left_out else None
 
 
@@ -78,7 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in chosen]
         for item in items:  # of properties a few examples
             if (found := getattr(item.function, _EXAMPLES, None)) is not None:
-                setattr(item.function, _EXAMPLES, settings(found, max_examples=min(found.max_examples, 5)))
+                setattr(
+                    item.function,
+                    _EXAMPLES,
+                    settings(found, max_examples=min(found.max_examples, 5)),
+                )
 
 
 def pytest_collection_finish() -> None:
@@ -101,7 +109,9 @@ def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DatasetMa
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+def made_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, Callable[[Path], object]], Path]:
     """Make a folder that takes seconds once for all workers: ``made_once("name", fill)`` fills it; it is read only."""
     base = tmp_path_factory.getbasetemp()
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

@@ -30,9 +30,13 @@ WORDS = sorted(cli._COMMANDS)
 
 def start(*arguments: str, **options) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "fuelrail", *arguments], cwd=SOURCE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, **options,
-    )  # fmt: skip
+        [sys.executable, "-m", "fuelrail", *arguments],
+        cwd=SOURCE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -101,7 +105,9 @@ def test_every_word_has_a_command_with_help_and_flags_of_structs(invoke, word) -
                 continue
             struct, _, field = action.dest.partition(".")
             made = one.get_default(f"flags of {struct}")
-            assert made is not None, f"`{one.prog}` has {action.option_strings}, which is not a field of a struct"
+            assert made is not None, (
+                f"`{one.prog}` has {action.option_strings}, which is not a field of a struct"
+            )
             assert made[field] == action.option_strings[-1]
 
 
@@ -172,7 +178,11 @@ def test_arguments_reach_the_command(invoke, word) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("option 'x' is unknown"), TruncatedShardError("cut", shard="a.tar", offset=3, key="k")]
+    "error",
+    [
+        ConfigError("option 'x' is unknown"),
+        TruncatedShardError("cut", shard="a.tar", offset=3, key="k"),
+    ],
 )
 def test_an_error_of_ours_is_one_sentence(invoke, word, error) -> None:
     def fail(options) -> int:
@@ -216,7 +226,11 @@ def test_a_real_interrupt_is_130_too() -> None:
         "cli._load = lambda word: Command('', lambda parser: None, work)\nsys.exit(cli.main(['verify']))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=SOURCE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        cwd=SOURCE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
@@ -229,7 +243,11 @@ def test_a_real_interrupt_is_130_too() -> None:
 def test_options_may_come_between_the_arguments(invoke, dataset, tmp_path) -> None:
     key = "clip-0000-000001"
     described = invoke("inspect", str(dataset), key, "--json")
-    assert described == invoke("inspect", str(dataset), "--json", key) == invoke("inspect", "--json", str(dataset), key)
+    assert (
+        described
+        == invoke("inspect", str(dataset), "--json", key)
+        == invoke("inspect", "--json", str(dataset), key)
+    )
     assert (described[0], key in described[1]) == (0, True)
     code, _, err = invoke("shard", f"nuscenes:{tmp_path}", "--seed", "7", str(tmp_path / "out"))
     assert (code, "has no nuScenes tables" in err) == (2, True)
@@ -238,7 +256,11 @@ def test_options_may_come_between_the_arguments(invoke, dataset, tmp_path) -> No
 @pytest.mark.process
 def test_a_name_that_the_terminal_cannot_show_is_escaped(dataset, tmp_path) -> None:
     (tmp_path / "stra\u00dfe").symlink_to(dataset)
-    process = start("inspect", str(tmp_path / "stra\u00dfe"), env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
+    process = start(
+        "inspect",
+        str(tmp_path / "stra\u00dfe"),
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+    )
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     assert f"{tmp_path}/stra\\xdfe" in out
@@ -287,14 +309,27 @@ def test_what_is_not_there_is_one_sentence_from_the_real_commands(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("engine", [[], ["--engine", "processes", "--workers", "2"]], ids=["threads", "processes"])
-def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(tmp_path: Path, engine) -> None:
+@pytest.mark.parametrize(
+    "engine", [[], ["--engine", "processes", "--workers", "2"]], ids=["threads", "processes"]
+)
+def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(
+    tmp_path: Path, engine
+) -> None:
     """`fuelrail shard ... --json | head -1`; the same command again finishes the dataset.
 
     A line for each of 250 shards is more than the pipe and the reader hold: the command cannot end before it is closed.
     """
-    build_nuscenes(tmp_path / "source", {"a": 250}, cameras=("CAM_FRONT",), num_points=0, num_tracks=0)
-    words = ["shard", f"nuscenes:{tmp_path / 'source'}", str(tmp_path / "out"), "-o", "version=v1.0-mini", *engine]
+    build_nuscenes(
+        tmp_path / "source", {"a": 250}, cameras=("CAM_FRONT",), num_points=0, num_tracks=0
+    )
+    words = [
+        "shard",
+        f"nuscenes:{tmp_path / 'source'}",
+        str(tmp_path / "out"),
+        "-o",
+        "version=v1.0-mini",
+        *engine,
+    ]
     words += ["--shard-size", "4KB"]
     process = start(*words, "--json", pipesize=4096)
     assert process.stdout is not None
@@ -309,7 +344,9 @@ def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(tmp_path: P
 
 
 @pytest.mark.parametrize("raising", [OSError, Exception])
-def test_a_closed_output_is_not_an_error_of_the_code_that_prints(monkeypatch, word, raising) -> None:
+def test_a_closed_output_is_not_an_error_of_the_code_that_prints(
+    monkeypatch, word, raising
+) -> None:
     class Closed:
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -350,19 +387,40 @@ def dataset(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("order", "describe", "DS", "--global-batch=99999999999999999999"), "Expected `int` <= 1000000000"),
-        (("order", "describe", "DS", "--buffer=99999999999999999999"), "Expected `int` <= 1000000000"),
+        (
+            ("order", "describe", "DS", "--global-batch=99999999999999999999"),
+            "Expected `int` <= 1000000000",
+        ),
+        (
+            ("order", "describe", "DS", "--buffer=99999999999999999999"),
+            "Expected `int` <= 1000000000",
+        ),
         (("verify", "DS", "--workers", "0"), "--workers 0: Expected `int` >= 1"),
         (("verify", "DS", "--workers", "99999999999999999999"), "--workers 99999999999999999999: "),
         (("view", "DS", ""), "has no sample ''"),
         (("inspect", "DS", ""), "has no sample ''"),
-        (("order", "describe", "DS", "--kind", "windowed"), "error: order kind 'windowed' needs window >= 1"),
-        (("synth", "s3://bucket/x"), "the output of synth must be a folder of this machine, got 's3://bucket/x'"),
-        (("bench", "loader", "DS", "--out", "s3://bucket/x"), "--out must be a folder of this machine"),
-        (("layer", "rebase", "DS", "DS", "s3://bucket/x"), "the output of rebase must be a folder of this machine"),
+        (
+            ("order", "describe", "DS", "--kind", "windowed"),
+            "error: order kind 'windowed' needs window >= 1",
+        ),
+        (
+            ("synth", "s3://bucket/x"),
+            "the output of synth must be a folder of this machine, got 's3://bucket/x'",
+        ),
+        (
+            ("bench", "loader", "DS", "--out", "s3://bucket/x"),
+            "--out must be a folder of this machine",
+        ),
+        (
+            ("layer", "rebase", "DS", "DS", "s3://bucket/x"),
+            "the output of rebase must be a folder of this machine",
+        ),
         (("verify", "DS", "--repair", "nuscenes"), "source 'nuscenes' must be KIND:PATH"),
         (("sources", "nuscens"), "error: this names an unknown kind 'nuscens'; known kinds: "),
-        (("shard", "mcap:DS", "out"), "has no logs: it is empty, or none of its files ends with .mcap"),
+        (
+            ("shard", "mcap:DS", "out"),
+            "has no logs: it is empty, or none of its files ends with .mcap",
+        ),
         (("annotate", "DS", "DS/dataset.json", "--model", "os:getcwd"), "dataset.json' is a file"),
     ],
 )
@@ -391,7 +449,13 @@ def test_two_hyphens_end_the_options(invoke, dataset) -> None:
 def test_shells_complete_commands_options_and_values(line, wanted, unwanted, tmp_path) -> None:
     """As the function that register-python-argcomplete prints asks for it."""
     pytest.importorskip("argcomplete")
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "IFS": "\n"}
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+        "IFS": "\n",
+    }
     asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "_ARGCOMPLETE_IFS": "\n"}
     process = start(env={**os.environ, **asked})
     process.communicate()

@@ -33,7 +33,10 @@ NOT_A_FOLDER = "'nowhere' is not a folder"
 @pytest.mark.process
 def test_errors_that_need_no_torch_come_without_it(tiny_dataset, tmp_path) -> None:
     data = str(tiny_dataset({"train": (4, 3)}).root)
-    cases = {f"bench {word} nowhere": NOT_A_FOLDER for word in ("train", "loader", "compare", "scale", "diagnose")} | {
+    cases = {
+        f"bench {word} nowhere": NOT_A_FOLDER
+        for word in ("train", "loader", "compare", "scale", "diagnose")
+    } | {
         "inspect nowhere --batch": NOT_A_FOLDER,
         "view nowhere": NOT_A_FOLDER,
         "annotate nowhere layer --model a:b": NOT_A_FOLDER,
@@ -64,24 +67,49 @@ def test_errors_that_need_no_torch_come_without_it(tiny_dataset, tmp_path) -> No
 
 
 @pytest.mark.process
-def test_the_core_works_without_the_extras_and_the_rest_names_its_extra(tiny_dataset, tmp_path) -> None:
+def test_the_core_works_without_the_extras_and_the_rest_names_its_extra(
+    tiny_dataset, tmp_path
+) -> None:
     data = str(tiny_dataset({"train": (4, 3)}).root)
     bench = "pip install 'fuelrail[bench]'"
     cases = {
-        **dict.fromkeys(["reshard DATA again --seed 1", "verify DATA", "inspect DATA --batch"], (0, "")),
-        **dict.fromkeys(["bench train DATA", "plan --model gpt2", "order describe DATA", "top http://x"], (2, bench)),
+        **dict.fromkeys(
+            ["reshard DATA again --seed 1", "verify DATA", "inspect DATA --batch"], (0, "")
+        ),
+        **dict.fromkeys(
+            ["bench train DATA", "plan --model gpt2", "order describe DATA", "top http://x"],
+            (2, bench),
+        ),
     }
-    extras = ["duckdb", "jinja2", "markupsafe", "prometheus_client", "psutil", "scipy", "matplotlib", "PIL"]
+    extras = [
+        "duckdb",
+        "jinja2",
+        "markupsafe",
+        "prometheus_client",
+        "psutil",
+        "scipy",
+        "matplotlib",
+        "PIL",
+    ]
     run_without(extras, cases, data, tmp_path)
 
 
-def run_without(packages: list[str], cases: dict[str, tuple[int, str]], data: str, folder: Path) -> None:
+def run_without(
+    packages: list[str], cases: dict[str, tuple[int, str]], data: str, folder: Path
+) -> None:
     """Run command lines, to exit code and part of the message, where the packages cannot be imported."""
-    given = json.dumps([[data if word == "DATA" else word for word in case.split()] for case in cases])
+    given = json.dumps(
+        [[data if word == "DATA" else word for word in case.split()] for case in cases]
+    )
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, *packages], cwd=folder, env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        input=given, stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", WITHOUT, *packages],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        input=given,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith('["')]
     for (case, (status, message)), line in zip(cases.items(), lines, strict=True):
         code, said = json.loads(line)

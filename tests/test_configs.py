@@ -26,7 +26,9 @@ LOADERS = {
     "accelerators": lambda path: load_profile(str(path)),
 }
 # configs/trainers, configs/recipes and configs/monitoring have tests of their own.
-FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in {"monitoring", "recipes"})
+FILES = sorted(
+    path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in {"monitoring", "recipes"}
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(CONFIGS)) for path in FILES])
@@ -34,7 +36,9 @@ def test_it_loads(path):
     assert LOADERS[path.parent.name](path) is not None
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "images").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((CONFIGS / "images").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_image_presets_draw_maps_of_their_size(path):
     preset = load_yaml(path, ImageAugment)
     maps = preset.draw([(1600, 900)] * 6, seed=1, epoch=0, sample=3)

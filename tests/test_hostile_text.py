@@ -35,7 +35,11 @@ from support.loader_runs import loader_report_of, loader_run
 from support.scale_runs import scale_report
 
 SCENARIO = Scenario(
-    name="tiny", model="gpt-tiny", cluster="1x8-h100", global_batch=16, parallel=ParallelSettings(strategy="zero1")
+    name="tiny",
+    model="gpt-tiny",
+    cluster="1x8-h100",
+    global_batch=16,
+    parallel=ParallelSettings(strategy="zero1"),
 )
 HOSTILE = (
     "x\x1b]0;title\x07\x1b[31m **b** _i_ `c` ~~s~~ [open](javascript:alert`1`) ![i](http://x.example/i) [r][r] "
@@ -48,29 +52,57 @@ MARKED = "javascript:alert"
 def comm_report():
     found = [timed("all_reduce", "all", 2, size, 1e-3) for size in (1024, 65536)]
     return CommReport(
-        schema="fuelrail-bench-comm", version=1, created="2026-01-01T00:00:00+00:00", machine=machine_facts(),
-        backend="gloo", device="cpu", nodes=1, ranks=2, options=CommOptions(), timed=found, warnings=["one"],
+        schema="fuelrail-bench-comm",
+        version=1,
+        created="2026-01-01T00:00:00+00:00",
+        machine=machine_facts(),
+        backend="gloo",
+        device="cpu",
+        nodes=1,
+        ranks=2,
+        options=CommOptions(),
+        timed=found,
+        warnings=["one"],
         disturbed="others",
-    )  # fmt: skip
+    )
 
 
 def diagnose_report():
     diagnosis = Diagnosis(
-        bound="storage", finding="It waits.", advice="Read ahead.", step_ms=10.0, occupancy=0.5, expected_gain=0.2,
-        noise=0.01, counterfactuals=[], num_rounds=1,
-    )  # fmt: skip
+        bound="storage",
+        finding="It waits.",
+        advice="Read ahead.",
+        step_ms=10.0,
+        occupancy=0.5,
+        expected_gain=0.2,
+        noise=0.01,
+        counterfactuals=[],
+        num_rounds=1,
+    )
     return DiagnoseReport(
-        schema="fuelrail-bench-diagnose", version=5, created="2026-01-01T00:00:00+00:00", cut_off=None,
-        machine=MACHINE, dataset=DATASET, accelerator={"kind": "cuda", "device": "H100"}, options={}, num_ranks=1,
-        diagnosis=diagnosis, tried=None, warnings=["one"], disturbed="others",
+        schema="fuelrail-bench-diagnose",
+        version=5,
+        created="2026-01-01T00:00:00+00:00",
+        cut_off=None,
+        machine=MACHINE,
+        dataset=DATASET,
+        accelerator={"kind": "cuda", "device": "H100"},
+        options={},
+        num_ranks=1,
+        diagnosis=diagnosis,
+        tried=None,
+        warnings=["one"],
+        disturbed="others",
         runs=["baseline"],
-    )  # fmt: skip
+    )
 
 
 REPORTS = {
     "train": lambda: report_of([log(steps(20)) for rank in (0, 1)]),
     "loader": lambda: loader_report_of([loader_run(124.0), loader_run(125.0), loader_run(126.0)]),
-    "compare": lambda: compare_report_of([contestant("fuelrail:turbo", [900.0]), contestant("wds:cv2", [500.0])]),
+    "compare": lambda: compare_report_of(
+        [contestant("fuelrail:turbo", [900.0]), contestant("wds:cv2", [500.0])]
+    ),
     "scale": scale_report,
     "diagnose": diagnose_report,
     "comm": comm_report,
@@ -84,7 +116,10 @@ def with_names(value, change, kind=typing.Any, name=""):
     """The report with ``change`` applied to every text of a field that may hold any text."""
     if isinstance(value, msgspec.Struct):
         fields = msgspec.structs.fields(value)
-        made = {one.name: with_names(getattr(value, one.name), change, one.type, one.name) for one in fields}
+        made = {
+            one.name: with_names(getattr(value, one.name), change, one.type, one.name)
+            for one in fields
+        }
         return msgspec.structs.replace(value, **made)
     kinds = [one for one in typing.get_args(kind) if one is not types.NoneType]
     if isinstance(value, list | dict):
@@ -108,7 +143,9 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.targets += [value for name, value in attributes if name in {"href", "src"} or name.startswith("on")]
+        self.targets += [
+            value for name, value in attributes if name in {"href", "src"} or name.startswith("on")
+        ]
 
 
 def structure(markdown):
@@ -125,7 +162,9 @@ def structure(markdown):
 def reports(request):
     """The same report with plain, with hostile and with short hostile names."""
     report = REPORTS[request.param]()
-    return [with_names(report, lambda text, said=said: text + said) for said in ("x", HOSTILE, SHORT)]
+    return [
+        with_names(report, lambda text, said=said: text + said) for said in ("x", HOSTILE, SHORT)
+    ]
 
 
 def test_a_page_with_hostile_names_has_the_tags_and_links_of_any_other(reports):
@@ -158,7 +197,9 @@ def test_markdown_with_hostile_names_has_the_structure_of_any_other(reports):
 
 
 def test_a_terminal_gets_hostile_names_as_text(reports):
-    console = Console(file=io.StringIO(), soft_wrap=True, markup=False, highlight=False, width=10_000)
+    console = Console(
+        file=io.StringIO(), soft_wrap=True, markup=False, highlight=False, width=10_000
+    )
     print_report(reports[1], console)
     text = console.file.getvalue()
     assert text.replace("\n", "").isprintable()
@@ -183,7 +224,9 @@ class Stats(typing.NamedTuple):
 def metrics():
     from fuelrail.loaders.storage.protocol import StorageStats
 
-    return loader_metrics(Stats((stage(HOSTILE),), storage=StorageStats(HOSTILE)), {"rank": HOSTILE, "job": HOSTILE})
+    return loader_metrics(
+        Stats((stage(HOSTILE),), storage=StorageStats(HOSTILE)), {"rank": HOSTILE, "job": HOSTILE}
+    )
 
 
 @pytest.mark.costly
@@ -193,7 +236,9 @@ def test_metrics_and_top_carry_hostile_names_as_text(capsys):
 
         body = urllib.request.urlopen(server.url).read().decode()
         assert main(["top", server.url, "--once", "--interval", "0.05"]) == 0
-    assert all(line.startswith(("#", "fuelrail_")) for line in body.splitlines()), "no line of the name's"
+    assert all(line.startswith(("#", "fuelrail_")) for line in body.splitlines()), (
+        "no line of the name's"
+    )
     assert {metric.labels["job"] for metric in parse(body)} == {HOSTILE}
     shown = capsys.readouterr().out
     assert shown.replace("\n", "").isprintable()
@@ -205,12 +250,24 @@ def test_metrics_and_top_carry_hostile_names_as_text(capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda text: re.sub(r"fuelrail_stage_threads\{.*\n", "", text), "fuelrail_stage_threads lacks"),
+        (
+            lambda text: re.sub(r"fuelrail_stage_threads\{.*\n", "", text),
+            "fuelrail_stage_threads lacks",
+        ),
         (lambda text: re.sub(r"(fuelrail_stage_queue\{[^\n]*\}) \S+", r"\1 NaN", text), "is nan"),
-        (lambda text: re.sub(r"(fuelrail_batches_total\{[^\n]*\}) \S+", r"\1 +Inf", text), "is inf"),
-        (lambda text: re.sub(r"(fuelrail_images_total\{[^\n]*\}) \S+", r"\1 1e300", text), "at most 1e+18"),
+        (
+            lambda text: re.sub(r"(fuelrail_batches_total\{[^\n]*\}) \S+", r"\1 +Inf", text),
+            "is inf",
+        ),
+        (
+            lambda text: re.sub(r"(fuelrail_images_total\{[^\n]*\}) \S+", r"\1 1e300", text),
+            "at most 1e+18",
+        ),
         (lambda text: "\x1b[31m{\n", "no metrics at"),
-        (lambda text: "".join(f'fuelrail_stage_threads{{stage="{n}"}} 1\n' for n in range(999)), "999 stages"),
+        (
+            lambda text: "".join(f'fuelrail_stage_threads{{stage="{n}"}} 1\n' for n in range(999)),
+            "999 stages",
+        ),
     ],
     ids=["a metric lacks", "NaN", "Inf", "too large", "another format", "endless stages"],
 )
@@ -241,26 +298,43 @@ def hostile_dataset(tmp_path_factory):
 
 
 COMMANDS = [
-    "verify", "verify --deep", "verify --json", "inspect", "inspect --batch", "inspect --json", "log", "log --json",
-    "tag", "view --output OUT/sheet.png", "order describe --global-batch 2", "reshard OUT/again",
+    "verify",
+    "verify --deep",
+    "verify --json",
+    "inspect",
+    "inspect --batch",
+    "inspect --json",
+    "log",
+    "log --json",
+    "tag",
+    "view --output OUT/sheet.png",
+    "order describe --global-batch 2",
+    "reshard OUT/again",
     "bench loader --seconds 0.05 --repeats 1 --batch-size 2 --workers 1 --out OUT/loader",
     "bench train --model light --steps 6 --warmup 1 --batch-size 1 --workers 1 --out OUT/train",
-    "inspect clip-0000-000000", "inspect no-such-key", "diff SMALL",
-    "order describe --global-batch 2 --config OUT/packs.yaml", "order describe --config OUT/refused.yaml --json",
+    "inspect clip-0000-000000",
+    "inspect no-such-key",
+    "diff SMALL",
+    "order describe --global-batch 2 --config OUT/packs.yaml",
+    "order describe --config OUT/refused.yaml --json",
     "annotate OUT/layer --model of_tests:number --batch-size 2 --workers 1",
     "annotate OUT/layer --model of_tests:ends --json --batch-size 2 --workers 1",
-]  # fmt: skip
+]
 
 
 @pytest.mark.process
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_prints_and_writes_hostile_names_as_text(words, hostile_dataset, tmp_path, capfd, monkeypatch):
+def test_a_command_prints_and_writes_hostile_names_as_text(
+    words, hostile_dataset, tmp_path, capfd, monkeypatch
+):
     model = "def number(batch):\n    return {'x': batch['frame']}\n"
     model += f"def ends(batch):\n    raise OSError({HOSTILE!r})\n"
     (tmp_path / "of_tests.py").write_text(model)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "packs.yaml").write_text("pack: {budget: 9, cost: {linear: {frame: 1}, constant: 1}}")
+    (tmp_path / "packs.yaml").write_text(
+        "pack: {budget: 9, cost: {linear: {frame: 1}, constant: 1}}"
+    )
     (tmp_path / "refused.yaml").write_text("pack: {budget: 9, cost: frame}")
     word, *options = words.split()
     at = 2 if word in {"bench", "order"} else 1

@@ -15,7 +15,9 @@ LANES = {
     "real": r"support\.shared_data",
 }
 # A search for them takes a hundredth of the time of a syntax tree.
-ANY_NAME = re.compile(rf"\b({'|'.join(LANES.values())})\b".replace(r"support\.", "").replace(r"\.", r"(\.| import )"))
+ANY_NAME = re.compile(
+    rf"\b({'|'.join(LANES.values())})\b".replace(r"support\.", "").replace(r"\.", r"(\.| import )")
+)
 
 
 def test_tests_are_in_the_lanes_of_what_they_use() -> None:
@@ -29,12 +31,22 @@ def test_tests_are_in_the_lanes_of_what_they_use() -> None:
                 used |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
         for lane, pattern in LANES.items():
             if any(re.fullmatch(pattern, name) for name in used):
-                assert f"pytest.mark.{lane}" in text, f"{file.relative_to(TESTS)} marks no test as `{lane}`"
+                assert f"pytest.mark.{lane}" in text, (
+                    f"{file.relative_to(TESTS)} marks no test as `{lane}`"
+                )
 
 
 def test_tests_are_named_by_what_they_hold() -> None:
     """No name starts with the code of a list that a reader does not have, such as a letter and a number."""
     files = sorted(TESTS.rglob("test_*.py"))
-    names = [(file, name) for file in files for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))]
-    coded = [f"{file.name} {name}" for file, name in names if re.match(r"test_(?!t4_)[a-z]\d{1,2}_", name)]
+    names = [
+        (file, name)
+        for file in files
+        for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))
+    ]
+    coded = [
+        f"{file.name} {name}"
+        for file, name in names
+        if re.match(r"test_(?!t4_)[a-z]\d{1,2}_", name)
+    ]
     assert coded == []  # T4 is a dataset

@@ -28,28 +28,50 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(folder):
-    options = ["--seed", "7", "--clips", "3", "--frames", "2", "--size", "320x180", "--workers", "2"]
+    options = [
+        "--seed",
+        "7",
+        "--clips",
+        "3",
+        "--frames",
+        "2",
+        "--size",
+        "320x180",
+        "--workers",
+        "2",
+    ]
     assert main(["synth", str(folder / "nuscenes"), *options]) == 0
     return folder / "nuscenes"
 
 
 @pytest.fixture(scope="module")
 def dataset(folder, world):
-    assert main(["shard", f"nuscenes:{world}", str(folder / "dataset"), *SHARD, "--workers", "2"]) == 0
+    assert (
+        main(["shard", f"nuscenes:{world}", str(folder / "dataset"), *SHARD, "--workers", "2"]) == 0
+    )
     return folder / "dataset"
 
 
 def digests(root):
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in root.iterdir() if path.is_file()}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in root.iterdir()
+        if path.is_file()
+    }
 
 
 def test_one_worker_writes_the_same_files_and_another_seed_another_order(folder, world, dataset):
-    assert main(["shard", f"nuscenes:{world}", str(folder / "again"), *SHARD, "--workers", "1"]) == 0
+    assert (
+        main(["shard", f"nuscenes:{world}", str(folder / "again"), *SHARD, "--workers", "1"]) == 0
+    )
     assert digests(folder / "again") == digests(dataset)
     other = ["shard", f"nuscenes:{world}", str(folder / "other"), *SHARD[:2], "--seed", "8"]
     assert main(other) == 0
     first, second = open_dataset(dataset), open_dataset(folder / "other")
-    names = [[opened.index.row(row).key for row in range(opened.manifest.num_samples)] for opened in (first, second)]
+    names = [
+        [opened.index.row(row).key for row in range(opened.manifest.num_samples)]
+        for opened in (first, second)
+    ]
     assert names[0] != names[1]
     assert sorted(names[0]) == sorted(names[1])
 
@@ -69,10 +91,14 @@ def test_verify_finds_all_well_and_a_flipped_bit(dataset, folder, capsys):
 
 def test_the_sources_images_come_out_of_gnu_tar(dataset, world, tmp_path):
     shard = next(dataset.glob("train-*.tar"))
-    listed = subprocess.run(["tar", "tf", shard], check=True, capture_output=True, text=True).stdout.split()
+    listed = subprocess.run(
+        ["tar", "tf", shard], check=True, capture_output=True, text=True
+    ).stdout.split()
     subprocess.run(["tar", "xf", shard, "-C", tmp_path], check=True)
     assert sorted(listed) == sorted(path.name for path in tmp_path.iterdir())
-    sources = {hashlib.sha256(path.read_bytes()).digest() for path in (world / "samples").rglob("*.jpg")}
+    sources = {
+        hashlib.sha256(path.read_bytes()).digest() for path in (world / "samples").rglob("*.jpg")
+    }
     images = [path for path in tmp_path.iterdir() if path.suffix == ".jpg"]
     assert images
     assert {hashlib.sha256(path.read_bytes()).digest() for path in images} <= sources
@@ -80,7 +106,10 @@ def test_the_sources_images_come_out_of_gnu_tar(dataset, world, tmp_path):
 
 def test_two_ranks_share_an_epoch_of_it(dataset):
     image = ImageAugment(height=64, width=176)
-    ranks = [make_loader(dataset, 2, world=World(rank, 2), image=image, num_workers=1) for rank in range(2)]
+    ranks = [
+        make_loader(dataset, 2, world=World(rank, 2), image=image, num_workers=1)
+        for rank in range(2)
+    ]
     seen = [[key for batch in loader for key in batch["sample_key"]] for loader in ranks]
     assert not set(seen[0]) & set(seen[1])
     assert len(set(seen[0]) | set(seen[1])) == 4 * len(ranks[0])
@@ -93,10 +122,23 @@ def test_a_sample_is_drawn(dataset, tmp_path):
 
 
 def test_two_ranks_train_from_it_and_report(dataset, tmp_path):
-    options = ["--ranks", "2", "--batch-size", "1", "--steps", "10", "--warmup", "2", "--workers", "1"]
+    options = [
+        "--ranks",
+        "2",
+        "--batch-size",
+        "1",
+        "--steps",
+        "10",
+        "--warmup",
+        "2",
+        "--workers",
+        "1",
+    ]
     assert main(["bench", "train", str(dataset), *options, "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_bytes())
     assert 0 < report["figures"]["occupancy"]["mean"] <= 1
     page = (tmp_path / "report.html").read_text()
     assert "<svg" in page
-    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//""", page), "the page must stand by itself"
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//""", page), (
+        "the page must stand by itself"
+    )

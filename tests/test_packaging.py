@@ -28,9 +28,16 @@ ROOT = Path(__file__).resolve().parents[1]
 FACE = ROOT / ".src" / "fuelrail"
 FOLDERS = ("bench", "loaders", "pipeline", "sharding")
 CHECKOUT_ONLY = [ROOT / "bench" / place for place in ("micro", "peers", "studies/compare")]
-LOOK_FOR_COMPARE = ("bench/commands.py", "bench/studies/diff.py")  # and say where it runs if it is not there
+LOOK_FOR_COMPARE = (
+    "bench/commands.py",
+    "bench/studies/diff.py",
+)  # and say where it runs if it is not there
 FACE_FILES = ("__init__.py", "__main__.py", "order.py", "py.typed")
-PROGRAMS = ("recipes", "sources", "trainers")  # of configs: what users copy, not what the package reads
+PROGRAMS = (
+    "recipes",
+    "sources",
+    "trainers",
+)  # of configs: what users copy, not what the package reads
 FLOORS = {
     "pipeline": {"pipeline"},
     "sharding": {"pipeline", "sharding"},
@@ -53,7 +60,12 @@ MODULES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*
 def run_python(*arguments: str, cwd: Path = ROOT, path: Path | None = ROOT / ".src") -> str:
     environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -68,7 +80,9 @@ def imported(file: Path) -> Iterator[str]:
             assert node.level == 0, "relative import"
             assert node.module is not None
             yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "fuelrail")
+            yield from (
+                f"{node.module}.{alias.name}" for alias in node.names if node.module == "fuelrail"
+            )
         elif isinstance(node, ast.Constant) and re.fullmatch(r"fuelrail(\.\w+)+", str(node.value)):
             yield str(node.value)
 
@@ -84,7 +98,9 @@ def stays_in_checkout(file: Path) -> bool:
 
 def shipped() -> set[str]:
     """What must be in a wheel: the package's face, all files of the four folders, and the configs that they load."""
-    configs = [f"configs/{path.name}" for path in (ROOT / "configs").iterdir() if path.name not in PROGRAMS]
+    configs = [
+        f"configs/{path.name}" for path in (ROOT / "configs").iterdir() if path.name not in PROGRAMS
+    ]
     places = {folder: f"fuelrail/{folder}" for folder in [*FOLDERS, *configs]}
     files = {
         f"{place}/{file.relative_to(ROOT / folder).as_posix()}"
@@ -104,11 +120,16 @@ class TestImports:
                 for name in names:
                     parts = name.split(".")
                     if parts[0] == "fuelrail" and len(parts) > 1 and parts[1] in FOLDERS:
-                        assert parts[1] in FLOORS[folder], f"{file.relative_to(ROOT)} imports {name}"
+                        assert parts[1] in FLOORS[folder], (
+                            f"{file.relative_to(ROOT)} imports {name}"
+                        )
 
     def test_nothing_that_ships_imports_what_stays_in_the_checkout(self) -> None:
         for file, names in imported_by().items():
-            if not stays_in_checkout(file) and file.relative_to(ROOT).as_posix() not in LOOK_FOR_COMPARE:
+            if (
+                not stays_in_checkout(file)
+                and file.relative_to(ROOT).as_posix() not in LOOK_FOR_COMPARE
+            ):
                 rooms = r"(fuelrail\.bench\.(gpu|micro|peers|studies\.compare)|support|tests)\b"
                 stays = {name for name in names if re.match(rooms, name)}
                 assert not stays, f"{file.relative_to(ROOT)} imports {stays}"
@@ -122,7 +143,9 @@ class TestImports:
         for file, names in imported_by().items():
             folder = file.relative_to(ROOT).parts[0]
             for name in names:
-                assert folder in HEAVY.get(name.split(".")[0], set(FOLDERS)), f"{file.relative_to(ROOT)}: {name}"
+                assert folder in HEAVY.get(name.split(".")[0], set(FOLDERS)), (
+                    f"{file.relative_to(ROOT)}: {name}"
+                )
 
     def test_every_import_is_declared(self) -> None:
         """Shipped code imports the standard library, ourselves, or what pyproject.toml asks for."""
@@ -133,18 +156,29 @@ class TestImports:
 
         extras = PROJECT["optional-dependencies"]
         declared = distributions(
-            [*PROJECT["dependencies"], *(r for e in extras.keys() - {"test", "dev"} for r in extras[e])]
+            [
+                *PROJECT["dependencies"],
+                *(r for e in extras.keys() - {"test", "dev"} for r in extras[e]),
+            ]
         )
         # What an extra brings under another name, so that it need not be installed for this test.
         known = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "botocore": "s3fs"}
         known["rerun"] = "rerun-sdk"
-        known["mmdet3d"] = "mmengine"  # only those who have it ask for its classes; it stands on mmengine
+        known["mmdet3d"] = (
+            "mmengine"  # only those who have it ask for its classes; it stands on mmengine
+        )
         known |= {name: name for name in ("datasets", "grain", "mmengine", "ray", "spdl", "trl")}
         providers = packages_distributions()
         for file, names in imported_by().items():
-            for top in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"fuelrail", "support"}:
+            for top in (
+                {name.split(".")[0] for name in names}
+                - sys.stdlib_module_names
+                - {"fuelrail", "support"}
+            ):
                 found = distributions([known[top]] if top in known else providers.get(top, []))
-                assert found & declared, f"{file.relative_to(ROOT)} imports {top}, which no dependency or extra brings"
+                assert found & declared, (
+                    f"{file.relative_to(ROOT)} imports {top}, which no dependency or extra brings"
+                )
 
     @pytest.mark.process
     @pytest.mark.parametrize(
@@ -157,28 +191,55 @@ class TestImports:
     )
     def test_the_face_is_light(self, statement) -> None:
         heavy = (
-            "torch", "numpy", "cv2", "pyarrow", "PIL", "webdataset", "nvidia", "matplotlib", "ray", "yaml", "duckdb",
-            "scipy", "jinja2", "rich", "fsspec",
-        )  # fmt: skip
-        out = run_python("-c", f"{statement}\nimport sys\nprint([m for m in {heavy} if m in sys.modules])")
+            "torch",
+            "numpy",
+            "cv2",
+            "pyarrow",
+            "PIL",
+            "webdataset",
+            "nvidia",
+            "matplotlib",
+            "ray",
+            "yaml",
+            "duckdb",
+            "scipy",
+            "jinja2",
+            "rich",
+            "fsspec",
+        )
+        out = run_python(
+            "-c", f"{statement}\nimport sys\nprint([m for m in {heavy} if m in sys.modules])"
+        )
         assert out.splitlines()[-1] == "[]"
 
     @pytest.mark.process
     def test_the_order_needs_numpy_and_msgspec_only(self) -> None:
         """Plain orders too: pyarrow comes with the first column that is read."""
-        statement = "import fuelrail as fr, fuelrail.order, sys; fr.order.Sampler(9, global_batch=3)[2]"
+        statement = (
+            "import fuelrail as fr, fuelrail.order, sys; fr.order.Sampler(9, global_batch=3)[2]"
+        )
         third = "{m.split('.')[0] for m in sys.modules} - {*sys.stdlib_module_names, '__main__'}"
         libraries = run_python(
-            "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {statement}; print(sorted({third}))"
+            "-S",
+            "-c",
+            f"import sys; sys.path[:] = {sys.path!r}; {statement}; print(sorted({third}))",
         )
         # msgspec takes the second one where it is installed.
-        assert set(ast.literal_eval(libraries)) - {"typing_extensions"} == {"fuelrail", "msgspec", "numpy"}
+        assert set(ast.literal_eval(libraries)) - {"typing_extensions"} == {
+            "fuelrail",
+            "msgspec",
+            "numpy",
+        }
 
     @pytest.mark.process
     def test_offline_work_needs_no_torch(self) -> None:
-        names = [".".join(("fuelrail", *file.relative_to(ROOT).with_suffix("").parts))
-                 for file in MODULES if file.relative_to(ROOT).parts[0] in ("pipeline", "sharding")
-                 and file.name != "__init__.py" and "ray" not in file.stem.split("_")]  # fmt: skip
+        names = [
+            ".".join(("fuelrail", *file.relative_to(ROOT).with_suffix("").parts))
+            for file in MODULES
+            if file.relative_to(ROOT).parts[0] in ("pipeline", "sharding")
+            and file.name != "__init__.py"
+            and "ray" not in file.stem.split("_")
+        ]
         code = f"import importlib, sys\nfor n in {sorted(names)}: importlib.import_module(n)\n"
         assert run_python("-c", code + "print('torch' in sys.modules)").strip() == "False"
 
@@ -189,20 +250,30 @@ class TestImports:
 
 class TestLayout:
     def test_links_are_the_four_folders(self) -> None:
-        links = {entry.name: str(entry.readlink()) for entry in FACE.iterdir() if entry.is_symlink()}
+        links = {
+            entry.name: str(entry.readlink()) for entry in FACE.iterdir() if entry.is_symlink()
+        }
         assert links == {folder: f"../../{folder}" for folder in FOLDERS}
-        files = {entry.name for entry in FACE.iterdir() if not entry.is_symlink() and entry.name != "__pycache__"}
+        files = {
+            entry.name
+            for entry in FACE.iterdir()
+            if not entry.is_symlink() and entry.name != "__pycache__"
+        }
         assert files == set(FACE_FILES)
 
     def test_every_folder_with_code_is_a_package(self) -> None:
         for file in MODULES:
-            assert (file.parent / "__init__.py").is_file(), f"{file.parent.relative_to(ROOT)} has no __init__.py"
+            assert (file.parent / "__init__.py").is_file(), (
+                f"{file.parent.relative_to(ROOT)} has no __init__.py"
+            )
 
     @pytest.mark.process
     def test_the_version_stands_in_one_place(self) -> None:
         assert PROJECT["dynamic"] == ["version"]
         assert PYPROJECT["tool"]["hatch"]["version"]["path"] == ".src/fuelrail/__init__.py"
-        holders = [f for f in repository_texts() if fuelrail.__version__ in f.read_text(encoding="utf-8")]
+        holders = [
+            f for f in repository_texts() if fuelrail.__version__ in f.read_text(encoding="utf-8")
+        ]
         holders = [
             f for f in holders if "results" not in f.parts and f.name != "RESULTS.md"
         ]  # what was measured, and with which version
@@ -211,29 +282,71 @@ class TestLayout:
         ]
 
     def test_make_knows_its_words(self) -> None:
-        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-        assert targets >= {"demo", "test", "lint", "types", "bench", "gpu-check", "setup", "clean", "help"}
+        targets = set(
+            re.findall(
+                r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+            )
+        )
+        assert targets >= {
+            "demo",
+            "test",
+            "lint",
+            "types",
+            "bench",
+            "gpu-check",
+            "setup",
+            "clean",
+            "help",
+        }
 
 
 class TestDependencies:
     def test_extras(self) -> None:
         extras = PROJECT["optional-dependencies"]
-        assert extras.keys() >= {"dali", "dali-cu13", "simd", "ray", "s3", "gcs", "view", "test", "dev", "peers"}
+        assert extras.keys() >= {
+            "dali",
+            "dali-cu13",
+            "simd",
+            "ray",
+            "s3",
+            "gcs",
+            "view",
+            "test",
+            "dev",
+            "peers",
+        }
         for name, distribution in {
-            "dali": "nvidia-dali-cuda120", "dali-cu13": "nvidia-dali-cuda130", "simd": "pillow-simd", "ray": "ray",
-            "s3": "s3fs", "gcs": "gcsfs",
-        }.items():  # fmt: skip
-            assert any(re.match(rf"{distribution}\b(?!-)", requirement) for requirement in extras[name])
+            "dali": "nvidia-dali-cuda120",
+            "dali-cu13": "nvidia-dali-cuda130",
+            "simd": "pillow-simd",
+            "ray": "ray",
+            "s3": "s3fs",
+            "gcs": "gcsfs",
+        }.items():
+            assert any(
+                re.match(rf"{distribution}\b(?!-)", requirement) for requirement in extras[name]
+            )
 
     def test_the_core_asks_for_what_it_imports_and_for_no_more(self) -> None:
         """A dependency that only the laboratory or a rare table needs is one of an extra."""
-        names = {name.partition(".")[0] for file, names in imported_by().items() for name in names
-                 if not file.is_relative_to(ROOT / "bench")}  # fmt: skip
-        providers = packages_distributions() | {"yaml": ["pyyaml"], "cv2": ["opencv-python-headless"]}
+        names = {
+            name.partition(".")[0]
+            for file, names in imported_by().items()
+            for name in names
+            if not file.is_relative_to(ROOT / "bench")
+        }
+        providers = packages_distributions() | {
+            "yaml": ["pyyaml"],
+            "cv2": ["opencv-python-headless"],
+        }
         found = {one.lower() for name in names for one in providers.get(name, [])}
         asked = {re.split(r"[>=]", requirement)[0] for requirement in PROJECT["dependencies"]}
         assert asked <= found, f"{asked - found}: no module of the core imports it"
-        extras = {re.split(r"[>=\[]", one)[0] for each in PROJECT["optional-dependencies"].values() for one in each}
+        extras = {
+            re.split(r"[>=\[]", one)[0]
+            for each in PROJECT["optional-dependencies"].values()
+            for one in each
+        }
         left = asked & (extras | {"duckdb", "jinja2", "prometheus-client", "psutil", "scipy"})
         assert not left, f"{left}: the core and an extra ask for it"
 
@@ -242,7 +355,10 @@ class TestDependencies:
         assert not [r for r in PROJECT["dependencies"] if r.lower().startswith("pillow")]
 
     def test_everything_has_a_lower_bound_and_none_an_upper_one(self) -> None:
-        requirements = [*PROJECT["dependencies"], *(r for rs in PROJECT["optional-dependencies"].values() for r in rs)]
+        requirements = [
+            *PROJECT["dependencies"],
+            *(r for rs in PROJECT["optional-dependencies"].values() for r in rs),
+        ]
         for requirement in requirements:
             bounds = re.findall(r"[<>=!~]+", requirement.partition(";")[0])
             ours = re.fullmatch(r"fuelrail\[[\w,-]+\]", requirement)
@@ -251,8 +367,12 @@ class TestDependencies:
     def test_boto3_is_left_to_those_that_need_it(self) -> None:
         """A boto3 requirement of our own makes pip 23.2 pick one that no aiobotocore allows, and not resolve `test`."""
         extras = PROJECT["optional-dependencies"]
-        assert not [r for requirements in extras.values() for r in requirements if r.startswith("boto3")]
-        assert "s3fs>=2025.12" in extras["s3"], "older ones let pip look through hundreds of versions of fsspec"
+        assert not [
+            r for requirements in extras.values() for r in requirements if r.startswith("boto3")
+        ]
+        assert "s3fs>=2025.12" in extras["s3"], (
+            "older ones let pip look through hundreds of versions of fsspec"
+        )
 
     def test_extras_refer_to_extras(self) -> None:
         extras = PROJECT["optional-dependencies"]
@@ -265,18 +385,35 @@ def repository_texts() -> list[Path]:
     """All text files that git tracks or would track."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
     names = subprocess.run(command, capture_output=True, check=True).stdout.decode().split("\0")
     files = [ROOT / name for name in names if name]
-    return [f for f in files if f.is_file() and not f.is_symlink() and b"\0" not in f.read_bytes()[:1000]]
+    return [
+        f
+        for f in files
+        if f.is_file() and not f.is_symlink() and b"\0" not in f.read_bytes()[:1000]
+    ]
 
 
 @pytest.mark.process
 def test_nothing_names_a_machine() -> None:
     """No home folders, and neither this checkout's place nor what lies beside it."""
-    places = {str(ROOT), str(Path.home())} | ({f"{ROOT.parent}/shared"} if ROOT.parent != Path("/") else set())
+    places = {str(ROOT), str(Path.home())} | (
+        {f"{ROOT.parent}/shared"} if ROOT.parent != Path("/") else set()
+    )
     places.discard("/")
-    pattern = re.compile("|".join([*map(re.escape, sorted(places)), r"/(?:home|Users)/\w", r"\b[A-Z]:\\\\?Users\b"]))
+    pattern = re.compile(
+        "|".join([*map(re.escape, sorted(places)), r"/(?:home|Users)/\w", r"\b[A-Z]:\\\\?Users\b"])
+    )
     for file in repository_texts():
         if file == Path(__file__).resolve():
             continue
@@ -309,15 +446,23 @@ class TestBuild:
         info = f"fuelrail-{fuelrail.__version__}.dist-info"
         assert {n for n in names if not n.startswith(info)} == shipped()
         assert {n.removeprefix(f"{info}/") for n in names if n.startswith(info)} == {
-            "METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE",
-        }  # fmt: skip
+            "METADATA",
+            "WHEEL",
+            "RECORD",
+            "entry_points.txt",
+            "licenses/LICENSE",
+        }
         assert len(names) == len(set(names))
 
     @pytest.mark.process
     def test_metadata(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
-            metadata = email.message_from_bytes(archive.read(f"fuelrail-{fuelrail.__version__}.dist-info/METADATA"))
-            points = archive.read(f"fuelrail-{fuelrail.__version__}.dist-info/entry_points.txt").decode()
+            metadata = email.message_from_bytes(
+                archive.read(f"fuelrail-{fuelrail.__version__}.dist-info/METADATA")
+            )
+            points = archive.read(
+                f"fuelrail-{fuelrail.__version__}.dist-info/entry_points.txt"
+            ).decode()
         assert metadata["Name"] == "fuelrail"
         assert metadata["Version"] == fuelrail.__version__
         assert metadata["License-Expression"] == "Apache-2.0"
@@ -331,12 +476,35 @@ class TestBuild:
         source = next(tmp_path.iterdir())
         assert not [entry for entry in source.rglob("*") if entry.is_symlink()]
         assert (source / "tests" / "test_packaging.py").is_file()
-        run_python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist"), cwd=source, path=None)
-        with zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as again, zipfile.ZipFile(wheel) as first:
-            assert {i.filename: i.CRC for i in again.infolist()} == {i.filename: i.CRC for i in first.infolist()}
+        run_python(
+            "-m",
+            "hatchling",
+            "build",
+            "-t",
+            "wheel",
+            "-d",
+            str(tmp_path / "dist"),
+            cwd=source,
+            path=None,
+        )
+        with (
+            zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as again,
+            zipfile.ZipFile(wheel) as first,
+        ):
+            assert {i.filename: i.CRC for i in again.infolist()} == {
+                i.filename: i.CRC for i in first.infolist()
+            }
         # Tests run from it once it is installed editable: an sdist has no links, so that installation makes them.
         run_python(
-            "-m", "hatchling", "build", "-t", "wheel:editable", "-d", str(tmp_path / "dev"), cwd=source, path=None
+            "-m",
+            "hatchling",
+            "build",
+            "-t",
+            "wheel:editable",
+            "-d",
+            str(tmp_path / "dev"),
+            cwd=source,
+            path=None,
         )
         assert all((source / ".src" / "fuelrail" / folder).is_symlink() for folder in FOLDERS)
         assert (source / ".src" / "fuelrail" / "loaders" / "loader.py").is_file()
@@ -349,27 +517,40 @@ class TestBuild:
         assert out == f"fuelrail {fuelrail.__version__}\n"
         site = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
         (tmp_path / "report.json").write_text('{"schema": "fuelrail-bench-compare", "version": 2}')
-        for words in (["compare", "--rounds", "0", "dataset"], ["diff", "report.json", "report.json"]):
+        for words in (
+            ["compare", "--rounds", "0", "dataset"],
+            ["diff", "report.json", "report.json"],
+        ):
             command = [sys.executable, "-m", "fuelrail", "bench", *words]
-            refused = subprocess.run(command, cwd=tmp_path, env=site, capture_output=True, text=True, check=False)
+            refused = subprocess.run(
+                command, cwd=tmp_path, env=site, capture_output=True, text=True, check=False
+            )
             assert refused.returncode == 2
             assert "clone the repository" in refused.stderr
         code = "import fuelrail.pipeline.format.dataset as d; print(d.__file__)"
-        assert run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").startswith(str(tmp_path))
+        assert run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").startswith(
+            str(tmp_path)
+        )
 
     @pytest.mark.process
-    def test_the_repaired_wheel_is_for_manylinux_and_its_decoder_loads(self, wheel: Path, tmp_path: Path) -> None:
+    def test_the_repaired_wheel_is_for_manylinux_and_its_decoder_loads(
+        self, wheel: Path, tmp_path: Path
+    ) -> None:
         """The wheel of `make wheel` is tagged for old systems, stripped, and the native decoder is still taken."""
         pytest.importorskip("auditwheel", reason="the extra release is not installed here")
         if not wheel.name.endswith("-linux_x86_64.whl"):
             pytest.skip("the native decoder was not built for x86-64 here")
         script = [ROOT / ".ci" / "repair-wheel", wheel.parent, tmp_path / "dist"]
-        subprocess.run(script, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, check=True)
+        subprocess.run(
+            script, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, check=True
+        )
         (repaired,) = (tmp_path / "dist").glob("*.whl")
         assert re.search(r"-py3-none-manylinux\w+_x86_64", repaired.name)
         with zipfile.ZipFile(repaired) as archive:
             archive.extractall(tmp_path / "site")
-        code = "import fuelrail.loaders.decode.native as n; print(n.__file__, type(n.load()).__name__)"
+        code = (
+            "import fuelrail.loaders.decode.native as n; print(n.__file__, type(n.load()).__name__)"
+        )
         place, loaded = run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").split()
         assert place.startswith(str(tmp_path))
         assert loaded == "CameraJpeg"

@@ -16,7 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 HALLS = ("pipeline", "sharding", "loaders", "bench")
 ROOMS = sorted(page for hall in HALLS for page in (ROOT / hall).rglob("README.md"))
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "configs" / "trainers" / "README.md", *ROOMS]
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "configs" / "trainers" / "README.md",
+        *ROOMS,
+    ]
 )
 MAX_README_LINES = 90
 MAX_PICTURE_BYTES = 400_000
@@ -25,7 +30,9 @@ MAX_ENTRIES = 13  # of a folder of docs: a page for each subject
 # A file or folder of this repository: with a known suffix, or with a slash at its end.
 PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|md|yaml|toml|txt|css|c)|(?:[\w.-]+/)+)`")
 # What users write, or what is written for them.
-NOT_OURS = re.compile(r"^(table|first_batch)\.py$|^launch\.yaml$|(^|/)NAME|(^|/)test_NAME|\.fuelrail/")
+NOT_OURS = re.compile(
+    r"^(table|first_batch)\.py$|^launch\.yaml$|(^|/)NAME|(^|/)test_NAME|\.fuelrail/"
+)
 
 
 def named_paths(text: str) -> list[str]:
@@ -39,7 +46,11 @@ def test_links_and_files_exist(page: Path) -> None:
     if page.name != "CHANGELOG.md":
         hall = ROOT / page.relative_to(ROOT).parts[0]
         places = (page.parent, hall, ROOT)
-        missing = [path for path in named_paths(text) if not any((place / path).exists() for place in places)]
+        missing = [
+            path
+            for path in named_paths(text)
+            if not any((place / path).exists() for place in places)
+        ]
         assert not missing
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert not [link for link in links if not (page.parent / link).exists()]
@@ -47,12 +58,16 @@ def test_links_and_files_exist(page: Path) -> None:
 
 def test_no_folder_of_the_documents_has_too_many_entries() -> None:
     for folder in (ROOT / "docs", *(path for path in (ROOT / "docs").rglob("*") if path.is_dir())):
-        assert len([path for path in folder.iterdir() if path.name != "__pycache__"]) <= MAX_ENTRIES, folder
+        assert (
+            len([path for path in folder.iterdir() if path.name != "__pycache__"]) <= MAX_ENTRIES
+        ), folder
 
 
 def test_the_site_has_every_page() -> None:
     """Its build fails on a page that exists and is not in `nav`; here the other way is cheap to check: files exist."""
-    nav = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    nav = re.findall(
+        r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
     generated = {"index.md", "reference/commands.md", "reference/python.md"}
     assert pages <= set(nav)
@@ -70,12 +85,20 @@ def test_readme_is_short_and_its_pictures_are_small() -> None:
 
 def test_no_page_promises_a_time_of_a_host() -> None:
     """The same command takes three times as long elsewhere: processor time is about the same, wall time is not."""
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", ROOT / "docs" / "commands.md"):
+    for page in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "Makefile",
+        ROOT / "docs" / "commands.md",
+    ):
         text = page.read_text(encoding="utf-8")
         found = re.findall(
-            r"(?i)(?:in|about|:) (?:\w+|[\d.]+) (?:seconds|minutes?|hours?)(?! of processor time)\b[^\n]*", text
+            r"(?i)(?:in|about|:) (?:\w+|[\d.]+) (?:seconds|minutes?|hours?)(?! of processor time)\b[^\n]*",
+            text,
         )
-        assert not [one for one in found if re.search(r"make|cores|test|lane|try", one, re.IGNORECASE)], page.name
+        assert not [
+            one for one in found if re.search(r"make|cores|test|lane|try", one, re.IGNORECASE)
+        ], page.name
 
 
 def test_start_here_is_a_list_of_files() -> None:
@@ -94,13 +117,21 @@ def test_every_task_of_contributing_names_a_file_to_open() -> None:
     for task, first, then in rows:
         assert named_paths(first) or "search" in first, task
         assert named_paths(then), task
-    for steps in ("Run one test", "Add a source", "Add a decoder", "Add an order kind", "Add a command"):
+    for steps in (
+        "Run one test",
+        "Add a source",
+        "Add a decoder",
+        "Add an order kind",
+        "Add a command",
+    ):
         assert re.search(rf"^##+ {steps}$", text, re.MULTILINE), steps
 
 
 def test_the_table_of_a_batch_on_the_loaders_page_is_made_of_its_type() -> None:
     page = (ROOT / "docs" / "loader.md").read_text(encoding="utf-8")
-    rows = [f"| `{name}` | {form} | {meaning} |" for name, (form, meaning) in batch_entries().items()]
+    rows = [
+        f"| `{name}` | {form} | {meaning} |" for name, (form, meaning) in batch_entries().items()
+    ]
     table = "\n".join(("| name | shape, dtype | meaning |", "|---|---|---|", *rows))
     assert table in page, f"replace the table of docs/loader.md by\n{table}"
 
@@ -108,5 +139,7 @@ def test_the_table_of_a_batch_on_the_loaders_page_is_made_of_its_type() -> None:
 def test_every_command_is_on_the_commands_page() -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert not [word for word in command_line._COMMANDS if f"`{word}" not in page]
-    functions = [name for name in dir(fr) if isinstance(getattr(fr, name), FunctionType) and name != "open"]
+    functions = [
+        name for name in dir(fr) if isinstance(getattr(fr, name), FunctionType) and name != "open"
+    ]
     assert not [name for name in functions if f"`fr.{name}`" not in page]

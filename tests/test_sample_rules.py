@@ -16,7 +16,13 @@ from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import SchemaError, SourceError
 from fuelrail.pipeline.format import rules
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.rules import Rig, are_rigid, broken_boxes, broken_calibration, broken_names
+from fuelrail.pipeline.format.rules import (
+    Rig,
+    are_rigid,
+    broken_boxes,
+    broken_calibration,
+    broken_names,
+)
 from fuelrail.pipeline.sample.schema import (
     ARRAYS,
     BOXES,
@@ -95,8 +101,18 @@ def set_member(name, data):
 
 def fewer_cameras(raw):
     geometry = decode_arrays(raw[GEOMETRY], Geometry)
-    names = ("cam_valid", "cam_timestamp_ns", "img_wh", "intrinsics", "dist", "cam2ego", "cam_ego2global")
-    raw[GEOMETRY] = encode_arrays(replace(geometry, **{name: getattr(geometry, name)[:1] for name in names}))
+    names = (
+        "cam_valid",
+        "cam_timestamp_ns",
+        "img_wh",
+        "intrinsics",
+        "dist",
+        "cam2ego",
+        "cam_ego2global",
+    )
+    raw[GEOMETRY] = encode_arrays(
+        replace(geometry, **{name: getattr(geometry, name)[:1] for name in names})
+    )
 
 
 def empty_points(raw):
@@ -108,7 +124,10 @@ def empty_points(raw):
 BROKEN = {
     "m3_nan_intrinsics": (of_geometry(intrinsics=((0, 0, 0), NAN)), "intrinsics[0] is [[nan,"),
     "m3_inf_cam_ego2global": (of_geometry(cam_ego2global=((1, 0, 3), INF)), "cam_ego2global[1] is"),
-    "m3_large_intrinsics": (of_geometry(intrinsics=((0, 0, 0), 1e308)), "intrinsics[0] is [[1e+308,"),
+    "m3_large_intrinsics": (
+        of_geometry(intrinsics=((0, 0, 0), 1e308)),
+        "intrinsics[0] is [[1e+308,",
+    ),
     "m3_zero_intrinsics": (of_geometry(intrinsics=(0, 0.0)), "intrinsics[0] is [[0.0,"),
     "m3_zero_cam2ego": (of_geometry(cam2ego=(1, 0.0)), "cam2ego[1] is [[0.0,"),
     "m3_skewed_cam2ego": (of_geometry(cam2ego=((1, slice(0, 3), 0), 0.5)), "cam2ego[1] is"),
@@ -122,7 +141,10 @@ BROKEN = {
     "m3_inf_velocity": (of_boxes(velocity=((0, 1), INF)), "velocity[0] is"),
     "m3_label_9999": (of_boxes(label=(0, 9999)), "label[0] is 9999; allowed: -1 to 9"),
     "m3_label_negative": (of_boxes(label=(0, -30000)), "label[0] is -30000; allowed: -1 to 9"),
-    "m3_visibility_100": (of_boxes(visibility=(0, 100)), "visibility[0] is 100; allowed: -1 (unknown) or 1 to 4"),
+    "m3_visibility_100": (
+        of_boxes(visibility=(0, 100)),
+        "visibility[0] is 100; allowed: -1 (unknown) or 1 to 4",
+    ),
     "m3_visibility_0": (of_boxes(visibility=(0, 0)), "visibility[0] is 0"),
     "m3_attribute_9999": (of_boxes(attribute=(0, 9999)), "attribute[0] is 9999; allowed: -1 to 1"),
     "m3_negative_img_wh": (of_geometry(img_wh=((0, 0), -(2**31))), "img_wh[0] is [-2147483648,"),
@@ -131,17 +153,35 @@ BROKEN = {
         set_member("lidar_top.npy", encode_points(np.zeros((2, 3), np.float32))),
         "its points have 3 columns, the manifest has 5",
     ),
-    "m3_points_of_many_columns": (empty_points, "its points have 999999999999999999 columns, the manifest has 5"),
-    "m3_field_twice": (lambda raw: [*raw.items(), ("lidar_top.npy", raw["lidar_top.npy"])], "has this field twice"),
+    "m3_points_of_many_columns": (
+        empty_points,
+        "its points have 999999999999999999 columns, the manifest has 5",
+    ),
+    "m3_field_twice": (
+        lambda raw: [*raw.items(), ("lidar_top.npy", raw["lidar_top.npy"])],
+        "has this field twice",
+    ),
     "m3_camera_twice": (set_member("cam_front.png", b"x"), "camera 'cam_front' has two images"),
-    "l1_geometry_of_fewer_cameras": (fewer_cameras, "cam_valid is [1], but of the cameras cam_front, cam_back"),
+    "l1_geometry_of_fewer_cameras": (
+        fewer_cameras,
+        "cam_valid is [1], but of the cameras cam_front, cam_back",
+    ),
     "l1_frame_idx_negative": (
         of_meta(lambda meta: meta.update(frame_idx=-9)),
         "Expected `int` >= 0 - at `$.frame_idx`",
     ),
-    "l1_frame_idx_of_4000_digits": (of_meta(lambda meta: meta.update(frame_idx=10**3999)), "at `$.frame_idx`"),
-    "l1_timestamp_beyond_64_bits": (of_meta(lambda meta: meta.update(timestamp_ns=2**70)), "at `$.timestamp_ns`"),
-    "l1_stats_beyond_64_bits": (of_meta(lambda meta: meta.update(stats={"a": 2**70})), "at `$.stats"),
+    "l1_frame_idx_of_4000_digits": (
+        of_meta(lambda meta: meta.update(frame_idx=10**3999)),
+        "at `$.frame_idx`",
+    ),
+    "l1_timestamp_beyond_64_bits": (
+        of_meta(lambda meta: meta.update(timestamp_ns=2**70)),
+        "at `$.timestamp_ns`",
+    ),
+    "l1_stats_beyond_64_bits": (
+        of_meta(lambda meta: meta.update(stats={"a": 2**70})),
+        "at `$.stats",
+    ),
 }
 """Change of a sample, and what each command says of it."""
 
@@ -155,11 +195,16 @@ BROKEN_NAMES = {
         of_meta(lambda meta: meta["cameras"]["cam_front"].update(dist_model="fish")),
         "the dist_model of cam_front is 'fish'; known: none, opencv_radtan",
     ),
-    "m3_coefficients_without_model": (of_geometry(dist=((0, 0), 0.5)), "dist of cam_front has 1 coefficients"),
+    "m3_coefficients_without_model": (
+        of_geometry(dist=((0, 0), 0.5)),
+        "dist of cam_front has 1 coefficients",
+    ),
     "m3_nan_between_coefficients": (
         lambda raw: (
             of_geometry(dist=((0, 1), 0.5))(raw),
-            of_meta(lambda meta: meta["cameras"]["cam_front"].update(dist_model="opencv_radtan"))(raw),
+            of_meta(lambda meta: meta["cameras"]["cam_front"].update(dist_model="opencv_radtan"))(
+                raw
+            ),
         ),
         "dist of cam_front has NaN before a coefficient",
     ),
@@ -171,7 +216,10 @@ BROKEN_NAMES = {
         of_meta(lambda meta: meta["cameras"].pop("cam_front")),
         "it does not describe camera 'cam_front', which has an image",
     ),
-    "l1_frame_beyond_its_clip": (of_meta(lambda meta: meta.update(num_frames=0)), "frame_idx is 0 of 0 frames"),
+    "l1_frame_beyond_its_clip": (
+        of_meta(lambda meta: meta.update(num_frames=0)),
+        "frame_idx is 0 of 0 frames",
+    ),
 }
 """Rules that do not concern what a batch holds: verify, inspect and reshard know them, the loader does not look."""
 
@@ -202,7 +250,9 @@ def test_the_loader_refuses_it(broken):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("broken", ["m3_nan_intrinsics", "m3_label_9999", "m3_field_twice"], indirect=True)
+@pytest.mark.parametrize(
+    "broken", ["m3_nan_intrinsics", "m3_label_9999", "m3_field_twice"], indirect=True
+)
 def test_the_loader_substitutes_it(broken, tmp_path):
     out, key, says = broken
     log = tmp_path / "bad.jsonl"
@@ -245,7 +295,16 @@ def test_reshard_refuses_to_write_it(broken, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    ["x_evil.pickle", "x_evil.pkl.gz", "x_evil.pyd", "x_model.pth", "x_lib.so", "x_run.py", "x_run.sh", "x_a.exe"],
+    [
+        "x_evil.pickle",
+        "x_evil.pkl.gz",
+        "x_evil.pyd",
+        "x_model.pth",
+        "x_lib.so",
+        "x_run.py",
+        "x_run.sh",
+        "x_a.exe",
+    ],
 )
 def test_verify_names_members_with_executable_endings(out, tmp_path, capsys, name):
     key = rewrite(out, 1, set_member(name, b"x")).key
@@ -289,7 +348,9 @@ def manifest_edits(field):
     return {
         "num_clips": lambda manifest: msgspec.structs.replace(manifest, num_clips=9),
         "splits": of_split,
-        "classes": lambda manifest: msgspec.structs.replace(manifest, classes=("car", *manifest.classes[:-1])),
+        "classes": lambda manifest: msgspec.structs.replace(
+            manifest, classes=("car", *manifest.classes[:-1])
+        ),
         "attributes": lambda manifest: msgspec.structs.replace(manifest, attributes=("a", "a")),
         "sizes": of_camera,
     }[field]
@@ -313,7 +374,10 @@ def test_a_wrong_manifest_is_reported(out, field, says):
 
 @pytest.mark.parametrize(
     ("column", "value", "says"),
-    [("clip_id", "zz", "row 2 has the clip_id zz, the index has"), ("frame", 77, "the frame 77, the index has")],
+    [
+        ("clip_id", "zz", "row 2 has the clip_id zz, the index has"),
+        ("frame", 77, "the frame 77, the index has"),
+    ],
 )
 def test_wrong_attributes_are_reported(out, column, value, says):
     edit_attributes(out, column, 2, value)
@@ -359,12 +423,20 @@ def test_reshard_refuses_points_that_are_none(out, tmp_path, capsys):
 def test_cameras_without_an_image_may_be_unknown(tmp_path):
     source = build_nuscenes(tmp_path / "source", {"a": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
     rows = source.tables["sample_data"]
-    rows.remove(next(row for row in rows if row["is_key_frame"] and "/CAM_BACK/" in row["filename"]))
+    rows.remove(
+        next(row for row in rows if row["is_key_frame"] and "/CAM_BACK/" in row["filename"])
+    )
     source.write("sample_data")
-    shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0}, missing_camera="mask")
+    shard_nuscenes(
+        tmp_path / "source", tmp_path / "out", splits={"train": 1.0}, missing_camera="mask"
+    )
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
     batches = list(make_loader(tmp_path / "out", 1, image=IMAGE, world=World()))
-    assert sorted(batch["cam_valid"][0].tolist() for batch in batches) == [[True, False], [True, True], [True, True]]
+    assert sorted(batch["cam_valid"][0].tolist() for batch in batches) == [
+        [True, False],
+        [True, True],
+        [True, True],
+    ]
 
 
 @pytest.mark.real
@@ -392,7 +464,9 @@ class TestRules:
         for camera, allowed in ((0, False), (1, True)):
             values = getattr(self.geometry, name).copy()
             values[camera] = NAN
-            assert (list(broken_calibration(replace(self.geometry, **{name: values}))) == []) is allowed
+            assert (
+                list(broken_calibration(replace(self.geometry, **{name: values}))) == []
+            ) is allowed
         values = getattr(self.geometry, name).copy()
         values[1, 0, 0] = NAN  # in part
         assert list(broken_calibration(replace(self.geometry, **{name: values}))) != []
@@ -408,19 +482,39 @@ class TestRules:
             assert list(broken_boxes(make_boxes(np.random.default_rng(2), count), self.rig)) == []
 
     def test_names(self):
-        good = (META, GEOMETRY, BOXES, "cam_front.jpg", "cam_back.png", "lidar_top.npy", "lidar_top_sweeps.safetensors")
+        good = (
+            META,
+            GEOMETRY,
+            BOXES,
+            "cam_front.jpg",
+            "cam_back.png",
+            "lidar_top.npy",
+            "lidar_top_sweeps.safetensors",
+        )
         assert broken_names((*good, "x_logits.npy"), self.rig) == ()
-        texts = [text for _, text in broken_names((*good, "cam_front.png", "radar.pcd", "X.jpg", META), self.rig)]
+        texts = [
+            text
+            for _, text in broken_names(
+                (*good, "cam_front.png", "radar.pcd", "X.jpg", META), self.rig
+            )
+        ]
         assert [text.split(":")[0][:24] for text in texts] == [
-            "the sample has 'cam_fron", "no such field", "field name 'X.jpg' is no", "the sample has 'meta.jso",
-        ]  # fmt: skip
+            "the sample has 'cam_fron",
+            "no such field",
+            "field name 'X.jpg' is no",
+            "the sample has 'meta.jso",
+        ]
 
 
 def test_the_writer_refuses_a_source_that_breaks_a_rule(tmp_path):
     source = build_nuscenes(tmp_path / "source", {"a": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
-    source.tables["sample_annotation"][0]["size"][1] = 1e-50  # over 0 as float64, and stored as float32
+    source.tables["sample_annotation"][0]["size"][1] = (
+        1e-50  # over 0 as float64, and stored as float32
+    )
     source.write("sample_annotation")
-    with pytest.raises(SourceError, match=r"cannot be stored: boxes.safetensors: boxes3d\[0\] is .* 0.0"):
+    with pytest.raises(
+        SourceError, match=r"cannot be stored: boxes.safetensors: boxes3d\[0\] is .* 0.0"
+    ):
         shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0})
     assert list((tmp_path / "out").glob("*.tar")) == []
 
@@ -441,7 +535,9 @@ def test_one_look_at_all_values_finds_what_the_rules_find_one_by_one(monkeypatch
             name = rng.choice(names)
             array = getattr(record, name).copy()
             value = rng.choice(values)
-            if not array.size or (array.dtype.kind != "f" and value != np.clip(value, *_limits(array.dtype))):
+            if not array.size or (
+                array.dtype.kind != "f" and value != np.clip(value, *_limits(array.dtype))
+            ):
                 continue
             array.flat[rng.integers(array.size)] = value
             changed = replace(record, **{name: array})

@@ -309,7 +309,7 @@ _PUBLIC: Final = {
 _MODULES: Final = ("bench", "loaders", "order", "pipeline", "sharding")
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         module, _, attribute = _PUBLIC[name].partition(":")
         value = getattr(import_module(module), attribute or name)

@@ -26,30 +26,65 @@ class _Entry(NamedTuple):
 
 # A folder's commands are imported only when used: `fuelrail shard` must not wait for torch.
 _COMMANDS: dict[str, _Entry] = {
-    "synth": _Entry("fuelrail.sharding.commands", "render a synthetic multi-camera world as nuScenes v1.0 tables"),
-    "shard": _Entry("fuelrail.sharding.commands", "convert a source (such as nuScenes) into a Fuelrail dataset"),
-    "sources": _Entry("fuelrail.sharding.commands", "list the kinds of sources, their options, and what to install"),
-    "reshard": _Entry("fuelrail.sharding.commands", "merge, split, reshuffle or recompress datasets, or append to one"),
-    "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset against its checksums"),
-    "forget": _Entry("fuelrail.sharding.commands", "delete samples or clips from a dataset, its layers and caches"),
+    "synth": _Entry(
+        "fuelrail.sharding.commands",
+        "render a synthetic multi-camera world as nuScenes v1.0 tables",
+    ),
+    "shard": _Entry(
+        "fuelrail.sharding.commands", "convert a source (such as nuScenes) into a Fuelrail dataset"
+    ),
+    "sources": _Entry(
+        "fuelrail.sharding.commands",
+        "list the kinds of sources, their options, and what to install",
+    ),
+    "reshard": _Entry(
+        "fuelrail.sharding.commands",
+        "merge, split, reshuffle or recompress datasets, or append to one",
+    ),
+    "verify": _Entry(
+        "fuelrail.sharding.commands", "check every byte of a dataset against its checksums"
+    ),
+    "forget": _Entry(
+        "fuelrail.sharding.commands",
+        "delete samples or clips from a dataset, its layers and caches",
+    ),
     "inspect": _Entry("fuelrail.bench.commands", "show the contents of a dataset or of one sample"),
     "layer": _Entry("fuelrail.sharding.commands", "bind a layer to another version of its base"),
-    "annotate": _Entry("fuelrail.bench.annotate.command", "run a model over a dataset and store a layer"),
-    "log": _Entry("fuelrail.sharding.commands", "show what a dataset was made of, and its tags"),
-    "diff": _Entry("fuelrail.sharding.commands", "show how two datasets differ: samples, clips, channels, options"),
-    "tag": _Entry("fuelrail.sharding.commands", "add, remove or list tags of a dataset"),
-    "view": _Entry("fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"),
-    "doctor": _Entry("fuelrail.loaders.commands", "check which decoders are installed and suggest faster ones"),
-    "order": _Entry(
-        "fuelrail.bench.studies.order.describe", "show which samples an order selects, and how well it shuffles"
+    "annotate": _Entry(
+        "fuelrail.bench.annotate.command", "run a model over a dataset and store a layer"
     ),
-    "runs": _Entry("fuelrail.bench.studies.runs.command", "read the ledger of a run: what its weights have seen"),
+    "log": _Entry("fuelrail.sharding.commands", "show what a dataset was made of, and its tags"),
+    "diff": _Entry(
+        "fuelrail.sharding.commands",
+        "show how two datasets differ: samples, clips, channels, options",
+    ),
+    "tag": _Entry("fuelrail.sharding.commands", "add, remove or list tags of a dataset"),
+    "view": _Entry(
+        "fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"
+    ),
+    "doctor": _Entry(
+        "fuelrail.loaders.commands", "check which decoders are installed and suggest faster ones"
+    ),
+    "order": _Entry(
+        "fuelrail.bench.studies.order.describe",
+        "show which samples an order selects, and how well it shuffles",
+    ),
+    "runs": _Entry(
+        "fuelrail.bench.studies.runs.command",
+        "read the ledger of a run: what its weights have seen",
+    ),
     "plan": _Entry(
         "fuelrail.bench.studies.commands",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",
     ),
-    "presets": _Entry("fuelrail.pipeline.cli", "list the settings that can be given by name, such as bevdet-704x256"),
-    "top": _Entry("fuelrail.pipeline.cli", "watch running loaders: stages, queues, and how well they feed the trainer"),
+    "presets": _Entry(
+        "fuelrail.pipeline.cli",
+        "list the settings that can be given by name, such as bevdet-704x256",
+    ),
+    "top": _Entry(
+        "fuelrail.pipeline.cli",
+        "watch running loaders: stages, queues, and how well they feed the trainer",
+    ),
     "bench": _Entry("fuelrail.bench.commands", "measure loaders and training runs"),
 }
 
@@ -70,7 +105,12 @@ def _load(word: str) -> Command:
 def _overview() -> str:
     width = max(map(len, _COMMANDS))
     lines = [f"  {word:<{width}}  {entry.help}" for word, entry in _COMMANDS.items()]
-    return "commands:\n" + "\n".join(lines) + "\n\n`fuelrail COMMAND --help` lists its options.\n\n" + _EXIT_CODES
+    return (
+        "commands:\n"
+        + "\n".join(lines)
+        + "\n\n`fuelrail COMMAND --help` lists its options.\n\n"
+        + _EXIT_CODES
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -89,12 +129,17 @@ class _Parser(argparse.ArgumentParser):
     def parse_any_order(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse options between positional arguments too: ``shard SOURCE --seed 7 OUT``, where OUT is optional."""
         # argparse has no other way
-        words = next((one for one in self._actions if isinstance(one, argparse._SubParsersAction)), None)  # noqa: SLF001
+        words = next(
+            (action for action in self._actions if isinstance(action, argparse._SubParsersAction)),  # noqa: SLF001
+            None,
+        )
         if words is None:
             return self.parse_intermixed_args(arguments)
         parsed, unknown = self.parse_known_args(arguments)
         if unknown:  # the error is of the subcommand, which knows its options
-            words.choices[getattr(parsed, words.dest)].error(f"unrecognized arguments: {' '.join(unknown)}")
+            words.choices[getattr(parsed, words.dest)].error(
+                f"unrecognized arguments: {' '.join(unknown)}"
+            )
         return parsed
 
 
@@ -108,10 +153,10 @@ class _OutputClosed(BaseException):
 class _Output:
     """Standard output that raises _OutputClosed where the real one raises BrokenPipeError."""
 
-    def __init__(self, inner: Any) -> None:  # noqa: ANN401 - a text stream, or what a test puts in its place
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def write(self, text: str) -> int:
@@ -132,7 +177,9 @@ class _Output:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code, which is one of `_EXIT_CODES`."""
     output = sys.stdout
-    if isinstance(output, io.TextIOWrapper):  # a name that the terminal cannot show must not end the command
+    if isinstance(
+        output, io.TextIOWrapper
+    ):  # a name that the terminal cannot show must not end the command
         output.reconfigure(errors="backslashreplace")
     sys.stdout = _Output(output)
     try:

@@ -5,7 +5,12 @@
 
 import numpy as np  # noqa: F401 (here, for deep in other imports CPython 3.11 maps its stack again for each call)
 
-from fuelrail.loaders.integrations.sampler import BatchSampler, CountedLoader, Sampler, StatefulSampler
+from fuelrail.loaders.integrations.sampler import (
+    BatchSampler,
+    CountedLoader,
+    Sampler,
+    StatefulSampler,
+)
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
 from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.batching import World

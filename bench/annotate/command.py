@@ -31,7 +31,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     add_dataset(parser)
     parser.add_argument(
-        "layer", metavar="LAYER", help="folder of the layer; must be new, empty, or hold a partial layer"
+        "layer",
+        metavar="LAYER",
+        help="folder of the layer; must be new, empty, or hold a partial layer",
     )
     add_flags(parser, ModelOption)
     add_flags(parser, AnnotateOptions)
@@ -41,8 +43,15 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     from fuelrail.bench.annotate.run import AnnotateOptions, annotate
 
-    report = annotate(args.dataset, args.layer, from_flags(args, ModelOption).model, from_flags(args, AnnotateOptions))
-    print_json(report) if from_flags(args, PrintOptions).json else sys.stdout.write(report.as_text())
+    report = annotate(
+        args.dataset,
+        args.layer,
+        from_flags(args, ModelOption).model,
+        from_flags(args, AnnotateOptions),
+    )
+    print_json(report) if from_flags(args, PrintOptions).json else sys.stdout.write(
+        report.as_text()
+    )
     return 0
 
 

@@ -39,27 +39,51 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
         values = _split(name, output, num_rows)
         if all(isinstance(value, str) for value in values):
             table.append({**head, "kind": "text", "field": f"{name}.txt"})
-        elif all(isinstance(value, list) and all(isinstance(one, str) for one in value) for value in values):
+        elif all(
+            isinstance(value, list) and all(isinstance(one, str) for one in value)
+            for value in values
+        ):
             table.append({**head, "kind": "texts", "field": f"{name}.json"})
         elif all(isinstance(value, bytes) for value in values):
             table.append({**head, "kind": "bytes", "field": f"{name}.bin"})
-        elif all(isinstance(value, np.ndarray) and value.shape == values[0].shape for value in values):
+        elif all(
+            isinstance(value, np.ndarray) and value.shape == values[0].shape for value in values
+        ):
             dtype, shape = values[0].dtype.name, list(values[0].shape)
             if dtype not in DTYPES:
-                raise ConfigError(f"output {name!r} has dtype {dtype}; allowed are {', '.join(DTYPES)}")
+                raise ConfigError(
+                    f"output {name!r} has dtype {dtype}; allowed are {', '.join(DTYPES)}"
+                )
             is_large = values[0].dtype.kind == "f" and shape
             axes = [f"axis_{number}" for number in range(len(shape))]
             stored = store if is_large and store in ("float16", "int8") else dtype
             table.append(
-                {**head, "kind": "array", "field": f"{name}.npy", "dtype": stored, "axes": axes, "shape": shape}
+                {
+                    **head,
+                    "kind": "array",
+                    "field": f"{name}.npy",
+                    "dtype": stored,
+                    "axes": axes,
+                    "shape": shape,
+                }
             )
             if stored == "int8" and is_large:
                 scale = f"{name}{_SCALE}"
                 fixed = {"law": {"name": "fixed"}, "description": f"{name} is int8 times this"}
-                table.append({**fixed, "name": scale, "kind": "array", "field": f"{scale}.npy", "dtype": "float32"})
+                table.append(
+                    {
+                        **fixed,
+                        "name": scale,
+                        "kind": "array",
+                        "field": f"{scale}.npy",
+                        "dtype": "float32",
+                    }
+                )
         else:
             kinds = ", ".join(sorted({_kind(value) for value in values}))
-            raise ConfigError(f"output {name!r} holds {kinds}, not arrays of one shape, texts or bytes: {_BY_HAND}")
+            raise ConfigError(
+                f"output {name!r} holds {kinds}, not arrays of one shape, texts or bytes: {_BY_HAND}"
+            )
     if logits is not None and not any(entry["kind"] == logits[0] for entry in table):
         raise ConfigError(
             f"store={store!r} is for logits, floats [B, T, V]; the model returned {', '.join(outputs)} without any: "
@@ -130,7 +154,9 @@ def _is_logits(row: object) -> bool:
     import torch
 
     is_float = (
-        row.is_floating_point() if isinstance(row, torch.Tensor) else getattr(row, "dtype", np.dtype("O")).kind == "f"
+        row.is_floating_point()
+        if isinstance(row, torch.Tensor)
+        else getattr(row, "dtype", np.dtype("O")).kind == "f"
     )
     return is_float and getattr(row, "ndim", 0) == 2
 
@@ -148,7 +174,9 @@ def _rows(name: str, output: object, num_rows: int) -> list[Any]:
     import torch
 
     kind = type(output).__name__
-    has_rows = isinstance(output, list | tuple) or (isinstance(output, np.ndarray | torch.Tensor) and output.ndim > 0)
+    has_rows = isinstance(output, list | tuple) or (
+        isinstance(output, np.ndarray | torch.Tensor) and output.ndim > 0
+    )
     length = len(output) if has_rows else -1  # type: ignore[arg-type]
     if length != num_rows:
         raise ConfigError(
@@ -172,7 +200,7 @@ def _on_host(name: str, tensor: torch.Tensor) -> NDArray[Any]:
         ) from error
 
 
-def _array(name: str, row: Any) -> Any:  # noqa: ANN401
+def _array(name: str, row: Any) -> Any:
     import torch
 
     if isinstance(row, torch.Tensor):

@@ -56,7 +56,10 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
 
     batch_size: Annotated[int, Meta(ge=1), flag("samples that the model gets at a time")] = 8
     channels: Annotated[
-        PathText | None, flag("YAML or JSON list of channels (default: from what the model returns)", metavar="FILE")
+        PathText | None,
+        flag(
+            "YAML or JSON list of channels (default: from what the model returns)", metavar="FILE"
+        ),
     ] = None
     store: Annotated[
         str,
@@ -65,25 +68,40 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
             "logits [T, V]: topk:K, sampled:K tokens a position"
         ),
     ] = "as_is"
-    temperature: Annotated[float, Meta(gt=0), flag("of logits that are stored as topk or sampled")] = 1.0
-    positions: Annotated[
-        float, Meta(gt=0, le=1), flag("share of a sample's positions whose logits are stored: of the largest entropy")
+    temperature: Annotated[
+        float, Meta(gt=0), flag("of logits that are stored as topk or sampled")
     ] = 1.0
-    teacher: Annotated[str | None, flag("name of the teacher's weights (default: their digest, where known)")] = None
+    positions: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        flag("share of a sample's positions whose logits are stored: of the largest entropy"),
+    ] = 1.0
+    teacher: Annotated[
+        str | None, flag("name of the teacher's weights (default: their digest, where known)")
+    ] = None
     view: Annotated[
-        Literal["fixed", "per_view"], flag("show samples without augmentation, or as augmented in --epoch with --seed")
+        Literal["fixed", "per_view"],
+        flag("show samples without augmentation, or as augmented in --epoch with --seed"),
     ] = "fixed"
     seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation, with --view per_view")] = 0
     epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation, with --view per_view")] = 0
-    transforms: Annotated[Transforms | None, flag("size, augmentation, points, channels, ...")] = None
-    device: Annotated[str | None, flag("device of the batches, such as cuda (of this local rank)")] = None
+    transforms: Annotated[Transforms | None, flag("size, augmentation, points, channels, ...")] = (
+        None
+    )
+    device: Annotated[
+        str | None, flag("device of the batches, such as cuda (of this local rank)")
+    ] = None
     workers: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        flag("decoding threads (default: this rank's CPUs; with --engine ray one, which a task takes a CPU for)"),
+        flag(
+            "decoding threads (default: this rank's CPUs; with --engine ray one, which a task takes a CPU for)"
+        ),
     ] = None
     engine: Annotated[
         Literal["ray"] | None,
-        flag("make the rows in tasks of a Ray cluster, which take a GPU each with --device cuda (default: here)"),
+        flag(
+            "make the rows in tasks of a Ray cluster, which take a GPU each with --device cuda (default: here)"
+        ),
     ] = None
     ray_address: RayAddress = None
 
@@ -94,7 +112,11 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"store={self.store!r} must be as_is, float16, int8, topk:K or sampled:K, such as topk:64"
             )
-        if (self.temperature, self.positions) != (1, 1) and self.channels is None and logits_store(self.store) is None:
+        if (
+            (self.temperature, self.positions) != (1, 1)
+            and self.channels is None
+            and logits_store(self.store) is None
+        ):
             raise ConfigError(
                 f"temperature={self.temperature}, positions={self.positions} are for logits, and store={self.store!r} "
                 "stores none: give store='topk:K' or 'sampled:K', or channels with a kind of logits"
@@ -105,7 +127,9 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
                 "any: leave them out, or give view='per_view'"
             )
         if self.channels is not None and self.store != "as_is":
-            raise ConfigError(f"store={self.store!r} is for values without a table: '{self.channels}' has their dtypes")
+            raise ConfigError(
+                f"store={self.store!r} is for values without a table: '{self.channels}' has their dtypes"
+            )
 
 
 class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +143,11 @@ class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_text(self) -> str:
         """Return a line for people."""
-        state = "other ranks have not finished" if self.fingerprint is None else f"fingerprint {self.fingerprint}"
+        state = (
+            "other ranks have not finished"
+            if self.fingerprint is None
+            else f"fingerprint {self.fingerprint}"
+        )
         kept = f" ({self.num_kept:,} were there before)" if self.num_kept else ""
         return f"{escaped(self.layer)}: {counted(self.num_written, 'row')} in {self.seconds:,.1f} s{kept}; {state}\n"
 
@@ -151,20 +179,29 @@ def annotate(
     check_out(open_output(layer))  # before the model runs
     if options.engine is None:
         work = _Annotation(base, _load(model) if isinstance(model, str) else model, options)
-        with LayerWriter(base, layer, channels=work.table(), view=work.view, recipe=work.recipe()) as writer:
+        with LayerWriter(
+            base, layer, channels=work.table(), view=work.view, recipe=work.recipe()
+        ) as writer:
             done = writer.written()
             num_kept = int(done.sum())
-            num_written = sum(work.write(piece, writer, done) for piece in work.pieces(done, sys.maxsize))
+            num_written = sum(
+                work.write(piece, writer, done) for piece in work.pieces(done, sys.maxsize)
+            )
         fingerprint = writer.finish().fingerprint if writer.written().all() else None
     else:
         fingerprint, num_kept, num_written = _on_ray(base, os.fspath(layer), model, options)
     return AnnotateReport(
-        layer=os.fspath(layer), fingerprint=fingerprint, num_written=num_written,
-        num_kept=num_kept, seconds=round(time.monotonic() - start, 3),
-    )  # fmt: skip
+        layer=os.fspath(layer),
+        fingerprint=fingerprint,
+        num_written=num_written,
+        num_kept=num_kept,
+        seconds=round(time.monotonic() - start, 3),
+    )
 
 
-def _on_ray(base: Dataset, layer: str, model: Model | str, options: AnnotateOptions) -> tuple[str, int, int]:
+def _on_ray(
+    base: Dataset, layer: str, model: Model | str, options: AnnotateOptions
+) -> tuple[str, int, int]:
     """Make the rows that are not there in tasks of a cluster; return fingerprint, rows that were there, and new ones.
 
     A process loads the model once, and publishes the rows of a task at its end. What is inferred from the model's
@@ -173,14 +210,19 @@ def _on_ray(base: Dataset, layer: str, model: Model | str, options: AnnotateOpti
     from fuelrail.loaders.distributed import detect_world
 
     if (world := detect_world()).size > 1:
-        raise ConfigError(f"engine='ray' divides the work itself, and this is one of {world.size} ranks: start it once")
+        raise ConfigError(
+            f"engine='ray' divides the work itself, and this is one of {world.size} ranks: start it once"
+        )
     from fuelrail.sharding.engines.ray import RayEngine
 
     cpus, gpus = options.workers or 1, int((options.device or "").startswith("cuda"))
     engine = RayEngine(options.ray_address, cpus=cpus, gpus=gpus)
     options = msgspec.structs.replace(options, workers=cpus)
     layer = layer if is_url(layer) else os.path.abspath(layer)  # noqa: PTH100 - of a process in another folder
-    work, start = _Annotation(base, None, options, World(0, 1)), partial(_start, _pickled(base, model, options))
+    work, start = (
+        _Annotation(base, None, options, World(0, 1)),
+        partial(_start, _pickled(base, model, options)),
+    )
     with engine.connected():
         facts = next(engine.make(partial(start, None), [0]))
         with LayerWriter(base, layer, **facts, view=work.view) as writer:
@@ -206,7 +248,9 @@ def _pickled(*setup: Any) -> bytes:
     return content
 
 
-def _start(setup: bytes, rows: tuple[str, Any, list[_Piece], Rows] | None, node: str) -> Callable[[int], Any]:
+def _start(
+    setup: bytes, rows: tuple[str, Any, list[_Piece], Rows] | None, node: str
+) -> Callable[[int], Any]:
     """Return, in a process of the cluster, what writes a piece's rows to a layer; None: what tells table and recipe."""
     import torch
 
@@ -246,13 +290,19 @@ class _Annotation:
     """A model and the batches that it sees."""
 
     def __init__(
-        self, base: Dataset, model: Model | None, options: AnnotateOptions, world: World | None = None
+        self,
+        base: Dataset,
+        model: Model | None,
+        options: AnnotateOptions,
+        world: World | None = None,
     ) -> None:
         """Take the ranks that divide the work; None: those of torch.distributed."""
         self.base, self._model, self._options, self._given_world = base, model, options, world
         transforms = options.transforms or Transforms()
         if transforms.two_views:
-            raise ConfigError("transforms.two_views=True: a layer has one value a sample; leave two_views out")
+            raise ConfigError(
+                "transforms.two_views=True: a layer has one value a sample; leave two_views out"
+            )
         if options.view == "fixed":
             transforms = transforms.evaluation()
             self.view = LayerView()
@@ -282,7 +332,11 @@ class _Annotation:
 
         options = self._options
         teacher = options.teacher or weights_digest(self._model)
-        found = {"teacher": teacher, "temperature": options.temperature, "positions": options.positions}
+        found = {
+            "teacher": teacher,
+            "temperature": options.temperature,
+            "positions": options.positions,
+        }
         return {name: value for name, value in found.items() if value not in (None, 1.0)}
 
     def table(self) -> list[dict[str, Any]]:
@@ -298,8 +352,12 @@ class _Annotation:
         """Return the batches with rows that are not ``done``, at most this number of them in a piece."""
         size, found = self._options.batch_size * self._world.size, []
         for name, entry in self.base.splits.items():
-            lacking = np.flatnonzero(~done[entry.first_sample : entry.first_sample + entry.num_samples])
-            for _, batches in groupby(np.unique(lacking // size).tolist(), lambda batch: batch // most):
+            lacking = np.flatnonzero(
+                ~done[entry.first_sample : entry.first_sample + entry.num_samples]
+            )
+            for _, batches in groupby(
+                np.unique(lacking // size).tolist(), lambda batch: batch // most
+            ):
                 numbers = list(batches)
                 found.append(_Piece(name, numbers[0] * size, numbers[-1] - numbers[0] + 1))
         return found
@@ -308,12 +366,16 @@ class _Annotation:
         """Write this rank's rows of a piece that are not ``done``; returns how many."""
         num_written = 0
         with self._loader(piece.split, self._world) as loader:
-            for batch in loader.make_steps(Cursor(self._options.epoch, piece.begin), 0, piece.num_batches):
+            for batch in loader.make_steps(
+                Cursor(self._options.epoch, piece.begin), 0, piece.num_batches
+            ):
                 rows = batch["global_index"].tolist()
                 wanted = [at for at, row in enumerate(rows) if batch["valid"][at] and not done[row]]
                 if not wanted:
                     continue
-                values = rows_of(self._outputs(batch), batch["sample_key"], writer.channels, self._reduction)
+                values = rows_of(
+                    self._outputs(batch), batch["sample_key"], writer.channels, self._reduction
+                )
                 for at in wanted:
                     writer.write(rows[at], values[at])
                 num_written += len(wanted)
@@ -331,7 +393,9 @@ class _Annotation:
         except (Exception, SystemExit) as error:
             keys, model = batch["sample_key"], self._model
             name = getattr(model, "__qualname__", type(model).__qualname__)
-            raise stage_error(f"model '{name}' failed on samples {keys[0]!r} .. {keys[-1]!r}", error) from error
+            raise stage_error(
+                f"model '{name}' failed on samples {keys[0]!r} .. {keys[-1]!r}", error
+            ) from error
         if not hasattr(outputs, "items") or not outputs:
             found = "no outputs" if outputs == {} else type(outputs).__name__
             raise ConfigError(
@@ -345,9 +409,15 @@ class _Annotation:
 
         options = self._options
         return DataLoader(
-            self.base, options.batch_size, seed=options.seed, split=split,
-            num_workers=options.workers, transforms=self._transforms, device=self._device, world=world,
-        )  # fmt: skip
+            self.base,
+            options.batch_size,
+            seed=options.seed,
+            split=split,
+            num_workers=options.workers,
+            transforms=self._transforms,
+            device=self._device,
+            world=world,
+        )
 
 
 def _load(name: str) -> Model:

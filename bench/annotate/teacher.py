@@ -45,8 +45,12 @@ class Reduction(NamedTuple):
         shape: tuple[int, ...] = getattr(given, "shape", ())
         if len(shape) != 2 or shape[1] != size:
             found = list(shape) or type(given).__name__
-            raise ConfigError(f"output '{channel.name}' of sample {key!r} is {found}; the table has logits [T, {size}]")
-        logits = given if isinstance(given, Tensor) else torch.tensor(given)  # an array may be one to read only
+            raise ConfigError(
+                f"output '{channel.name}' of sample {key!r} is {found}; the table has logits [T, {size}]"
+            )
+        logits = (
+            given if isinstance(given, Tensor) else torch.tensor(given)
+        )  # an array may be one to read only
         number = xxhash.xxh3_64_intdigest(f"{channel.name}\0{key}".encode()) - (1 << 63)
         drawn = uniforms(self.seed, self.epoch, number, [ALL_CAMERAS], "logits", len(logits))[0]
         parts = []
@@ -67,8 +71,12 @@ class Reduction(NamedTuple):
                 tail = likely.scatter(-1, indices, 0).sum(-1)
             else:
                 indices, weights, tail = _draws(likely, k, drawn[first : first + step]), None, None
-            parts.append(Logits(indices, weights, tail, entropy).map(lambda part: part.cpu().numpy()))
-        whole = Logits(*(None if one[0] is None else np.concatenate(one) for one in zip(*parts, strict=True)))
+            parts.append(
+                Logits(indices, weights, tail, entropy).map(lambda part: part.cpu().numpy())
+            )
+        whole = Logits(
+            *(None if one[0] is None else np.concatenate(one) for one in zip(*parts, strict=True))
+        )
         stored = np.argsort(-whole.known, kind="stable")[: math.ceil(self.positions * len(logits))]
         known = np.zeros(len(logits), bool)
         known[stored] = True
@@ -98,7 +106,9 @@ def weights_digest(model: object) -> str | None:
             if isinstance(value, Tensor):
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                 digest.update(f"{name}.{entry} {whole.dtype} {list(whole.shape)}\n".encode())
-                digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                digest.update(
+                    whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                )
                 found = True
     return digest.hexdigest() if found else None
 

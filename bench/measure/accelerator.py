@@ -125,7 +125,9 @@ class EmulatedAccelerator:
         self._backward_start_ns = 0
         self._gradients_at_ns = 0  # time of the last local gradient; 0 before
         self._held_ns = 0  # waits inside backward, which are no work of the stand-in
-        self._in_flight_lock = threading.Lock()  # all-reduces end in a thread of the communication library
+        self._in_flight_lock = (
+            threading.Lock()
+        )  # all-reduces end in a thread of the communication library
         self._in_flight = 0
         self._in_flight_since_ns = 0
 
@@ -172,7 +174,9 @@ class EmulatedAccelerator:
 
     def gradients_ready(self, share: float) -> None:
         """Hold the bucket until the emulated device has computed ``share`` of the gradients."""
-        due_ns = self._backward_start_ns + round(self._units * self.profile.backward_ms * NS_PER_MS * share)
+        due_ns = self._backward_start_ns + round(
+            self._units * self.profile.backward_ms * NS_PER_MS * share
+        )
         ready_ns = self._clock.now_ns()
         lateness_ns = self._clock.wait_until(due_ns)
         if ready_ns < due_ns:

@@ -32,12 +32,14 @@ _KINDS = {
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
-def collective_of(func: Any, args: Sequence[Any]) -> tuple[str, int] | None:  # noqa: ANN401 - an operator
+def collective_of(func: Any, args: Sequence[Any]) -> tuple[str, int] | None:
     """Return a collective's kind and the bytes of its whole tensor; None for other operators."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = str(func)
-    kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), None)
+    kind = next(
+        (kind for kind, words in _KINDS.items() if any(word in name for word in words)), None
+    )
     if kind is None:
         return None
     sizes = [_bytes(argument) for argument in args[:2]]
@@ -47,7 +49,11 @@ def collective_of(func: Any, args: Sequence[Any]) -> tuple[str, int] | None:  # 
 
 
 def _bytes(argument: object) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in tree_leaves(argument)
+        if isinstance(leaf, Tensor)
+    )
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,21 +84,23 @@ class LocalOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401 - an operator
+        func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operator returns
+    ) -> Any:
         """Run an operator, then ``after``."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if func is torch.ops.prim.device.default:  # half of all calls under fake tensors, and no other mode's business
+        if (
+            func is torch.ops.prim.device.default
+        ):  # half of all calls under fake tensors, and no other mode's business
             return args[0].device
         result = func(*args, **(kwargs or {}))
         self.after(func, args, {**(kwargs or {}), "out_val": result})
         return result
 
-    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401 - an operator
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Act after an operator ran; ``kwargs`` has its result as ``out_val``."""
 
 
@@ -104,12 +112,16 @@ class Counter(LocalOperators):
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        groups = {} if mesh is None else {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
+        groups = (
+            {}
+            if mesh is None
+            else {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
+        )
         self._axes = {str(group.group_name): (axis, group.size()) for axis, group in groups.items()}
         self._found: dict[tuple[str, str, int], list[int]] = {}
         self.flop, self.attention, self.convolution = 0, 0, 0
 
-    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401 - an operator
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Count an operator."""
         name = str(func)
         moved = collective_of(func, args)

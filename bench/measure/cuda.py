@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from torch.cuda import Event
 
 # Dense bf16 tensor-core peaks in TFLOPS, by the data sheets (SXM where there are several).
-_PEAKS_BF16 = {"H200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
+_PEAKS_BF16 = {
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "B200": 2250.0,
+}
 
 # In fp32 convolutions run on TF32 tensor cores, torch's default, at half of that.
 _TF32_SHARE = 0.5

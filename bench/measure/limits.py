@@ -69,7 +69,11 @@ def measure_limits(
     framed = [bool(shards) and is_framed(shards[frame.row.shard].name) for frame in stored]
     compressed = [
         [
-            (member.codec, span[member.offset : member.offset + member.stored_bytes], member.raw_bytes)
+            (
+                member.codec,
+                span[member.offset : member.offset + member.stored_bytes],
+                member.raw_bytes,
+            )
             for member in frame.row.members
             if member.codec != codecs.RAW and member.name.partition(".")[0] not in skipped
         ]
@@ -128,10 +132,14 @@ def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:
     formats = {probe(image).format for entry in parsed for image in entry.sample.images.values()}
     if formats != {"jpeg"}:
         return None
-    return max(factor for factor in _JPEG_SCALES if factor == 1 or max(scales) * factor <= 1.0 + 1e-9)
+    return max(
+        factor for factor in _JPEG_SCALES if factor == 1 or max(scales) * factor <= 1.0 + 1e-9
+    )
 
 
 def _decode(image: Buffer, divisor: int, scratch: _Scratch) -> None:
     info = probe(image)
     height, width = -(-info.height // divisor), -(-info.width // divisor)
-    simplejpeg.decode_jpeg(image, "RGBX", min_height=height, min_width=width, buffer=scratch.take((height, width, 4)))
+    simplejpeg.decode_jpeg(
+        image, "RGBX", min_height=height, min_width=width, buffer=scratch.take((height, width, 4))
+    )

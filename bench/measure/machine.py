@@ -74,7 +74,10 @@ def machine_facts() -> MachineFacts:
         cpu=_cpu_model(),
         num_cpus=usable_cpus(),
         num_cpus_installed=os.cpu_count() or 1,
-        memory_bytes=min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit_bytes() or sys.maxsize),
+        memory_bytes=min(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            memory_limit_bytes() or sys.maxsize,
+        ),
         gpus=installed_gpus(),
         system=_system(),
         python=platform.python_version(),
@@ -104,7 +107,11 @@ def installed_gpus() -> list[Gpu]:
     """Return the GPUs that the NVIDIA driver shows; without torch, which would take seconds to load."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version",
+        "--format=csv,noheader,nounits",
+    ]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     rows = [row.split(", ") for row in answer.stdout.splitlines()] if answer.returncode == 0 else []
     return [
@@ -132,13 +139,19 @@ def _commit() -> tuple[str | None, bool | None]:
         return None, None
     head = _git(root, "rev-parse", "HEAD")
     # Result files are what a measurement writes, also while it runs: they do not change what is measured.
-    status = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
+    status = _git(
+        root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results"
+    )
     return head or None, None if status is None else bool(status)
 
 
 def _git(root: Path, *arguments: str) -> str | None:
     answer = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=False
+        ["git", "-C", str(root), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     return answer.stdout.strip() if answer.returncode == 0 else None
 
@@ -158,7 +171,9 @@ class DatasetFacts(msgspec.Struct, frozen=True, kw_only=True):
 def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
     """Return the facts of one split; raises ConfigError where there is none of that name."""
     entry = dataset.split(split)
-    lengths = dataset.index.column("length", entry.first_sample, entry.first_sample + entry.num_samples)
+    lengths = dataset.index.column(
+        "length", entry.first_sample, entry.first_sample + entry.num_samples
+    )
     return DatasetFacts(
         name=shown(dataset.manifest.name),
         fingerprint=dataset.manifest.fingerprint,
@@ -182,7 +197,9 @@ def peak_memory_bytes() -> int:
         found = None
     if found is not None:
         return int(found.group(1)) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +227,9 @@ def of_one_host(uses: Sequence[CpuUse]) -> CpuUse:
     own = sum(use.own for use in uses)
     seen = [use.own + use.others for use in uses if use.others is not None]
     others = max(0.0, max(seen) - own) if seen else None
-    return CpuUse(seconds=max(use.seconds for use in uses), own=own, others=others, usable=uses[0].usable)
+    return CpuUse(
+        seconds=max(use.seconds for use in uses), own=own, others=others, usable=uses[0].usable
+    )
 
 
 class CpuWatch:
@@ -236,7 +255,10 @@ class CpuWatch:
 def _own_s() -> float:
     return sum(
         usage.ru_utime + usage.ru_stime
-        for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+        for usage in (
+            resource.getrusage(resource.RUSAGE_SELF),
+            resource.getrusage(resource.RUSAGE_CHILDREN),
+        )
     )
 
 

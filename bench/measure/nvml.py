@@ -40,7 +40,7 @@ class NvmlWatch:
     no GPUs to look at, :meth:`use` is None; :attr:`reason` says why, and is logged.
     """
 
-    def __init__(self, num_gpus: int, nvml: Any = None) -> None:  # noqa: ANN401 - a module without types
+    def __init__(self, num_gpus: int, nvml: Any = None) -> None:
         self._num_gpus, self._nvml = num_gpus, nvml
         self.reason: str | None = None
         """Why there are no measurements; None where nothing failed."""
@@ -74,7 +74,9 @@ class NvmlWatch:
                 self._nvml.nvmlShutdown()
         except Exception as error:  # noqa: BLE001 - not installed, no driver, a part of a card (MIG): NVML's own errors
             self._samples = []
-            self.reason = f"{type(error).__name__}: {error}; it needs nvidia-ml-py, a driver and a whole card"
+            self.reason = (
+                f"{type(error).__name__}: {error}; it needs nvidia-ml-py, a driver and a whole card"
+            )
             _LOG.warning("no facts from NVML: %s", self.reason)
 
     def _sample(self) -> None:
@@ -96,7 +98,7 @@ class NvmlWatch:
             if self._stop.wait(_INTERVAL_S):
                 return
 
-    def _handle(self, index: int) -> Any:  # noqa: ANN401
+    def _handle(self, index: int) -> Any:
         """Return NVML's handle of torch's GPU ``index``, by UUID where torch knows it.
 
         NVML numbers all of the host's GPUs by their place on the bus. CUDA numbers those that CUDA_VISIBLE_DEVICES
@@ -105,14 +107,18 @@ class NvmlWatch:
         uuid = _uuid(index)
         if uuid is not None:
             return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        visible = [
+            name.strip()
+            for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            if name.strip()
+        ]
         if not visible:
             return self._nvml.nvmlDeviceGetHandleByIndex(index)
         if visible[index].isdigit():
             return self._nvml.nvmlDeviceGetHandleByIndex(int(visible[index]))
         return self._nvml.nvmlDeviceGetHandleByUUID(visible[index])
 
-    def _engine(self, name: str, handle: Any) -> float | None:  # noqa: ANN401
+    def _engine(self, name: str, handle: Any) -> float | None:
         """Return a decoding unit's share, where this driver and card know one."""
         try:
             return float(getattr(self._nvml, name)(handle)[0]) / 100
@@ -130,7 +136,9 @@ def _uuid(index: int) -> str | None:
     return None if uuid is None else str(uuid)
 
 
-def _summary(index: int, samples: list[tuple[float, float, float | None, float | None, int, float]]) -> GpuUse:
+def _summary(
+    index: int, samples: list[tuple[float, float, float | None, float | None, int, float]]
+) -> GpuUse:
     kernels, traffic, decoder, jpeg, memory, clock = zip(*samples, strict=True)
 
     def mean(values: tuple[float | None, ...]) -> float | None:

@@ -82,7 +82,9 @@ def window_of(ranks: Sequence[Sequence[StepRecord]], num_warmup_steps: int) -> W
             f"{num_steps} steps - {num_warmup_steps} warm-up = {measured} measured; at least {MIN_MEASURED_STEPS} are "
             "needed: run more steps or epochs, or use a smaller batch"
         )
-    return Window(num_warmup_steps=num_warmup_steps, num_measured_steps=measured, too_short=too_short)
+    return Window(
+        num_warmup_steps=num_warmup_steps, num_measured_steps=measured, too_short=too_short
+    )
 
 
 def measured_steps(steps: Sequence[StepRecord], window: Window) -> Sequence[StepRecord]:
@@ -94,7 +96,10 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
     """Return the occupancy over a window that is long enough (``window.too_short`` is None)."""
     assert window.too_short is None, window.too_short
     inside = [measured_steps(steps, window) for steps in ranks]
-    phases = np.array([[[step.phase_ns(phase) for phase in _OWN] for step in steps] for steps in inside], np.float64)
+    phases = np.array(
+        [[[step.phase_ns(phase) for phase in _OWN] for step in steps] for steps in inside],
+        np.float64,
+    )
     means, last = phases.mean(axis=1), phases.sum(axis=2).argmax(axis=0)
     rows = []
     for rank, steps in enumerate(inside):
@@ -114,7 +119,9 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
             )
         )
     return Occupancy(
-        mean=sum(row.occupancy for row in rows) / len(rows), lowest=min(row.occupancy for row in rows), ranks=rows
+        mean=sum(row.occupancy for row in rows) / len(rows),
+        lowest=min(row.occupancy for row in rows),
+        ranks=rows,
     )
 
 

@@ -68,19 +68,29 @@ def measure_rate(name: str, work: Callable[[int], Any], num_threads: int, second
             errors.append(error)
             start_line.abort()
 
-    threads = [threading.Thread(target=run, name=f"rate-{name}-{number}") for number in range(num_threads)]
+    threads = [
+        threading.Thread(target=run, name=f"rate-{name}-{number}") for number in range(num_threads)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         # Threads at the start line are let go with an error of their own, which is not the cause.
-        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+        raise next(
+            (error for error in errors if not isinstance(error, threading.BrokenBarrierError)),
+            errors[0],
+        )
     total = sum(count for count, *_ in laps)
     # Each thread over its own time: the last call of one may outlast the others'.
     samples_per_s = sum(count / (ended_s - started_s) for count, started_s, ended_s, _ in laps)
     cpu_s = sum(cpu for *_, cpu in laps)
-    return Rate(name=name, num_threads=num_threads, samples_per_s=samples_per_s, cpu_ms_per_sample=1e3 * cpu_s / total)
+    return Rate(
+        name=name,
+        num_threads=num_threads,
+        samples_per_s=samples_per_s,
+        cpu_ms_per_sample=1e3 * cpu_s / total,
+    )
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +163,11 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
     assert ratios, "no ratios"
     logs = np.log(np.asarray(ratios, dtype=np.float64))
     count = len(logs)
-    half = 0.0 if count == 1 else float(stdtrit(count - 1, 0.975) * logs.std(ddof=1)) / math.sqrt(count)
+    half = (
+        0.0
+        if count == 1
+        else float(stdtrit(count - 1, 0.975) * logs.std(ddof=1)) / math.sqrt(count)
+    )
     centre = float(logs.mean())
     return Interval(
         median=math.exp(centre),

@@ -84,7 +84,14 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
 
     @classmethod
     def of(
-        cls, device: DeviceTimes, *, start_ns: int, end_ns: int, data_wait_ns: int, loss: float, **facts: Any
+        cls,
+        device: DeviceTimes,
+        *,
+        start_ns: int,
+        end_ns: int,
+        data_wait_ns: int,
+        loss: float,
+        **facts: Any,
     ) -> Self:
         """Return the record of a step from its times on the device; what is in no phase is ``other``.
 
@@ -173,14 +180,23 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 
 
 Record = (
-    RankHeader | InputFacts | StepRecord | StageSnapshot | CheckpointSave | CheckpointRestore
-    | RankEnd | RankFailure
-)  # fmt: skip
+    RankHeader
+    | InputFacts
+    | StepRecord
+    | StageSnapshot
+    | CheckpointSave
+    | CheckpointRestore
+    | RankEnd
+    | RankFailure
+)
 _DECODER = msgspec.json.Decoder(Record)
 _FIELDS: dict[type[Record], str] = {
-    RankHeader: "header", InputFacts: "input", CheckpointRestore: "restored", RankEnd: "end",
+    RankHeader: "header",
+    InputFacts: "input",
+    CheckpointRestore: "restored",
+    RankEnd: "end",
     RankFailure: "failure",
-}  # fmt: skip
+}
 
 
 class RankWriter:

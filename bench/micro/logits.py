@@ -66,12 +66,20 @@ class LogitsReport(msgspec.Struct, frozen=True):
     decoding: dict[str, float]
 
 
-def channel_of(kind: str, k: int, vocabulary: int, dtype: str = "uint8", length: int | None = None) -> Channel:
+def channel_of(
+    kind: str, k: int, vocabulary: int, dtype: str = "uint8", length: int | None = None
+) -> Channel:
     """Return the entry of logits of k tokens a position."""
     return Channel(
-        name="logits", kind=kind, field="logits.lgt", law=Law("fixed"), dtype=dtype if kind == TOPK else "",
-        axes=("position", "token"), shape=(length, k), vocabulary=Vocabulary("words", vocabulary),
-    )  # fmt: skip
+        name="logits",
+        kind=kind,
+        field="logits.lgt",
+        law=Law("fixed"),
+        dtype=dtype if kind == TOPK else "",
+        axes=("position", "token"),
+        shape=(length, k),
+        vocabulary=Vocabulary("words", vocabulary),
+    )
 
 
 def stored(logits: Tensor, channel: Channel, key: str) -> tuple[Logits, int]:
@@ -91,22 +99,41 @@ def layouts(logits: Tensor, k: int) -> Iterator[LayoutFigures]:
         error = (
             None
             if read is None
-            else F.kl_div(read.log_softmax(-1), logs.log_softmax(-1), log_target=True, reduction="sum")
+            else F.kl_div(
+                read.log_softmax(-1), logs.log_softmax(-1), log_target=True, reduction="sum"
+            )
         )
-        return LayoutFigures(vocabulary, k, layout, num_bytes, None if error is None else float(error) / number)
+        return LayoutFigures(
+            vocabulary, k, layout, num_bytes, None if error is None else float(error) / number
+        )
 
     for dtype in ("uint8", "float16"):
         found, num_bytes = stored(logits, channel_of(TOPK, k, vocabulary, dtype), "a")
         order = indices.argsort(-1).argsort(-1)
-        yield figures(f"topk, {dtype}", num_bytes / number, torch.from_numpy(found.weights).log().gather(-1, order))
-    yield figures("sampled", stored(logits, channel_of(SAMPLED, k, vocabulary), "a")[1] / number, None)
+        yield figures(
+            f"topk, {dtype}",
+            num_bytes / number,
+            torch.from_numpy(found.weights).log().gather(-1, order),
+        )
+    yield figures(
+        "sampled", stored(logits, channel_of(SAMPLED, k, vocabulary), "a")[1] / number, None
+    )
     yield figures("whole bits, uint8, scale and tail", -(-bits * k // 8) + k + 4, None)
-    for name, exact, powers in (("recommended", 16, (0, 1, 2, 3, 4, 0.5)), ("budget", 1, (0, 1, 0.5))):
-        ranks = torch.arange(k - exact, dtype=torch.float64)[:, None] ** torch.tensor(powers, dtype=torch.float64)
+    for name, exact, powers in (
+        ("recommended", 16, (0, 1, 2, 3, 4, 0.5)),
+        ("budget", 1, (0, 1, 0.5)),
+    ):
+        ranks = torch.arange(k - exact, dtype=torch.float64)[:, None] ** torch.tensor(
+            powers, dtype=torch.float64
+        )
         fitted = (ranks @ (torch.linalg.pinv(ranks) @ logs[:, exact:].double().T)).T.float()
         read = torch.cat([logs[:, :exact].bfloat16().float(), fitted], -1)
         yield figures(f"DistillKit, {name}", -(-bits * k // 8) + 2 * exact + 4 * len(powers), read)
-    arrays = [(indices & 0xFFFF).numpy().astype("<u2"), (indices >> 16).numpy().astype(bool), logs.half().numpy()]
+    arrays = [
+        (indices & 0xFFFF).numpy().astype("<u2"),
+        (indices >> 16).numpy().astype(bool),
+        logs.half().numpy(),
+    ]
     squeezed = sum(len(zstandard.ZstdCompressor(3).compress(one.tobytes())) for one in arrays)
     yield figures("Megatron-LM PR 5019", squeezed / number, logs.half().float())
 
@@ -114,7 +141,11 @@ def layouts(logits: Tensor, k: int) -> Iterator[LayoutFigures]:
 def gradients(own: Tensor, teacher: Tensor, draws: int) -> dict[str, dict[str, float]]:
     """Return how far mean gradients are from the full divergence's: as a share of its norm, and in standard errors."""
     q, p = teacher.double().softmax(-1), own.double().softmax(-1)
-    channel, total, squares = channel_of(SAMPLED, COUNT, own.shape[1]), torch.zeros_like(p), torch.zeros_like(p)
+    channel, total, squares = (
+        channel_of(SAMPLED, COUNT, own.shape[1]),
+        torch.zeros_like(p),
+        torch.zeros_like(p),
+    )
     for number in range(draws):
         read = stored(teacher, channel, str(number))[0].map(torch.from_numpy)
         leaf = own.clone().requires_grad_()
@@ -129,9 +160,16 @@ def gradients(own: Tensor, teacher: Tensor, draws: int) -> dict[str, dict[str, f
     ratio = (q * rest).sum(-1, keepdim=True) / (p * rest).sum(-1, keepdim=True)
     tailed = torch.zeros_like(q).scatter(-1, indices, weights) + rest * p * ratio
     whole = (p - q).norm()
-    off = {"sampled": mean - (p - q), "topk without its tail": q - kept, "topk with its tail": q - tailed}
+    off = {
+        "sampled": mean - (p - q),
+        "topk without its tail": q - kept,
+        "topk with its tail": q - tailed,
+    }
     return {
-        name: {"share_of_norm": float(one.norm() / whole), "standard_errors": float(one.norm() / error)}
+        name: {
+            "share_of_norm": float(one.norm() / whole),
+            "standard_errors": float(one.norm() / error),
+        }
         for name, one in off.items()
     }
 
@@ -147,7 +185,9 @@ def texts() -> tuple[Tensor, Tensor]:
     return windows[order[256:]], windows[order[:256]]
 
 
-def trained(size: GptSettings, windows: Tensor, steps: int, seed: int, teacher: Any, lesson: Lesson) -> Any:  # noqa: ANN401
+def trained(
+    size: GptSettings, windows: Tensor, steps: int, seed: int, teacher: Any, lesson: Lesson
+) -> Any:
     """Train a decoder on batches of windows; without a teacher, on the next words."""
     torch.manual_seed(seed)
     model: Any = build_model(size)
@@ -171,20 +211,27 @@ def next_words(logits: Tensor, tokens: Tensor, _: Sequence[str]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def from_stored(logits: Tensor, said: Tensor, keys: Sequence[str], *, channel: Channel, tail: bool = True) -> Tensor:
+def from_stored(
+    logits: Tensor, said: Tensor, keys: Sequence[str], *, channel: Channel, tail: bool = True
+) -> Tensor:
     """Return the mean divergence from what a layer of this channel would hold."""
     read = KINDS[channel.kind].collate(
         [stored(one, channel, key)[0] for one, key in zip(said, keys, strict=True)], channel, ()
     )
     teacher = read.map(torch.from_numpy)
     if channel.kind == TOPK and not tail:
-        teacher = teacher._replace(weights=teacher.weights / teacher.weights.sum(-1, keepdim=True), tail=None)
+        teacher = teacher._replace(
+            weights=teacher.weights / teacher.weights.sum(-1, keepdim=True), tail=None
+        )
     return divergence(logits, teacher).mean()
 
 
 def lessons() -> dict[str, Lesson]:
     """Return the losses that students are compared under."""
-    top, drawn = channel_of(TOPK, COUNT, WORDS, length=CONTEXT), channel_of(SAMPLED, COUNT, WORDS, length=CONTEXT)
+    top, drawn = (
+        channel_of(TOPK, COUNT, WORDS, length=CONTEXT),
+        channel_of(SAMPLED, COUNT, WORDS, length=CONTEXT),
+    )
     return {
         "full": lambda logits, said, _: divergence(logits, said, 1.0).mean(),
         "sampled:50": partial(from_stored, channel=drawn),
@@ -205,12 +252,19 @@ def decoding(repeats: int) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for kind, _ in itertools.product((TOPK, SAMPLED), range(repeats)):
         channel = channel_of(kind, COUNT, size.vocabulary, length=size.context)
-        members = [KINDS[kind].encode(Reduction()(one, channel, str(at)), channel) for at, one in enumerate(said)]
+        members = [
+            KINDS[kind].encode(Reduction()(one, channel, str(at)), channel)
+            for at, one in enumerate(said)
+        ]
         start_s = time.process_time()
-        read = KINDS[kind].collate([KINDS[kind].decode(one, channel) for one in members], channel, ())
+        read = KINDS[kind].collate(
+            [KINDS[kind].decode(one, channel) for one in members], channel, ()
+        )
         decoded_s = time.process_time()
         optimiser.zero_grad()
-        torch.autograd.backward(divergence(model.predict(tokens)[1], read.map(torch.from_numpy)).mean())
+        torch.autograd.backward(
+            divergence(model.predict(tokens)[1], read.map(torch.from_numpy)).mean()
+        )
         optimiser.step()
         found.setdefault(kind, []).append((decoded_s - start_s) / (time.process_time() - decoded_s))
     return {kind: statistics.median(shares) for kind, shares in found.items()}
@@ -227,13 +281,23 @@ def measure(seeds: int, steps: int, draws: int) -> LogitsReport:
     teacher = trained(TEACHER, windows, 4 * steps, 0, None, next_words)
     teacher.eval().requires_grad_(requires_grad=False)
 
-    def loss(model: Any) -> float:  # noqa: ANN401
+    def loss(model: Any) -> float:
         with torch.no_grad():
             return float(next_words(model.predict(held)[1], held[:, 1:], ()))
 
     said = teacher.predict(held[:8])[1].flatten(0, 1)
-    tables = [one for logits, ks in ((wide, (50, 64, 128)), (said, (50,))) for k in ks for one in layouts(logits, k)]
-    own = trained(STUDENT, windows, steps // 4, 9, None, next_words).predict(held[:8])[1].detach().flatten(0, 1)
+    tables = [
+        one
+        for logits, ks in ((wide, (50, 64, 128)), (said, (50,)))
+        for k in ks
+        for one in layouts(logits, k)
+    ]
+    own = (
+        trained(STUDENT, windows, steps // 4, 9, None, next_words)
+        .predict(held[:8])[1]
+        .detach()
+        .flatten(0, 1)
+    )
     slopes = gradients(own[:8], said[:8], draws)
     students: dict[str, list[float]] = {name: [] for name in lessons()}
     for seed, (name, lesson) in itertools.product(range(seeds), lessons().items()):
@@ -248,7 +312,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="file for the report as JSON")
     parser.add_argument("--seeds", type=int, default=5, help="students of each kind")
     parser.add_argument("--steps", type=int, default=250, help="steps of a student")
-    parser.add_argument("--draws", type=int, default=10_000, help="draws of which the mean gradient is taken")
+    parser.add_argument(
+        "--draws", type=int, default=10_000, help="draws of which the mean gradient is taken"
+    )
     arguments = parser.parse_args(argv)
     report = measure(arguments.seeds, arguments.steps, arguments.draws)
     print(msgspec.json.format(msgspec.json.encode(report)).decode())  # noqa: T201

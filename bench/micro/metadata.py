@@ -30,11 +30,24 @@ from fuelrail.loaders.integrations.sampler import BatchSampler
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import ROWS_PER_BATCH, SampleIndex, write_index
 from fuelrail.pipeline.order.batching import World
-from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, decode_points, decode_sample, encode_points
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    GEOMETRY,
+    META,
+    decode_points,
+    decode_sample,
+    encode_points,
+)
 from fuelrail.sharding.api import shard
 from fuelrail.sharding.progress import Quiet
 
-_FIELDS = (META, GEOMETRY, BOXES, *(f"{channel.lower()}.jpg" for channel in CAMERAS), "lidar_top.npy")
+_FIELDS = (
+    META,
+    GEOMETRY,
+    BOXES,
+    *(f"{channel.lower()}.jpg" for channel in CAMERAS),
+    "lidar_top.npy",
+)
 
 _NUM_ROWS = 250_000
 _MANY_ROWS = 10**9
@@ -44,22 +57,47 @@ def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
     """Make key and metadata of a sample with six cameras and as many boxes as nuScenes' in the new folder ``work``."""
     source, out = work / "source", work / "dataset"
     make_dataroot(source, 2, lidar=False, size=(320, 180))
-    shard(f"nuscenes:{source}", out, options={"version": "v1.0-bench"}, layout="none", workers=1, progress=Quiet())
+    shard(
+        f"nuscenes:{source}",
+        out,
+        options={"version": "v1.0-bench"},
+        layout="none",
+        workers=1,
+        progress=Quiet(),
+    )
     with tarfile.open(next(out.glob("*.tar"))) as tar:
-        found = {name: file.read() for name in tar.getnames() if (file := tar.extractfile(name)) is not None}
+        found = {
+            name: file.read()
+            for name in tar.getnames()
+            if (file := tar.extractfile(name)) is not None
+        }
     key = next(iter(found)).partition(".")[0]
     return key, {name: found[f"{key}.{name}"] for name in (META, GEOMETRY, BOXES)}
 
 
 def index_rows(count: int) -> Iterator[IndexRow]:
     """Yield rows of a dataset with six cameras and a lidar."""
-    members = tuple(MemberEntry(name, 4096 * i + 512, 3000, 3000, "raw", 0) for i, name in enumerate(_FIELDS))
+    members = tuple(
+        MemberEntry(name, 4096 * i + 512, 3000, 3000, "raw", 0) for i, name in enumerate(_FIELDS)
+    )
     for i in range(count):
         clip_id = f"scene-{i // 40:06d}"
-        yield IndexRow(f"{clip_id}-{i % 40:06d}", clip_id, i % 40, i * 500_000_000, i // 300, 0, 40960, i, members)
+        yield IndexRow(
+            f"{clip_id}-{i % 40:06d}",
+            clip_id,
+            i % 40,
+            i * 500_000_000,
+            i // 300,
+            0,
+            40960,
+            i,
+            members,
+        )
 
 
-def pyarrow_row(table: pa.Table, number: int, names: Sequence[str], codecs: Sequence[str]) -> dict[str, Any]:
+def pyarrow_row(
+    table: pa.Table, number: int, names: Sequence[str], codecs: Sequence[str]
+) -> dict[str, Any]:
     """Return the same row through pyarrow's own conversion to Python."""
     row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
     for member in row["members"]:
@@ -75,7 +113,10 @@ def torch_epoch(num_ranks: int) -> int:
 
 def our_epoch(num_ranks: int) -> int:
     """Draw the same from ours."""
-    return sum(len(batch) for batch in BatchSampler(_NUM_ROWS, global_batch=64 * num_ranks, world=World(0, num_ranks)))
+    return sum(
+        len(batch)
+        for batch in BatchSampler(_NUM_ROWS, global_batch=64 * num_ranks, world=World(0, num_ranks))
+    )
 
 
 def our_counted_epoch(num_ranks: int) -> int:
@@ -136,7 +177,10 @@ def measure(effort: Effort) -> Iterator[TimedContest]:
     sweep = encode_points(np.zeros((NUM_POINTS, 5), np.float32))
     yield compare(
         f"one sweep of {NUM_POINTS} points",
-        {"numpy.load": lambda: np.load(io.BytesIO(sweep)), "fuelrail, a view": lambda: decode_points(sweep)},
+        {
+            "numpy.load": lambda: np.load(io.BytesIO(sweep)),
+            "fuelrail, a view": lambda: decode_points(sweep),
+        },
         effort,
     )
     count = ROWS_PER_BATCH + ROWS_PER_BATCH // 4

@@ -49,7 +49,7 @@ class _NoDecoder:
 
     name = "none"
 
-    def decode_into(self, encoded: Any, image_map: ImageMap, out: NDArray[Any]) -> None:  # noqa: ANN401
+    def decode_into(self, encoded: Any, image_map: ImageMap, out: NDArray[Any]) -> None:
         """Do nothing."""
 
 
@@ -90,13 +90,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.overhead")
     parser.add_argument("work", type=Path, metavar="WORK", help="new folder for the dataset")
     # An epoch's start takes as long for one camera as for six; few samples would make that the subject.
-    parser.add_argument("--samples", type=int, default=512, help="samples of an epoch (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="epochs of each candidate (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=512, help="samples of an epoch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="epochs of each candidate (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     options = parser.parse_args(argv)
     source, dataset = options.work / "source", options.work / "dataset"
     make_dataroot(source, options.samples, lidar=False, num_files=8)
-    shard(f"nuscenes:{source}", dataset, options={"version": "v1.0-bench"}, workers=1, progress=Quiet())
+    shard(
+        f"nuscenes:{source}",
+        dataset,
+        options={"version": "v1.0-bench"},
+        workers=1,
+        progress=Quiet(),
+    )
     report = measure(dataset, options.work / "run.ledger", options.rounds)
     for name, value in report.cpu_ms_per_sample.items():
         print(f"{name:<48} {value:7.3f} ms of CPU a sample  {100 * report.share[name]:6.2f} %")  # noqa: T201

@@ -120,7 +120,10 @@ class PackingReport(msgspec.Struct, frozen=True):
 def ours(lengths: NDArray[np.int64], budget: int) -> Packs:
     """Return our packs, in the order of an epoch."""
     spec = OrderSpec(pack=Pack(budget=budget, cost="n", window=_WINDOW))
-    return [lengths[batch].tolist() for batch in BatchSampler({"n": lengths}, spec, global_batch=1, drop_last=False)]
+    return [
+        lengths[batch].tolist()
+        for batch in BatchSampler({"n": lengths}, spec, global_batch=1, drop_last=False)
+    ]
 
 
 def knapsack(lengths: NDArray[np.int64], budget: int) -> Packs:
@@ -154,7 +157,11 @@ def grain_packs(lengths: NDArray[np.int64], budget: int) -> Packs:
     """Return Grain's first-fit packs over a shuffled stream, with 64 of them open."""
     import grain  # type: ignore[import-not-found,unused-ignore]
 
-    stream = grain.MapDataset.source(lengths.tolist()).shuffle(seed=0).map(lambda n: {"x": np.zeros(n, np.int8)})
+    stream = (
+        grain.MapDataset.source(lengths.tolist())
+        .shuffle(seed=0)
+        .map(lambda n: {"x": np.zeros(n, np.int8)})
+    )
     packed = grain.experimental.FirstFitPackIterDataset(
         stream.to_iter_dataset(), length_struct={"x": budget}, num_packing_bins=_OPEN_PACKS
     )
@@ -164,11 +171,15 @@ def grain_packs(lengths: NDArray[np.int64], budget: int) -> Packs:
 def dearest(packs: Packs, packs_per_rank: int, *, is_dealt: bool) -> RankFigures:
     """Return the dearest rank where each takes that many packs of a step: dealt by the cost of a step, or in turn."""
     size = _RANKS * packs_per_rank
-    tokens, attention = (np.array([sum(n**power for n in pack) for pack in packs]) for power in (1, 2))
+    tokens, attention = (
+        np.array([sum(n**power for n in pack) for pack in packs]) for power in (1, 2)
+    )
     costs = np.array([tokens, _LINEAR * tokens + attention, attention])
     shares = []
     for first in range(0, len(packs) - size + 1, size):
-        rows = first + (deal(costs[1, first : first + size], _RANKS) if is_dealt else np.arange(size))
+        rows = first + (
+            deal(costs[1, first : first + size], _RANKS) if is_dealt else np.arange(size)
+        )
         ranks = costs[:, rows].reshape(3, _RANKS, packs_per_rank).sum(2)
         shares.append(ranks.max(1) / ranks.mean(1))
     return RankFigures(packs_per_rank, *(np.mean(shares, axis=0).tolist() if shares else ()))
@@ -177,14 +188,18 @@ def dearest(packs: Packs, packs_per_rank: int, *, is_dealt: bool) -> RankFigures
 def measure_large(num_samples: int, budget: int = 32768) -> LargeFigures:
     """Count the packs of an epoch of this number of samples, of lognormal lengths."""
     rng, costs = np.random.default_rng(0), np.empty(num_samples, np.int32)
-    for first in range(0, num_samples, 100_000):  # in parts, so that the peak memory is that of packing
+    for first in range(
+        0, num_samples, 100_000
+    ):  # in parts, so that the peak memory is that of packing
         part = costs[first : first + 100_000]
         part[:] = np.clip(rng.lognormal(5, 1, len(part)), 16, 1024)
     base = CompiledOrder(OrderSpec(), {}, (num_samples,))
     order = PackedOrder(base, Pack(budget=budget, cost="n", window=_WINDOW), (costs,), 0)
     before, started = _peak_bytes(), time.process_time()
     packs = order.length(0)
-    return LargeFigures(num_samples, budget, packs, time.process_time() - started, _peak_bytes() - before)
+    return LargeFigures(
+        num_samples, budget, packs, time.process_time() - started, _peak_bytes() - before
+    )
 
 
 def _peak_bytes() -> int:
@@ -195,11 +210,22 @@ def measure_waits(work: Path, num_samples: int) -> list[WaitFigures]:
     """Train by turns on batches of eight samples, and on packs of about eight, of frames that cost 1 .. 40."""
     source, dataset = work / "source", work / "dataset"
     make_dataroot(source, num_samples, lidar=False, size=(96, 64), num_files=8, full_tables=False)
-    shard(f"nuscenes:{source}", dataset, options={"version": "v1.0-bench"}, workers=1, progress=Quiet())
+    shard(
+        f"nuscenes:{source}",
+        dataset,
+        options={"version": "v1.0-bench"},
+        workers=1,
+        progress=Quiet(),
+    )
     pack = Pack(budget=164, cost=Cost(linear={"frame": 1}, constant=1), window=_WINDOW)
-    image = Transforms(image=ImageAugment(height=64, width=96, resize="stretch"), cameras=("cam_front",))
+    image = Transforms(
+        image=ImageAugment(height=64, width=96, resize="stretch"), cameras=("cam_front",)
+    )
     orders = {"plain": (OrderSpec(), 8), "packs": (OrderSpec(pack=pack), 1)}
-    loaders = {name: DataLoader(dataset, size, order=order, transforms=image) for name, (order, size) in orders.items()}
+    loaders = {
+        name: DataLoader(dataset, size, order=order, transforms=image)
+        for name, (order, size) in orders.items()
+    }
     waits: dict[str, list[float]] = {name: [] for name in loaders}
     total = dict.fromkeys(loaders, 0.0)
     for epoch in range(_EPOCHS):
@@ -216,7 +242,8 @@ def measure_waits(work: Path, num_samples: int) -> list[WaitFigures]:
     for loader in loaders.values():
         loader.close()
     return [
-        WaitFigures(name, _EPOCHS, len(each), total[name], sum(each), 1e3 * max(each)) for name, each in waits.items()
+        WaitFigures(name, _EPOCHS, len(each), total[name], sum(each), 1e3 * max(each))
+        for name, each in waits.items()
     ]
 
 
@@ -243,24 +270,34 @@ def measure(lengths: dict[str, NDArray[np.int64]]) -> PackingReport:
                 ranks = [dearest(packs, each, is_dealt=pack is ours) for each in _PACKS_PER_RANK]
                 fill, best = used / budget / len(packs), full / math.ceil(full)
                 lost = int(values.sum()) - used
-                figures.append(PackerFigures(name, budget, packer, len(packs), fill, best, lost, rate, ranks))
-    return PackingReport(machine_facts(), {name: len(values) for name, values in lengths.items()}, figures)
+                figures.append(
+                    PackerFigures(name, budget, packer, len(packs), fill, best, lost, rate, ranks)
+                )
+    return PackingReport(
+        machine_facts(), {name: len(values) for name, values in lengths.items()}, figures
+    )
 
 
 def main(argv: list[str]) -> int:
     """Measure, print the rows of the report, and write it where that is asked."""
     parser = argparse.ArgumentParser(prog="packing", description=__doc__.partition("\n")[0])
-    parser.add_argument("work", type=Path, metavar="WORK", help="new folder for the dataset of the timed loader")
+    parser.add_argument(
+        "work", type=Path, metavar="WORK", help="new folder for the dataset of the timed loader"
+    )
     parser.add_argument("--out", type=Path, help="file for the report as JSON")
     parser.add_argument("--samples", type=int, default=100_000, help="lengths of the lognormal set")
     parser.add_argument("--large", type=int, default=10_000_000, help="lengths of the large set")
     parser.add_argument("--frames", type=int, default=8192, help="samples of the timed loader")
     arguments = parser.parse_args(argv)
-    large = measure_large(arguments.large)  # first, for the peak memory is that of the process so far
+    large = measure_large(
+        arguments.large
+    )  # first, for the peak memory is that of the process so far
     drawn = np.random.default_rng(0).lognormal(5, 1, arguments.samples)
     texts = np.array([min(len(text.encode()), 1024) for text in documentation_texts()])
     report = measure({"lognormal": np.clip(drawn, 16, 1024).astype(np.int64), "docstrings": texts})
-    report = msgspec.structs.replace(report, large=large, waits=measure_waits(arguments.work, arguments.frames))
+    report = msgspec.structs.replace(
+        report, large=large, waits=measure_waits(arguments.work, arguments.frames)
+    )
     for row in (*report.figures, large, *report.waits):
         print(msgspec.json.encode(row).decode())  # noqa: T201
     if arguments.out is not None:

@@ -53,9 +53,14 @@ if TYPE_CHECKING:
 NUM_REWRITTEN = 200
 
 _SLOW = (
-    "GNU tar, then SHA-256", "tarfile", "streaming.MDSWriter", "streaming.MDSWriter, 2 processes",
-    "litdata.optimize, 2 workers", "floor: reading and writing alone", "floor: with SHA-256",
-)  # fmt: skip
+    "GNU tar, then SHA-256",
+    "tarfile",
+    "streaming.MDSWriter",
+    "streaming.MDSWriter, 2 processes",
+    "litdata.optimize, 2 workers",
+    "floor: reading and writing alone",
+    "floor: with SHA-256",
+)
 
 
 class Case(NamedTuple):
@@ -74,16 +79,27 @@ class Case(NamedTuple):
 
 CASES = {
     "cameras": Case(lidar=False, num_frames=480, num_files=480, num_rounds=9),
-    "cameras and lidar, sweeps compressed": Case(lidar=True, num_frames=340, num_files=340, num_rounds=9),
+    "cameras and lidar, sweeps compressed": Case(
+        lidar=True, num_frames=340, num_files=340, num_rounds=9
+    ),
     # Longer, so that start and end of a run count less; the fastest alone, for it takes its time.
     "cameras, 1,440 frames": Case(
-        lidar=False, num_frames=1440, num_files=480, num_rounds=5, leave_out=_SLOW,
+        lidar=False,
+        num_frames=1440,
+        num_files=480,
+        num_rounds=5,
+        leave_out=_SLOW,
     ),
     # Tables of the stored keyframes alone, without annotations: what the scan of full ones costs.
     "cameras, lean tables": Case(
-        lidar=False, num_frames=480, num_files=480, num_rounds=9, leave_out=_SLOW, full_tables=False,
+        lidar=False,
+        num_frames=480,
+        num_files=480,
+        num_rounds=9,
+        leave_out=_SLOW,
+        full_tables=False,
     ),
-}  # fmt: skip
+}
 OWN_SOURCE = Case(lidar=False, num_frames=0, num_files=0, num_rounds=3)
 
 
@@ -127,24 +143,37 @@ def touch_memory(folder: Path, num_bytes: int) -> None:
 
 def restart_cost(files: Files, num_cpus: int) -> RestartCost:
     """Rewrite some of the images."""
-    images = [path.read_bytes() for _, paths in files for path in paths if path.suffix == ".jpg"][:NUM_REWRITTEN]
+    images = [path.read_bytes() for _, paths in files for path in paths if path.suffix == ".jpg"][
+        :NUM_REWRITTEN
+    ]
     started = time.perf_counter()
     after = sum(map(len, in_threads(with_restart_rows, images, num_cpus)))
     seconds = time.perf_counter() - started
     before = sum(map(len, images))
     return RestartCost(
-        num_images=len(images), images_per_s=len(images) / seconds, mb_per_s=before / 1e6 / seconds,
-        bytes_before=before, bytes_after=after,
-    )  # fmt: skip
+        num_images=len(images),
+        images_per_s=len(images) / seconds,
+        mb_per_s=before / 1e6 / seconds,
+        bytes_before=before,
+        bytes_after=after,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and, with ``--out``, write the report as JSON."""
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.rate")
-    parser.add_argument("--dir", type=Path, metavar="DIR", help="where to write (default: in memory)")
-    parser.add_argument("--source", type=Path, metavar="DATAROOT", help="a nuScenes dataroot instead of a made one")
-    parser.add_argument("--case", choices=sorted(CASES), help="one of the comparisons alone (default: all)")
-    parser.add_argument("--cpus", type=int, metavar="N", help="CPUs for every candidate (default: all there are)")
+    parser.add_argument(
+        "--dir", type=Path, metavar="DIR", help="where to write (default: in memory)"
+    )
+    parser.add_argument(
+        "--source", type=Path, metavar="DATAROOT", help="a nuScenes dataroot instead of a made one"
+    )
+    parser.add_argument(
+        "--case", choices=sorted(CASES), help="one of the comparisons alone (default: all)"
+    )
+    parser.add_argument(
+        "--cpus", type=int, metavar="N", help="CPUs for every candidate (default: all there are)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--quick", action="store_true", help="a few frames, to see that it runs")
     options = parser.parse_args(argv)
@@ -172,24 +201,53 @@ def _merged(path: Path, report: ShardingReport) -> ShardingReport:
         earlier = msgspec.json.decode(path.read_bytes(), type=ShardingReport)
     except (OSError, msgspec.DecodeError):
         return report
-    then, now = (msgspec.structs.replace(of.machine, commit=None, uncommitted_changes=None) for of in (earlier, report))
-    if (then, earlier.num_cpus, earlier.not_installed) != (now, report.num_cpus, report.not_installed):
+    then, now = (
+        msgspec.structs.replace(of.machine, commit=None, uncommitted_changes=None)
+        for of in (earlier, report)
+    )
+    if (then, earlier.num_cpus, earlier.not_installed) != (
+        now,
+        report.num_cpus,
+        report.not_installed,
+    ):
         return report
     tables = {
         name: {**getattr(earlier, name), **getattr(report, name)}
-        for name in ("commits", "num_files", "num_bytes", "restart", "mb_per_s", "cpu_s_per_gb", "share_of_floor")
+        for name in (
+            "commits",
+            "num_files",
+            "num_bytes",
+            "restart",
+            "mb_per_s",
+            "cpu_s_per_gb",
+            "share_of_floor",
+        )
     }
-    by_title = {comparison.title: comparison for comparison in (*earlier.comparisons, *report.comparisons)}
-    comparisons = sorted(by_title.values(), key=lambda comparison: [*CASES, comparison.title].index(comparison.title))
+    by_title = {
+        comparison.title: comparison for comparison in (*earlier.comparisons, *report.comparisons)
+    }
+    comparisons = sorted(
+        by_title.values(), key=lambda comparison: [*CASES, comparison.title].index(comparison.title)
+    )
     return msgspec.structs.replace(report, **tables, comparisons=comparisons)
 
 
 def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> ShardingReport:
     size = (320, 180) if options.quick else (1600, 900)
     report = ShardingReport(
-        benchmark="sharding", machine=machine_facts(), num_cpus=num_cpus, commits={}, num_files={}, num_bytes={},
-        restart={}, not_installed=[], mb_per_s={}, cpu_s_per_gb={}, share_of_floor={}, comparisons=[],
-    )  # fmt: skip
+        benchmark="sharding",
+        machine=machine_facts(),
+        num_cpus=num_cpus,
+        commits={},
+        num_files={},
+        num_bytes={},
+        restart={},
+        not_installed=[],
+        mb_per_s={},
+        cpu_s_per_gb={},
+        share_of_floor={},
+        comparisons=[],
+    )
     cases = {options.case: CASES[options.case]} if options.case else CASES
     if options.source is not None:
         cases = {"own source": OWN_SOURCE}
@@ -200,21 +258,32 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
             shutil.rmtree(root, ignore_errors=True)
             num_frames, num_files = (6, 6) if options.quick else (case.num_frames, case.num_files)
             make_dataroot(
-                root, num_frames, lidar=case.lidar, size=size, num_files=num_files, full_tables=case.full_tables
+                root,
+                num_frames,
+                lidar=case.lidar,
+                size=size,
+                num_files=num_files,
+                full_tables=case.full_tables,
             )
         files = list_files(root)
         num_bytes = sum(path.stat().st_size for _, paths in files for path in paths)
         works, missing = candidates(root, files, work, num_cpus)
-        clocks = {name: LapClock(call) for name, call in works.items() if name not in case.leave_out}
+        clocks = {
+            name: LapClock(call) for name, call in works.items() if name not in case.leave_out
+        }
         touch_memory(work, 2 * num_bytes)
         effort = QUICK if options.quick else Effort(num_rounds=case.num_rounds, min_lap_s=0.0)
         comparison = compare(title, clocks, effort)
-        rates = {entry.name: num_bytes / 1e6 / entry.seconds_per_call for entry in comparison.entries}
+        rates = {
+            entry.name: num_bytes / 1e6 / entry.seconds_per_call for entry in comparison.entries
+        }
         report.comparisons.append(comparison)
         report.num_files[title] = sum(len(paths) for _, paths in files)
         report.num_bytes[title] = num_bytes
         report.mb_per_s[title] = rates
-        report.share_of_floor[title] = clocks[fuelrail_with(num_cpus)].over(clocks[[*FLOORS][-1]], effort.num_rounds)
+        report.share_of_floor[title] = clocks[fuelrail_with(num_cpus)].over(
+            clocks[[*FLOORS][-1]], effort.num_rounds
+        )
         report.cpu_s_per_gb[title] = {
             name: statistics.median(clock.cpu_s) * 1e9 / num_bytes for name, clock in clocks.items()
         }
@@ -226,7 +295,9 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
 
 
 def _table(report: ShardingReport) -> str:
-    plain = TimingReport(benchmark="sharding", machine=report.machine, comparisons=report.comparisons)
+    plain = TimingReport(
+        benchmark="sharding", machine=report.machine, comparisons=report.comparisons
+    )
     lines = [
         render(plain),
         "",

@@ -19,7 +19,14 @@ import simplejpeg
 
 from fuelrail.pipeline.format import codecs
 
-CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
+CAMERAS = (
+    "CAM_FRONT",
+    "CAM_FRONT_RIGHT",
+    "CAM_FRONT_LEFT",
+    "CAM_BACK",
+    "CAM_BACK_LEFT",
+    "CAM_BACK_RIGHT",
+)
 NUM_POINTS = 34_720
 
 SWEEP_CODEC = codecs.planes(20)
@@ -41,7 +48,13 @@ NUM_OTHER_ROWS = 70
 _START_US = 1_600_000_000_000_000
 _FRAME_US = 500_000
 _RADAR = "RADAR_FRONT"
-_CATEGORIES = ("vehicle.car", "human.pedestrian.adult", "movable_object.barrier", "vehicle.truck", "animal")
+_CATEGORIES = (
+    "vehicle.car",
+    "human.pedestrian.adult",
+    "movable_object.barrier",
+    "vehicle.truck",
+    "animal",
+)
 _VISIBILITIES = ("v0-40", "v40-60", "v60-80", "v80-100")
 
 Rows = dict[str, "Iterable[dict[str, Any]]"]
@@ -87,7 +100,9 @@ def _sweep(rng: np.random.Generator) -> bytes:
     ring = np.arange(NUM_POINTS) % 32
     azimuth = np.arange(NUM_POINTS) // 32 * (2 * np.pi / (NUM_POINTS // 32))
     elevation = np.deg2rad(-30 + ring * 1.29)
-    distance = np.minimum(1.8 / np.maximum(np.sin(-elevation), 0.03), 40) + rng.normal(0, 0.02, NUM_POINTS)
+    distance = np.minimum(1.8 / np.maximum(np.sin(-elevation), 0.03), 40) + rng.normal(
+        0, 0.02, NUM_POINTS
+    )
     flat = distance * np.cos(elevation)
     columns = [flat * np.cos(azimuth), flat * np.sin(azimuth), distance * np.sin(elevation)]
     intensity = rng.integers(0, 60, NUM_POINTS)
@@ -116,7 +131,13 @@ def file_name(frame: int, channel: str) -> str:
 
 
 def write_tables(
-    root: Path, channels: list[str], num_frames: int, size: tuple[int, int], num_files: int, *, full: bool
+    root: Path,
+    channels: list[str],
+    num_frames: int,
+    size: tuple[int, int],
+    num_files: int,
+    *,
+    full: bool,
 ) -> None:
     """Write the tables, record by record: no memory that grows with the frames.
 
@@ -134,27 +155,46 @@ def write_tables(
         "map": (),
         "log": [{"token": "log", "vehicle": "v", "location": "bench"}],
         "scene": (
-            {"token": _token(first, "scene"), "name": f"bench-{first // SCENE_FRAMES:05d}", "log_token": "log",
-             "nbr_samples": min(SCENE_FRAMES, num_frames - first)} for first in range(0, num_frames, SCENE_FRAMES)
+            {
+                "token": _token(first, "scene"),
+                "name": f"bench-{first // SCENE_FRAMES:05d}",
+                "log_token": "log",
+                "nbr_samples": min(SCENE_FRAMES, num_frames - first),
+            }
+            for first in range(0, num_frames, SCENE_FRAMES)
         ),
         "sensor": ({"token": c, "channel": c, "modality": _modality(c)} for c in sensors),
         "calibrated_sensor": (
-            {"token": c, "sensor_token": c, **still, "camera_intrinsic": camera if c.startswith("CAM") else []}
+            {
+                "token": c,
+                "sensor_token": c,
+                **still,
+                "camera_intrinsic": camera if c.startswith("CAM") else [],
+            }
             for c in sensors
         ),
         "sample": (
-            {"token": _token(f), "timestamp": _START_US + f * _FRAME_US,
-             "scene_token": _token(f // SCENE_FRAMES * SCENE_FRAMES, "scene"), **_neighbours(f, num_frames)}
+            {
+                "token": _token(f),
+                "timestamp": _START_US + f * _FRAME_US,
+                "scene_token": _token(f // SCENE_FRAMES * SCENE_FRAMES, "scene"),
+                **_neighbours(f, num_frames),
+            }
             for f in frames
         ),
         "sample_data": _sample_data(num_frames, channels, size, num_files, full=full),
         "ego_pose": (
             {"token": own, "timestamp": _START_US + f * _FRAME_US, **_pose(f)}
-            for f in frames for own in _sensor_tokens(f, channels, full=full)
+            for f in frames
+            for own in _sensor_tokens(f, channels, full=full)
         ),
-        "attribute": (), "category": (), "instance": (), "sample_annotation": (), "visibility": (),
+        "attribute": (),
+        "category": (),
+        "instance": (),
+        "sample_annotation": (),
+        "visibility": (),
         **(_annotations(num_frames) if full else {}),
-    }  # fmt: skip
+    }
     for table, records in rows.items():
         with (folder / f"{table}.json").open("w") as file:
             file.write("[")
@@ -172,11 +212,21 @@ def _sample_data(
             channel = channels[number] if is_key_frame else _RADAR
             width, height = size if channel.startswith("CAM") else (0, 0)
             yield {
-                "token": own, "sample_token": _token(frame), "ego_pose_token": own, "calibrated_sensor_token": channel,
-                "timestamp": _START_US + frame * _FRAME_US, "fileformat": "jpg", "is_key_frame": is_key_frame,
-                "height": height, "width": width, "prev": "", "next": "",
-                "filename": file_name(frame % num_files, channel) if is_key_frame else f"sweeps/{channel}/{own}.pcd",
-            }  # fmt: skip
+                "token": own,
+                "sample_token": _token(frame),
+                "ego_pose_token": own,
+                "calibrated_sensor_token": channel,
+                "timestamp": _START_US + frame * _FRAME_US,
+                "fileformat": "jpg",
+                "is_key_frame": is_key_frame,
+                "height": height,
+                "width": width,
+                "prev": "",
+                "next": "",
+                "filename": file_name(frame % num_files, channel)
+                if is_key_frame
+                else f"sweeps/{channel}/{own}.pcd",
+            }
 
 
 def _annotations(num_frames: int) -> Rows:
@@ -194,23 +244,42 @@ def _annotations(num_frames: int) -> Rows:
                 own = track(frame, place)
                 x, y, yaw = rng.uniform(-50, 50, 3)
                 yield {
-                    "token": _token(frame, f"box{place}"), "sample_token": _token(frame),
-                    "instance_token": _token(own, f"track{place}"), "visibility_token": str(1 + place % 4),
+                    "token": _token(frame, f"box{place}"),
+                    "sample_token": _token(frame),
+                    "instance_token": _token(own, f"track{place}"),
+                    "visibility_token": str(1 + place % 4),
                     "attribute_tokens": [_token(0, "attribute")] if place % 2 else [],
-                    "translation": [round(frame + x, 3), round(y, 3), 1.0], "size": [1.9, 4.6, 1.7],
+                    "translation": [round(frame + x, 3), round(y, 3), 1.0],
+                    "size": [1.9, 4.6, 1.7],
                     "rotation": [float(np.cos(yaw)), 0.0, 0.0, float(np.sin(yaw))],
-                    "prev": _token(frame - 1, f"box{place}") if near["prev"] and track(frame - 1, place) == own else "",
-                    "next": _token(frame + 1, f"box{place}") if near["next"] and track(frame + 1, place) == own else "",
-                    "num_lidar_pts": place, "num_radar_pts": 0,
-                }  # fmt: skip
+                    "prev": _token(frame - 1, f"box{place}")
+                    if near["prev"] and track(frame - 1, place) == own
+                    else "",
+                    "next": _token(frame + 1, f"box{place}")
+                    if near["next"] and track(frame + 1, place) == own
+                    else "",
+                    "num_lidar_pts": place,
+                    "num_radar_pts": 0,
+                }
 
-    tracks = dict.fromkeys((track(f, place), place) for f in range(num_frames) for place in range(NUM_BOXES))
+    tracks = dict.fromkeys(
+        (track(f, place), place) for f in range(num_frames) for place in range(NUM_BOXES)
+    )
     return {
-        "attribute": [{"token": _token(0, "attribute"), "name": "vehicle.moving", "description": ""}],
-        "category": [{"token": _token(i, "category"), "name": name} for i, name in enumerate(_CATEGORIES)],
-        "visibility": [{"token": str(1 + i), "level": level} for i, level in enumerate(_VISIBILITIES)],
+        "attribute": [
+            {"token": _token(0, "attribute"), "name": "vehicle.moving", "description": ""}
+        ],
+        "category": [
+            {"token": _token(i, "category"), "name": name} for i, name in enumerate(_CATEGORIES)
+        ],
+        "visibility": [
+            {"token": str(1 + i), "level": level} for i, level in enumerate(_VISIBILITIES)
+        ],
         "instance": (
-            {"token": _token(first, f"track{place}"), "category_token": _token(place % len(_CATEGORIES), "category")}
+            {
+                "token": _token(first, f"track{place}"),
+                "category_token": _token(place % len(_CATEGORIES), "category"),
+            }
             for first, place in tracks
         ),
         "sample_annotation": boxes(),
@@ -219,7 +288,10 @@ def _annotations(num_frames: int) -> Rows:
 
 def _sensor_tokens(frame: int, channels: list[str], *, full: bool) -> list[str]:
     """Return tokens of a frame's rows of ``sample_data``, keyframes of ``channels`` first; ego poses have the same."""
-    return [_token(frame, name) for name in (*channels, *(f"other{n}" for n in range(NUM_OTHER_ROWS if full else 0)))]
+    return [
+        _token(frame, name)
+        for name in (*channels, *(f"other{n}" for n in range(NUM_OTHER_ROWS if full else 0)))
+    ]
 
 
 def _pose(frame: int) -> dict[str, list[float]]:
@@ -239,7 +311,10 @@ def _neighbours(frame: int, num_frames: int) -> dict[str, str]:
     """Return the links to the samples before and after in the scene."""
     first = frame // SCENE_FRAMES * SCENE_FRAMES
     last = min(first + SCENE_FRAMES, num_frames) - 1
-    return {"prev": _token(frame - 1) if frame > first else "", "next": _token(frame + 1) if frame < last else ""}
+    return {
+        "prev": _token(frame - 1) if frame > first else "",
+        "next": _token(frame + 1) if frame < last else "",
+    }
 
 
 def _token(frame: int, of: str = "sample") -> str:
@@ -260,5 +335,9 @@ def documentation_texts(*, without: frozenset[str] = frozenset()) -> Iterator[st
             tree = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError):  # files that test the parser
             continue
-        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+        nodes = (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        )
         yield from filter(None, (ast.get_docstring(node) for node in nodes))

@@ -73,7 +73,9 @@ class TimingReport(msgspec.Struct, frozen=True, kw_only=True):
     comparisons: list[TimedContest]
 
 
-def compare(title: str, candidates: Mapping[str, Callable[[], object]], effort: Effort | None = None) -> TimedContest:
+def compare(
+    title: str, candidates: Mapping[str, Callable[[], object]], effort: Effort | None = None
+) -> TimedContest:
     """Measure the candidates in turns. The first one is the reference that the others' speed-ups refer to.
 
     Times are wall clock, so a candidate may use threads. Each candidate is called twice or more before the first lap,
@@ -94,11 +96,15 @@ def compare(title: str, candidates: Mapping[str, Callable[[], object]], effort: 
     times = np.median(lap_s, axis=0).tolist()
     entries = [
         TimedCandidate(
-            name=name, seconds_per_call=times[i], speedup=median[i], speedup_q25=low[i], speedup_q75=high[i],
+            name=name,
+            seconds_per_call=times[i],
+            speedup=median[i],
+            speedup_q25=low[i],
+            speedup_q75=high[i],
             calls_per_lap=num_calls[i],
         )
         for i, name in enumerate(candidates)
-    ]  # fmt: skip
+    ]
     return TimedContest(title=title, num_rounds=effort.num_rounds, entries=entries)
 
 
@@ -183,11 +189,15 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
-def main(argv: Sequence[str] | None, benchmark: str, measure: Callable[[Effort], Iterable[TimedContest]]) -> int:
+def main(
+    argv: Sequence[str] | None, benchmark: str, measure: Callable[[Effort], Iterable[TimedContest]]
+) -> int:
     """Run a benchmark from its command line: print the table and, with ``--out``, write the report as JSON."""
     parser = argparse.ArgumentParser(prog=f"python -m fuelrail.bench.micro.{benchmark}")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--quick", action="store_true", help="call everything a few times, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="call everything a few times, to see that it runs"
+    )
     options = parser.parse_args(argv)
     comparisons = list(measure(QUICK if options.quick else Effort()))
     report = TimingReport(benchmark=benchmark, machine=machine_facts(), comparisons=comparisons)

@@ -28,7 +28,16 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.timing import QUICK, Effort, LapClock, Quartiles, TimedContest, TimingReport, compare, render
+from fuelrail.bench.micro.timing import (
+    QUICK,
+    Effort,
+    LapClock,
+    Quartiles,
+    TimedContest,
+    TimingReport,
+    compare,
+    render,
+)
 from fuelrail.bench.report.files import publish_json
 from fuelrail.sharding.api import shard
 from fuelrail.sharding.progress import Quiet
@@ -44,12 +53,29 @@ _RATE, _KEPT_RATE, _SECONDS = 30, 10, 10
 _SIZE, _STORED = (1920, 1080), (576, 320)
 _MARGIN = 400
 _CODECS = {
-    "h264": ("libx264", {"preset": "veryfast", "crf": "28", "bf": "0", "g": "30",
-                         "x264-params": "repeat-headers=1:annexb=1:scenecut=0"}),
-    "hevc": ("libx265", {"preset": "ultrafast", "crf": "30",
-                         "x265-params": "keyint=30:min-keyint=30:bframes=0:repeat-headers=1:annexb=1:log-level=none"}),
-    "av1": ("libsvtav1", {"preset": "11", "crf": "45", "g": "30", "svtav1-params": "pred-struct=1:lookahead=0"}),
-}  # fmt: skip
+    "h264": (
+        "libx264",
+        {
+            "preset": "veryfast",
+            "crf": "28",
+            "bf": "0",
+            "g": "30",
+            "x264-params": "repeat-headers=1:annexb=1:scenecut=0",
+        },
+    ),
+    "hevc": (
+        "libx265",
+        {
+            "preset": "ultrafast",
+            "crf": "30",
+            "x265-params": "keyint=30:min-keyint=30:bframes=0:repeat-headers=1:annexb=1:log-level=none",
+        },
+    ),
+    "av1": (
+        "libsvtav1",
+        {"preset": "11", "crf": "45", "g": "30", "svtav1-params": "pred-struct=1:lookahead=0"},
+    ),
+}
 """The encoder of each codec, and its options: as cameras have it, without frames that wait for later ones."""
 _VIDEO = "builtin_interfaces/Time timestamp\nstring frame_id\nuint8[] data\nstring format\n"
 _TOPIC = "/front/video"
@@ -89,7 +115,9 @@ def write_clip(folder: Path, codec: str, num_frames: int, size: tuple[int, int])
     noise = rng.normal(0, 2, texture.shape).astype(np.float32)
     planes = np.full((height * 3 // 2, width), 120, np.uint8)
     # Matroska wants parameter sets outside of the packets; in a log they are in them. A transport stream has no AV1.
-    with av.open(str(folder / "video"), "w", format="matroska" if codec == "av1" else "mpegts") as file:
+    with av.open(
+        str(folder / "video"), "w", format="matroska" if codec == "av1" else "mpegts"
+    ) as file:
         stream: Any = file.add_stream(encoder, rate=_RATE, options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for at in range(num_frames + 1):
@@ -119,7 +147,9 @@ def write_log(path: Path, packets: Sequence[bytes], codec: str, size: tuple[int,
 
         def channel(topic: str, name: str) -> int:
             text = store.generate_msgdef(name, ros_version=2)[0].encode()
-            found: int = writer.register_channel(topic, "cdr", writer.register_schema(name, "ros2msg", text))
+            found: int = writer.register_channel(
+                topic, "cdr", writer.register_schema(name, "ros2msg", text)
+            )
             return found
 
         info, video = "sensor_msgs/msg/CameraInfo", "foxglove_msgs/msg/CompressedVideo"
@@ -132,17 +162,35 @@ def write_log(path: Path, packets: Sequence[bytes], codec: str, size: tuple[int,
             stamp = types["builtin_interfaces/msg/Time"](*divmod(stamp_ns, 10**9))
             if not at:
                 head = types["std_msgs/msg/Header"](stamp, "base_link")
-                one = types[info](head, size[1], size[0], "plumb_bob", np.zeros(5), k, flat, p, 0, 0, region)
-                writer.add_message(channels[0], stamp_ns, bytes(store.serialize_cdr(one, info)), stamp_ns)
+                one = types[info](
+                    head, size[1], size[0], "plumb_bob", np.zeros(5), k, flat, p, 0, 0, region
+                )
+                writer.add_message(
+                    channels[0], stamp_ns, bytes(store.serialize_cdr(one, info)), stamp_ns
+                )
             one = types[video](stamp, "base_link", np.frombuffer(packet, np.uint8), codec)
-            writer.add_message(channels[1], stamp_ns, bytes(store.serialize_cdr(one, video)), stamp_ns)
+            writer.add_message(
+                channels[1], stamp_ns, bytes(store.serialize_cdr(one, video)), stamp_ns
+            )
         writer.finish()
 
 
 def run_program(path: Path) -> None:
     """Decode and scale by the program."""
     scale = f"fps={_KEPT_RATE},scale={_STORED[0]}:{_STORED[1]}:flags=area"
-    command = ["ffmpeg", "-v", "error", "-threads", "1", "-i", str(path), "-filter_threads", "1", "-vf", scale]
+    command = [
+        "ffmpeg",
+        "-v",
+        "error",
+        "-threads",
+        "1",
+        "-i",
+        str(path),
+        "-filter_threads",
+        "1",
+        "-vf",
+        scale,
+    ]
     subprocess.run([*command, "-f", "null", "-"], check=True)
 
 
@@ -162,7 +210,9 @@ def scanned(path: Path) -> tuple[LogSource, list[str]]:
     source.stored = JpegForm(90, lambda _: _STORED)
     source.sensors()
     frames = (frame for clip in source.clips() for frame in source.frames(clip))
-    images = [image for frame in frames for image in frame.images.values() if isinstance(image, Image)]
+    images = [
+        image for frame in frames for image in frame.images.values() if isinstance(image, Image)
+    ]
     return source, [image.ref for image in images]
 
 
@@ -185,9 +235,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--quick", action="store_true", help="a few frames, to see that it runs")
     options = parser.parse_args(argv)
-    num_frames, effort = (30, QUICK) if options.quick else (_RATE * _SECONDS, Effort(NUM_ROUNDS, 0.0))
+    num_frames, effort = (
+        (30, QUICK) if options.quick else (_RATE * _SECONDS, Effort(NUM_ROUNDS, 0.0))
+    )
     report = VideoReport(
-        benchmark="video", machine=machine_facts(), libraries=libraries(), ffmpeg=_version(), codecs={}, comparisons=[]
+        benchmark="video",
+        machine=machine_facts(),
+        libraries=libraries(),
+        ffmpeg=_version(),
+        codecs={},
+        comparisons=[],
     )
     cpus = os.sched_getaffinity(0)
     for codec in _CODECS:
@@ -205,7 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(report: VideoReport, codec: str, folder: Path, packets: Sequence[bytes], effort: Effort) -> None:
+def _measure(
+    report: VideoReport, codec: str, folder: Path, packets: Sequence[bytes], effort: Effort
+) -> None:
     source, refs = scanned(folder / "log.mcap")
     works: dict[str, Callable[[], object]] = {}
     if report.ffmpeg is not None:
@@ -236,7 +295,11 @@ def _version() -> str | None:
 
 def _table(report: VideoReport) -> str:
     plain = TimingReport(benchmark="video", machine=report.machine, comparisons=report.comparisons)
-    lines = [render(plain), "", f"ffmpeg {report.ffmpeg or 'is not installed, left out'}; {report.libraries}"]
+    lines = [
+        render(plain),
+        "",
+        f"ffmpeg {report.ffmpeg or 'is not installed, left out'}; {report.libraries}",
+    ]
     for codec, figures in report.codecs.items():
         for name, rate in figures.rate.items():
             cpu = figures.cpu_rate[name]

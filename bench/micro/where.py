@@ -68,11 +68,17 @@ class SharedReport(msgspec.Struct, frozen=True, kw_only=True):
     disturbed: str | None
 
 
-def _rank(dataset: Path, rank: int, count: int, job: str, barrier: Any) -> None:  # noqa: ANN401 - multiprocessing's
+def _rank(dataset: Path, rank: int, count: int, job: str, barrier: Any) -> None:
     """Be one of ``count`` ranks of one model: an epoch, and one between two pairs of meetings with the parent."""
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": job}
     where = "node" if count > 1 else None
-    options: Any = {"shuffle": True, "drop_last": True, "num_workers": 2, "world": World(0, 1), "where": where}
+    options: Any = {
+        "shuffle": True,
+        "drop_last": True,
+        "num_workers": 2,
+        "world": World(0, 1),
+        "where": where,
+    }
     with DataLoader(dataset, _BATCH, **options) as loader:
         for _ in range(2):
             for _batch in loader:
@@ -84,7 +90,10 @@ def _rank(dataset: Path, rank: int, count: int, job: str, barrier: Any) -> None:
 def _epoch_cpu_s(dataset: Path, count: int, job: str) -> float:
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(count + 1, timeout=_HANG_S)
-    ranks = [context.Process(target=_rank, args=(dataset, rank, count, job, barrier)) for rank in range(count)]
+    ranks = [
+        context.Process(target=_rank, args=(dataset, rank, count, job, barrier))
+        for rank in range(count)
+    ]
     for rank in ranks:
         rank.start()
     used_s = []
@@ -109,7 +118,10 @@ def measure(dataset: Path, num_samples: int, rounds: int) -> WhereReport:
     make = partial(DataLoader, dataset, _BATCH, shuffle=True, drop_last=True, num_workers=2, seed=0)
     loaders = {"threads": make(), "process": make(where="process")}
     rates: dict[str, list[float]] = {name: [] for name in loaders}
-    steps: dict[str, list[float]] = {"nothing": [_step() for _ in range(_STEPS * 10)], **{name: [] for name in loaders}}
+    steps: dict[str, list[float]] = {
+        "nothing": [_step() for _ in range(_STEPS * 10)],
+        **{name: [] for name in loaders},
+    }
     for _ in range(rounds + 1):
         for name, loader in loaders.items():
             batches = iter(loader)
@@ -159,22 +171,38 @@ def _print(report: WhereReport | SharedReport) -> None:
         print(f"{name:<10} {median(values):8.1f} images/s")  # noqa: T201
     print(f"process / threads: {report.rate_ratio:.3f}")  # noqa: T201
     for name, value in report.step_p50_ms.items():
-        print(f"steps beside {name:<10} p50 {value:6.3f} ms  p99 {report.step_p99_ms[name]:7.3f} ms")  # noqa: T201
+        print(  # noqa: T201
+            f"steps beside {name:<10} p50 {value:6.3f} ms  p99 {report.step_p99_ms[name]:7.3f} ms"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the data, measure, print a table and, with ``--out``, write the report."""
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.where")
     parser.add_argument("work", type=Path, metavar="WORK", help="new folder for the dataset")
-    parser.add_argument("--samples", type=int, default=512, help="samples of an epoch (default: %(default)s)")
-    parser.add_argument("--shared", action="store_true", help="measure the CPU time of ranks that share batches")
-    parser.add_argument("--rounds", type=int, default=5, help="epochs of each candidate (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=512, help="samples of an epoch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shared", action="store_true", help="measure the CPU time of ranks that share batches"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="epochs of each candidate (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     options = parser.parse_args(argv)
     source, dataset = options.work / "source", options.work / "dataset"
     make_dataroot(source, options.samples, lidar=False, num_files=8)
-    shard(f"nuscenes:{source}", dataset, options={"version": "v1.0-bench"}, workers=1, progress=Quiet())
-    report = (measure_shared if options.shared else measure)(dataset, options.samples, options.rounds)
+    shard(
+        f"nuscenes:{source}",
+        dataset,
+        options={"version": "v1.0-bench"},
+        workers=1,
+        progress=Quiet(),
+    )
+    report = (measure_shared if options.shared else measure)(
+        dataset, options.samples, options.rounds
+    )
     _print(report)
     if options.out is not None:
         publish_json(options.out, report)

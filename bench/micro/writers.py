@@ -71,10 +71,21 @@ def with_command(root: Path, num_workers: int, out: Path) -> None:
     """Run `fuelrail shard` as a user types it: start of the interpreter and imports count."""
     with _fresh(out) as folder:
         command = [
-            sys.executable, "-m", "fuelrail", "shard", f"nuscenes:{root}", str(folder), "--workers", str(num_workers),
-            "--shard-size", str(SHARD_BYTES),
-        ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what this process found
+            sys.executable,
+            "-m",
+            "fuelrail",
+            "shard",
+            f"nuscenes:{root}",
+            str(folder),
+            "--workers",
+            str(num_workers),
+            "--shard-size",
+            str(SHARD_BYTES),
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }  # it finds what this process found
         subprocess.run(command, check=True, capture_output=True, env=environment)
 
 
@@ -127,15 +138,24 @@ def write_webdataset(files: Files, folder: Path) -> None:
         webdataset.ShardWriter(str(folder / "%06d.tar"), maxsize=SHARD_BYTES, verbose=0) as writer,
     ):
         for key, paths in files:
-            names = {p.parent.name.lower(): "bin.zst" if p.suffix == ".bin" else "jpg" for p in paths}
-            writer.write({"__key__": key, **{f"{name}.{names[name]}": data for name, data in _sample(paths).items()}})
+            names = {
+                p.parent.name.lower(): "bin.zst" if p.suffix == ".bin" else "jpg" for p in paths
+            }
+            writer.write(
+                {
+                    "__key__": key,
+                    **{f"{name}.{names[name]}": data for name, data in _sample(paths).items()},
+                }
+            )
 
 
 def write_mds(files: Files, folder: Path) -> None:
     """Write with ``streaming.MDSWriter`` and hashes, as its guide recommends."""
     writer_type = importlib.import_module("streaming").MDSWriter
     columns = {"key": "str", **{path.parent.name.lower(): "bytes" for path in files[0][1]}}
-    with writer_type(out=str(folder), columns=columns, hashes=["xxh3_64"], size_limit=SHARD_BYTES) as writer:
+    with writer_type(
+        out=str(folder), columns=columns, hashes=["xxh3_64"], size_limit=SHARD_BYTES
+    ) as writer:
         for key, paths in files:
             writer.write({"key": key, **_sample(paths)})
 
@@ -154,11 +174,20 @@ def with_litdata(files: Files, num_workers: int, out: Path) -> None:
         before = {name: os.environ.get(name) for name in cache}
         os.environ.update({name: str(folder / sub) for name, sub in cache.items()})
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
                 lit.optimize(
-                    fn=lit_sample, inputs=files, output_dir=str(folder / "out"), num_workers=num_workers,
-                    chunk_bytes=SHARD_BYTES, reorder_files=False, verbose=False, start_method="fork",
-                )  # fmt: skip
+                    fn=lit_sample,
+                    inputs=files,
+                    output_dir=str(folder / "out"),
+                    num_workers=num_workers,
+                    chunk_bytes=SHARD_BYTES,
+                    reorder_files=False,
+                    verbose=False,
+                    start_method="fork",
+                )
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
@@ -215,7 +244,9 @@ def alone(write: Callable[[Files, Path], None], files: Files, out: Path) -> None
         write(files, folder)
 
 
-def in_parts(write: Callable[[Files, Path], None], files: Files, num_writers: int, out: Path) -> None:
+def in_parts(
+    write: Callable[[Files, Path], None], files: Files, num_writers: int, out: Path
+) -> None:
     """Run several writers, each in a forked process with its part of the frames and a folder of its own."""
     context = multiprocessing.get_context("fork")
     with _fresh(out) as folder:
@@ -223,7 +254,9 @@ def in_parts(write: Callable[[Files, Path], None], files: Files, num_writers: in
         for number in range(num_writers):
             part = folder / str(number)
             part.mkdir()
-            own = files[len(files) * number // num_writers : len(files) * (number + 1) // num_writers]
+            own = files[
+                len(files) * number // num_writers : len(files) * (number + 1) // num_writers
+            ]
             workers.append(context.Process(target=write, args=(own, part)))
             workers[-1].start()
         for worker in workers:
@@ -253,13 +286,19 @@ def candidates(
             continue
         made[name] = partial(alone, write, files, work / module)
         if num_cpus > 1:
-            made[f"{name}, {num_cpus} processes"] = partial(in_parts, write, files, num_cpus, work / module)
+            made[f"{name}, {num_cpus} processes"] = partial(
+                in_parts, write, files, num_cpus, work / module
+            )
     if importlib.util.find_spec("litdata"):
-        made[f"litdata.optimize, {num_cpus} workers"] = partial(with_litdata, files, num_cpus, work / "litdata")
+        made[f"litdata.optimize, {num_cpus} workers"] = partial(
+            with_litdata, files, num_cpus, work / "litdata"
+        )
     else:
         missing.append("litdata.optimize")
     for num_workers in sorted({1, num_cpus}):
-        made[fuelrail_with(num_workers)] = partial(with_fuelrail, root, num_workers, work / "fuelrail")
+        made[fuelrail_with(num_workers)] = partial(
+            with_fuelrail, root, num_workers, work / "fuelrail"
+        )
     made[COMMAND] = partial(with_command, root, num_cpus, work / "fuelrail")
     for title, digests in FLOORS.items():
         made[title] = partial(with_floor, files, num_cpus, digests, work / "floor")

@@ -26,7 +26,10 @@ class Fuelrail:
         (split,) = dataset.manifest.splits
         index = dataset.index
         # A sample is numbered by its key: the copy with restart markers has an order of its own.
-        numbers = {key: number for number, key in enumerate(sorted(index.row(at).key for at in range(len(index))))}
+        numbers = {
+            key: number
+            for number, key in enumerate(sorted(index.row(at).key for at in range(len(index))))
+        }
         loader = DataLoader(
             dataset,
             work.batch_size,

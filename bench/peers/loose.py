@@ -47,7 +47,10 @@ class _Files(torch.utils.data.Dataset[tuple[int, "NDArray[np.uint8]"]]):
         return self._work.num_samples
 
     def __getitem__(self, number: int) -> tuple[int, NDArray[np.uint8]]:
-        images = [(self._folder / f"{number:06d}.{camera}.jpg").read_bytes() for camera in self._work.cameras]
+        images = [
+            (self._folder / f"{number:06d}.{camera}.jpg").read_bytes()
+            for camera in self._work.cameras
+        ]
         return number, new_sample(images, self._recipe, self._work)
 
 

@@ -23,26 +23,36 @@ class Mds:
     def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
         """Write shards by the library's own writer, the JPEGs as they are."""
         columns = {"number": "int", **dict.fromkeys(work.cameras, "bytes")}
-        with import_module("streaming").MDSWriter(out=str(folder), columns=columns, exist_ok=True) as writer:
+        with import_module("streaming").MDSWriter(
+            out=str(folder), columns=columns, exist_ok=True
+        ) as writer:
             for sample in samples:
-                writer.write({"number": sample.number, **dict(zip(work.cameras, sample.images, strict=True))})
+                writer.write(
+                    {"number": sample.number, **dict(zip(work.cameras, sample.images, strict=True))}
+                )
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
         """Return the batches of its dataset with its default shuffle; decode in ``__getitem__``, as its examples do."""
         import_module("streaming.base.util").clean_stale_shared_memory()
         dataset = _dataset_class()(folder, work, recipe)
         loader = torch.utils.data.DataLoader(
-            dataset, work.batch_size, drop_last=True, collate_fn=stack, **worker_options(work.num_workers)
+            dataset,
+            work.batch_size,
+            drop_last=True,
+            collate_fn=stack,
+            **worker_options(work.num_workers),
         )
         return endless(loader)
 
 
-def _dataset_class() -> Any:  # noqa: ANN401 - a class whose base is imported here
+def _dataset_class() -> Any:
     streaming = import_module("streaming")
 
     class Samples(streaming.StreamingDataset):  # type: ignore[name-defined, misc]
         def __init__(self, folder: Path, work: Work, recipe: str) -> None:
-            super().__init__(local=str(folder), shuffle=True, shuffle_seed=work.seed, batch_size=work.batch_size)
+            super().__init__(
+                local=str(folder), shuffle=True, shuffle_seed=work.seed, batch_size=work.batch_size
+            )
             self._work, self._recipe = work, recipe
 
         def __getitem__(self, at: int) -> tuple[int, NDArray[np.uint8]]:

@@ -114,25 +114,47 @@ class Entry(NamedTuple):
 
 PEERS: dict[str, Entry] = {
     OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo")),
-    "loose": Entry("loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "cv2", "cv2fast", "sjfast")),
+    "loose": Entry(
+        "loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "cv2", "cv2fast", "sjfast")
+    ),
     "wds": Entry(
-        "wds", ("webdataset",), "pip install webdataset", ("webdataset",), ("pil", "cv2", "cv2fast", "sjfast")
+        "wds",
+        ("webdataset",),
+        "pip install webdataset",
+        ("webdataset",),
+        ("pil", "cv2", "cv2fast", "sjfast"),
     ),
     "mds": Entry(
-        "mds", ("streaming",), "pip install mosaicml-streaming", ("mosaicml-streaming",), ("cv2", "cv2fast", "sjfast")
+        "mds",
+        ("streaming",),
+        "pip install mosaicml-streaming",
+        ("mosaicml-streaming",),
+        ("cv2", "cv2fast", "sjfast"),
     ),
     "spdl": Entry(
-        "spdl", ("spdl.pipeline",), "pip install spdl-core", ("spdl-core",), ("cv2", "cv2fast", "sjfast"), "wds"
+        "spdl",
+        ("spdl.pipeline",),
+        "pip install spdl-core",
+        ("spdl-core",),
+        ("cv2", "cv2fast", "sjfast"),
+        "wds",
     ),
     "spdl-io": Entry(
-        "spdl", ("spdl.pipeline", "spdl.io"), "pip install spdl spdl-io, and FFmpeg's shared libraries",
-        ("spdl-io",), ("ffmpeg",), "wds",
+        "spdl",
+        ("spdl.pipeline", "spdl.io"),
+        "pip install spdl spdl-io, and FFmpeg's shared libraries",
+        ("spdl-io",),
+        ("ffmpeg",),
+        "wds",
     ),
     "grain": Entry(
-        "grain", ("grain", "array_record"), "pip install grain array-record", ("grain", "array-record"),
+        "grain",
+        ("grain", "array_record"),
+        "pip install grain array-record",
+        ("grain", "array-record"),
         ("thr-cv2", "thr-cv2fast", "thr-sjfast"),
     ),
-}  # fmt: skip
+}
 
 
 class Contestant(NamedTuple):
@@ -154,11 +176,17 @@ def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:
         return every
     for name in only:
         if name not in PEERS and name not in {contestant.name for contestant in every}:
-            known = "; ".join(f"{peer}: {', '.join(entry.recipes)}" for peer, entry in PEERS.items())
-            raise ConfigError(f"--only {name!r} is neither a loader nor a LOADER:RECIPE; there are {known}")
+            known = "; ".join(
+                f"{peer}: {', '.join(entry.recipes)}" for peer, entry in PEERS.items()
+            )
+            raise ConfigError(
+                f"--only {name!r} is neither a loader nor a LOADER:RECIPE; there are {known}"
+            )
     ours_named = any(name.partition(":")[0] == OURS for name in only)
     wanted = set(only) if ours_named else {*only, OURS}
-    return [contestant for contestant in every if contestant.peer in wanted or contestant.name in wanted]
+    return [
+        contestant for contestant in every if contestant.peer in wanted or contestant.name in wanted
+    ]
 
 
 def is_there(name: str) -> str | None:
@@ -182,7 +210,9 @@ def load_peer(name: str) -> Peer:
         # A library without its shared libraries fails in its own way, and not always with ImportError.
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(f"{name}: '{module}' cannot be imported ({reason}): {entry.install}") from error
+            raise ConfigError(
+                f"{name}: '{module}' cannot be imported ({reason}): {entry.install}"
+            ) from error
         if not found:
             raise ConfigError(f"{name}: '{module}' is not installed: {entry.install}")
     peer: Peer = importlib.import_module(f"fuelrail.bench.peers.{entry.module}").PEER
@@ -199,7 +229,9 @@ _REDUCED = {
 _SCRATCH = threading.local()
 
 
-def decode_sample(images: Sequence[Buffer], recipe: str, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def decode_sample(
+    images: Sequence[Buffer], recipe: str, out: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
     """Decode a sample's images into ``out``, uint8 [N, 3, H, W], and return it."""
     decode = RECIPES[recipe]
     for encoded, planes in zip(images, out, strict=True):
@@ -218,7 +250,9 @@ def prepare_worker() -> None:
 
 
 @cache
-def seen_box(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> tuple[float, float, float, float]:
+def seen_box(
+    source_wh: tuple[int, int], out_wh: tuple[int, int]
+) -> tuple[float, float, float, float]:
     """Return the part of the source that the output shows: left, upper, right, lower, in source pixels."""
     (width, height), (out_width, out_height) = source_wh, out_wh
     scale = max(out_width / width, out_height / height)
@@ -265,11 +299,15 @@ def _sj_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     buffer = getattr(_SCRATCH, "buffer", None)
     if buffer is None or buffer.shape != shape:
         buffer = _SCRATCH.buffer = np.empty(shape, np.uint8)
-    picture = simplejpeg.decode_jpeg(encoded, "RGB", min_height=shape[0], min_width=shape[1], buffer=buffer)
+    picture = simplejpeg.decode_jpeg(
+        encoded, "RGB", min_height=shape[0], min_width=shape[1], buffer=buffer
+    )
     _resize(picture, (width, height), planes, cv2.INTER_LINEAR, bgr=False)
 
 
-def _resize(picture: Any, source_wh: tuple[int, int], planes: NDArray[np.uint8], method: int, *, bgr: bool) -> None:  # noqa: ANN401
+def _resize(
+    picture: Any, source_wh: tuple[int, int], planes: NDArray[np.uint8], method: int, *, bgr: bool
+) -> None:
     """Cut out what is seen, to whole pixels of the decoded picture; shrink; split into the planes."""
     height, width = picture.shape[:2]
     left, upper, right, lower = seen_box(source_wh, (planes.shape[2], planes.shape[1]))

@@ -107,7 +107,9 @@ def _check(peer: Peer, task: Task) -> Check:
         numbers, images = next(batches)
         expected = (work.batch_size, *work.sample_shape)
         if images.shape != expected or images.dtype != np.uint8 or len(numbers) != work.batch_size:
-            return _faulty(f"batches are {images.dtype} {images.shape} with {len(numbers)} keys, not uint8 {expected}")
+            return _faulty(
+                f"batches are {images.dtype} {images.shape} with {len(numbers)} keys, not uint8 {expected}"
+            )
         unknown = [number for number in numbers if not 0 <= number < work.num_samples]
         if unknown:
             return _faulty(f"it hands out samples that there are not: {unknown[:3]}")
@@ -119,7 +121,11 @@ def _check(peer: Peer, task: Task) -> Check:
             seen[number] = seen.get(number, 0) + 1
     missing = work.num_samples - len(seen) if task.whole_epoch else 0
     fault = None
-    if missing > _MAX_MISSING_BATCHES * work.num_workers * work.batch_size + _MAX_MISSING_SHARE * work.num_samples:
+    if (
+        missing
+        > _MAX_MISSING_BATCHES * work.num_workers * work.batch_size
+        + _MAX_MISSING_SHARE * work.num_samples
+    ):
         fault = f"{missing} of {work.num_samples} samples did not come in an epoch"
     psnr = [_psnr_db(error) for error in errors]
     return Check(
@@ -133,7 +139,14 @@ def _check(peer: Peer, task: Task) -> Check:
 
 
 def _faulty(fault: str) -> Check:
-    return Check(num_images=0, lowest_psnr_db=0.0, mean_psnr_db=0.0, num_missing=0, num_repeated=0, fault=fault)
+    return Check(
+        num_images=0,
+        lowest_psnr_db=0.0,
+        mean_psnr_db=0.0,
+        num_missing=0,
+        num_repeated=0,
+        fault=fault,
+    )
 
 
 def _psnr_db(mean_square_error: float) -> float:
@@ -149,7 +162,9 @@ def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
     resized_wh = int(width * scale), int(height * scale)
     small = cv2.resize(picture, resized_wh, interpolation=cv2.INTER_AREA)
     left, upper = (resized_wh[0] - work.width) // 2, resized_wh[1] - work.height
-    planes: NDArray[np.float32] = small[upper:, left : left + work.width].transpose(2, 0, 1).astype(np.float32)
+    planes: NDArray[np.float32] = (
+        small[upper:, left : left + work.width].transpose(2, 0, 1).astype(np.float32)
+    )
     return planes
 
 
@@ -165,7 +180,9 @@ def _time(peer: Peer, task: Task) -> NoReturn:
 
 def main(path: str) -> None:
     """Do the task and leave at once: worker processes and threads end with this one, in whatever they are doing."""
-    end_with(os.getppid(), signal.SIGKILL)  # however the comparison ends, nothing of it continues to run
+    end_with(
+        os.getppid(), signal.SIGKILL
+    )  # however the comparison ends, nothing of it continues to run
     task = msgspec.json.decode(Path(path).read_bytes(), type=Task)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, task.cpus)
@@ -196,11 +213,15 @@ def read_samples(dataset: Dataset, numbers: Iterable[int] | None = None) -> Iter
         images = reader.sample(at).images
         missing = [camera for camera in cameras if camera not in images]
         if missing:
-            raise ConfigError(f"sample {key} has no image of {', '.join(missing)}: compare needs whole samples")
+            raise ConfigError(
+                f"sample {key} has no image of {', '.join(missing)}: compare needs whole samples"
+            )
         yield Sample(number, tuple(bytes(images[camera]) for camera in cameras))
 
 
-def describe_work(dataset: Dataset, *, height: int, width: int, batch_size: int, num_workers: int, seed: int) -> Work:
+def describe_work(
+    dataset: Dataset, *, height: int, width: int, batch_size: int, num_workers: int, seed: int
+) -> Work:
     """Return the work that a dataset's samples make; raise ConfigError for one that cannot be compared."""
     num_samples = len(dataset.index)
     if len(dataset.manifest.splits) != 1:
@@ -209,7 +230,9 @@ def describe_work(dataset: Dataset, *, height: int, width: int, batch_size: int,
             "choose it with --split"
         )
     if not dataset.manifest.cameras:
-        raise ConfigError(f"dataset '{dataset.location}' has no cameras: there is nothing to decode")
+        raise ConfigError(
+            f"dataset '{dataset.location}' has no cameras: there is nothing to decode"
+        )
     least = 2 * num_workers * batch_size
     if num_samples < least:
         raise ConfigError(
@@ -220,7 +243,9 @@ def describe_work(dataset: Dataset, *, height: int, width: int, batch_size: int,
     try:
         height_px, width_px, _, _ = simplejpeg.decode_jpeg_header(first.images[0])
     except ValueError as error:
-        raise ConfigError(f"the images of dataset '{dataset.location}' are no JPEGs: {error}") from error
+        raise ConfigError(
+            f"the images of dataset '{dataset.location}' are no JPEGs: {error}"
+        ) from error
     return Work(
         height=height,
         width=width,

@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.bench.peers import wds
-from fuelrail.bench.peers.peer import Batch, Sample, Work, decode_sample, prepare_worker, unpack_number
+from fuelrail.bench.peers.peer import (
+    Batch,
+    Sample,
+    Work,
+    decode_sample,
+    prepare_worker,
+    unpack_number,
+)
 
 _SHUFFLE_BUFFER = 100
 
@@ -74,7 +81,9 @@ def _shuffled_batches(folder: Path, work: Work) -> Iterator[list[RawSample]]:
     while True:
         rng.shuffle(shards)
         batch: list[RawSample] = []
-        for sample in _buffered((entry for shard in shards for entry in _samples(shard, work)), rng):
+        for sample in _buffered(
+            (entry for shard in shards for entry in _samples(shard, work)), rng
+        ):
             batch.append(sample)
             if len(batch) == work.batch_size:
                 yield batch

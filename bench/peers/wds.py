@@ -29,22 +29,39 @@ class Webdataset:
         import webdataset
 
         pattern = str(folder / "train-%06d.tar")
-        with webdataset.ShardWriter(pattern, maxcount=work.samples_per_shard, encoder=False, verbose=0) as writer:
+        with webdataset.ShardWriter(
+            pattern, maxcount=work.samples_per_shard, encoder=False, verbose=0
+        ) as writer:
             for sample in samples:
-                images = {f"{camera}.jpg": image for camera, image in zip(work.cameras, sample.images, strict=True)}
-                writer.write({"__key__": f"{sample.number:06d}", NUMBER: pack_number(sample.number), **images})
+                images = {
+                    f"{camera}.jpg": image
+                    for camera, image in zip(work.cameras, sample.images, strict=True)
+                }
+                writer.write(
+                    {
+                        "__key__": f"{sample.number:06d}",
+                        NUMBER: pack_number(sample.number),
+                        **images,
+                    }
+                )
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
         """Return batches of shards that are shuffled and divided among workers, samples through a shuffle buffer."""
         import webdataset
 
         dataset = (
-            webdataset.WebDataset(sorted(map(str, folder.glob("*.tar"))), shardshuffle=1000, seed=work.seed)
+            webdataset.WebDataset(
+                sorted(map(str, folder.glob("*.tar"))), shardshuffle=1000, seed=work.seed
+            )
             .shuffle(_SHUFFLE_BUFFER, initial=_SHUFFLE_BUFFER // 2)
             .map(partial(_decode, work, recipe))
             .batched(work.batch_size, collation_fn=stack, partial=False)
         )
-        return endless(torch.utils.data.DataLoader(dataset, batch_size=None, **worker_options(work.num_workers)))
+        return endless(
+            torch.utils.data.DataLoader(
+                dataset, batch_size=None, **worker_options(work.num_workers)
+            )
+        )
 
 
 def _decode(work: Work, recipe: str, sample: dict[str, Any]) -> tuple[int, NDArray[np.uint8]]:

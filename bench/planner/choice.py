@@ -16,7 +16,14 @@ from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scenario import TransformerShape
 from fuelrail.bench.planner.shape import Shape, blocks_of, stages
 from fuelrail.bench.planner.state import FP32, state_bytes, zero_stage
-from fuelrail.bench.planner.step_time import Efficiency, StepTime, StepWork, Traffic, efficiency_of, step_time
+from fuelrail.bench.planner.step_time import (
+    Efficiency,
+    StepTime,
+    StepWork,
+    Traffic,
+    efficiency_of,
+    step_time,
+)
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, num_blocks
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, degrees_of
 from fuelrail.pipeline.errors import ConfigError
@@ -81,7 +88,11 @@ def model_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> M
     model = asked.settings
     if isinstance(model, GptSettings):
         at_once = degrees.pp * virtual_of(asked, settings)
-        depth = -(-model.depth // at_once) * at_once if isinstance(asked.model, TransformerShape) else model.depth
+        depth = (
+            -(-model.depth // at_once) * at_once
+            if isinstance(asked.model, TransformerShape)
+            else model.depth
+        )
         context = model.context // (asked.context_parallel or 1)
         return msgspec.structs.replace(model, depth=depth, context=context)
     return model
@@ -122,7 +133,9 @@ def hybrid(cluster: ClusterSettings, recompute: Recompute = "none") -> Iterator[
         yield ParallelSettings(mesh=mesh, recompute=recompute)
 
 
-def composed(cluster: ClusterSettings, pp: int, tp: int, recompute: Recompute = "full") -> ParallelSettings:
+def composed(
+    cluster: ClusterSettings, pp: int, tp: int, recompute: Recompute = "full"
+) -> ParallelSettings:
     """Return stages of divided layers; what is left of the ranks shards."""
     sizes = {"pp": pp, "dp_shard": cluster.num_devices // (pp * tp), "tp": tp}
     text = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
@@ -143,7 +156,9 @@ class IndivisibleError(ConfigError):
     """The global batch is larger than what all ranks compute at once, and no multiple of it."""
 
 
-def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings, *, fits: bool = False) -> Fit:
+def fit(
+    asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings, *, fits: bool = False
+) -> Fit:
     """Shape every stage and time a step.
 
     Raises ConfigError where the strategy does not divide the model, IndivisibleError where it does not divide the
@@ -180,7 +195,9 @@ def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings, *
     return Fit(settings, degrees, inputs, found, once, work, time)
 
 
-def inputs_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> tuple[ParallelSettings, Inputs]:
+def inputs_of(
+    asked: Scenario, settings: ParallelSettings, degrees: Degrees
+) -> tuple[ParallelSettings, Inputs]:
     """Divide the global batch. Raises ConfigError, or IndivisibleError, where that is not even."""
     shares = asked.context_parallel or 1
     if degrees.data % shares:
@@ -189,15 +206,21 @@ def inputs_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> 
         )
     at_once = degrees.data // shares * asked.micro_batch
     if asked.global_batch % at_once:
-        kind = IndivisibleError if asked.global_batch > at_once else ConfigError  # of which a smaller mesh has enough
+        kind = (
+            IndivisibleError if asked.global_batch > at_once else ConfigError
+        )  # of which a smaller mesh has enough
         raise kind(
             f"{degrees.data} data-parallel ranks with micro-batches of {asked.micro_batch} do not divide the global "
             f"batch of {asked.global_batch}; use a multiple of {at_once}"
         )
     inputs = Inputs(
-        micro_batch=asked.micro_batch, micro_batches=asked.global_batch // at_once, cameras=asked.cameras or 1,
-        height=asked.height or 1, width=asked.width or 1, low=asked.low,
-    )  # fmt: skip
+        micro_batch=asked.micro_batch,
+        micro_batches=asked.global_batch // at_once,
+        cameras=asked.cameras or 1,
+        height=asked.height or 1,
+        width=asked.width or 1,
+        low=asked.low,
+    )
     if degrees.pp > 1 and settings.micro_batches not in (None, inputs.micro_batches):
         raise ConfigError(
             f"parallel.micro_batches is {settings.micro_batches}, and a global batch of {asked.global_batch} is "
@@ -209,7 +232,9 @@ def inputs_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> 
     return settings, inputs
 
 
-def check_state(asked: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float) -> None:
+def check_state(
+    asked: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float
+) -> None:
     """Refuse by arithmetic what cannot fit with no activation at all: shaping it would take time for nothing."""
     state = state_bytes(asked.settings, settings, degrees, asked.run_precision, low=asked.low)
     if state > usable * _STATE_MARGIN:
@@ -230,18 +255,31 @@ def taught(asked: Scenario, inputs: Inputs, devices: int) -> Taught | None:
         return None
     model = asked.sized(asked.teacher)
     alone = stages(
-        model, ParallelSettings(), Degrees(), msgspec.structs.replace(inputs, micro_batches=1), asked.run_precision
+        model,
+        ParallelSettings(),
+        Degrees(),
+        msgspec.structs.replace(inputs, micro_batches=1),
+        asked.run_precision,
     )[0]
     whole, blocks = FP32 * alone.parameters, num_blocks(model)
-    gathers = [Collective(kind="all_gather", axis="dp_teacher", ranks=devices, count=blocks + 1, bytes=whole)]
+    gathers = [
+        Collective(
+            kind="all_gather", axis="dp_teacher", ranks=devices, count=blocks + 1, bytes=whole
+        )
+    ]
     return Taught(
-        parameters=alone.parameters, flop=alone.flop // 3, moved_bytes=alone.kept_bytes // 3,
-        weights_bytes=whole // devices, gathered=gathers if devices > 1 else [],
+        parameters=alone.parameters,
+        flop=alone.flop // 3,
+        moved_bytes=alone.kept_bytes // 3,
+        weights_bytes=whole // devices,
+        gathered=gathers if devices > 1 else [],
         pass_bytes=alone.kept_bytes // blocks + (2 * whole // blocks if devices > 1 else 0),
-    )  # fmt: skip
+    )
 
 
-def beside_teacher(asked: Scenario, degrees: Degrees, inputs: Inputs, stages: list[Shape]) -> list[Shape]:
+def beside_teacher(
+    asked: Scenario, degrees: Degrees, inputs: Inputs, stages: list[Shape]
+) -> list[Shape]:
     """Add a teacher that predicts beside the student: before its forward pass, in memory that this needs next.
 
     Raises ConfigError in a pipeline, where it would predict on all ranks of a pipeline.
@@ -284,9 +322,13 @@ def peak(stages: list[Shape]) -> int:
 
 
 def work_of(
-    asked: Scenario, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stages: list[Shape],
+    asked: Scenario,
+    settings: ParallelSettings,
+    degrees: Degrees,
+    inputs: Inputs,
+    stages: list[Shape],
     once: list[Shape],
-) -> StepWork:  # fmt: skip
+) -> StepWork:
     """Count the work of the stage that computes most, and of a teacher beside it."""
     beside = taught(asked, inputs, 1) if asked.teacher_from == "model" else None
     busiest = max(range(len(stages)), key=lambda number: stages[number].flop)
@@ -299,7 +341,9 @@ def work_of(
     blocks = blocks_of(asked.settings)
     each = asked.low and degrees.dp_shard > 1 and degrees.pp == 1
     sent = list(traffic_of(settings, degrees, shape, plain.flop - own, own, blocks, each=each))
-    again = (shape.flop - own) / (plain.flop - own)  # what is computed again moves its activations again
+    again = (shape.flop - own) / (
+        plain.flop - own
+    )  # what is computed again moves its activations again
     # The tokens of a sample are on all ranks of a context-parallel group, and each attends to those of the others.
     shares = asked.context_parallel or 1
     attention = shape.attention * shares
@@ -331,7 +375,9 @@ def work_of(
     )
 
 
-def ring_of(asked: Scenario, degrees: Degrees, inputs: Inputs, hidden: float, blocks: float) -> Traffic:
+def ring_of(
+    asked: Scenario, degrees: Degrees, inputs: Inputs, hidden: float, blocks: float
+) -> Traffic:
     """Return what context-parallel ranks pass on in a micro-batch, behind their attention (arXiv 2310.01889).
 
     Keys and values go round in the forward pass, and with their gradients in the backward pass.
@@ -373,7 +419,9 @@ def traffic_of(
     taught, forward = teacher_flop / shape.flop, flop / 3 / shape.flop
     backward, count, together = 1 - forward - taught, shape.micro_batches, degrees.pp == 1
     one_block = 1 / (blocks / degrees.pp + 1)  # what is in no block is gathered as one, too
-    for axis in sorted({one.axis for one in shape.collectives if one.axis.startswith("dp_") and one.ranks > 1}):
+    for axis in sorted(
+        {one.axis for one in shape.collectives if one.axis.startswith("dp_") and one.ranks > 1}
+    ):
         mine = [one for one in shape.collectives if one.axis == axis]
         group = partial(Traffic, **_place(axis, degrees))
         ahead, ahead_number = _sent(one for one in shape.forward if one.axis == axis)
@@ -381,7 +429,9 @@ def traffic_of(
         others, others_number = _sent(one for one in mine if not is_gather_of_weights(one))
         if axis == "dp_teacher":
             last = count / gathers_number
-            yield group(bytes=gathers / count, count=1 / last, times=count, hidden=taught, last=last)
+            yield group(
+                bytes=gathers / count, count=1 / last, times=count, hidden=taught, last=last
+            )
         elif not degrees.composed:
             number, last = buckets(shape.parameters * FP32, settings.bucket_mib)
             changed, changed_number = _sent(one for one in mine if one.kind == "broadcast")
@@ -389,7 +439,13 @@ def traffic_of(
             yield group(bytes=changed, count=changed_number, last=1.0)
         else:
             behind, messages = (gathers - ahead) / count, (gathers_number - ahead_number) / count
-            yield group(bytes=ahead / count, count=ahead_number / count, times=count, hidden=forward, last=one_block)
+            yield group(
+                bytes=ahead / count,
+                count=ahead_number / count,
+                times=count,
+                hidden=forward,
+                last=one_block,
+            )
             if each:
                 yield group(
                     bytes=behind + others / count,
@@ -399,17 +455,27 @@ def traffic_of(
                     last=one_block,
                 )
                 continue
-            yield group(bytes=behind, count=messages, times=count - together, hidden=backward, last=one_block)
             yield group(
-                bytes=others + together * behind, count=others_number + together * messages,
-                hidden=together * backward, last=one_block if together else 1.0,
-            )  # fmt: skip
+                bytes=behind,
+                count=messages,
+                times=count - together,
+                hidden=backward,
+                last=one_block,
+            )
+            yield group(
+                bytes=others + together * behind,
+                count=others_number + together * messages,
+                hidden=together * backward,
+                last=one_block if together else 1.0,
+            )
 
 
 def _sent(collectives: Iterable[Collective]) -> tuple[float, int]:
     """Return bytes that a rank sends in collectives, and their number."""
     found = list(collectives)
-    return sum(sent_bytes(one.kind, one.ranks, one.bytes) for one in found), sum(one.count for one in found)
+    return sum(sent_bytes(one.kind, one.ranks, one.bytes) for one in found), sum(
+        one.count for one in found
+    )
 
 
 def _place(axis: str, degrees: Degrees) -> dict[str, int]:

@@ -94,7 +94,7 @@ class RankRun(NamedTuple):
 class _Memory(LocalOperators):
     """While entered, notes the bytes in memory after each operator."""
 
-    def __init__(self, tracker: Any) -> None:  # noqa: ANN401 - torch's
+    def __init__(self, tracker: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracker = tracker
         self.noted: list[Bytes] = []
@@ -104,7 +104,7 @@ class _Memory(LocalOperators):
         self.noted.append(_bytes_by_kind(self._tracker))
 
 
-def _bytes_by_kind(tracker: Any) -> Bytes:  # noqa: ANN401 - torch's
+def _bytes_by_kind(tracker: Any) -> Bytes:
     """Return the bytes in memory now, as pairs."""
     found: Bytes = {}
     for device, sizes in tracker._curr_mem_snap.items():  # noqa: SLF001 - its own method copies them
@@ -112,15 +112,17 @@ def _bytes_by_kind(tracker: Any) -> Bytes:  # noqa: ANN401 - torch's
             name = str(getattr(kind, "value", kind)).replace("Other", "Inputs and buckets")
             if name != "Total" and size:
                 fixed, grows = found.get(name, (0, 0))
-                found[name] = (fixed, grows + size // ROWS) if device == _GROWS else (fixed + size, grows)
+                found[name] = (
+                    (fixed, grows + size // ROWS) if device == _GROWS else (fixed + size, grows)
+                )
     return found
 
 
-def _watch_growth(tracker: Any) -> None:  # noqa: ANN401 - torch's
+def _watch_growth(tracker: Any) -> None:
     """Let the tracker count what grows with the rows as another device's, and look for no peaks: it takes long."""
     update = tracker._update_snap  # noqa: SLF001
 
-    def noted(kind: Any, block: Any, **old: Any) -> None:  # noqa: ANN401 - torch's
+    def noted(kind: Any, block: Any, **old: Any) -> None:
         if kind.name == "ADD" and block.mem_consumed % ROWS == 0:
             block.device = _GROWS
         update(kind, block, **old)
@@ -144,9 +146,14 @@ def private_parts() -> PrivateParts:
         from torch._C import _clear_DTensor_sharding_propagator_cache as forget_native
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
         from torch.distributed._tools.mem_tracker import MemTracker
-        from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+        from torch.distributed.tensor._redistribute import (
+            _gen_transform_infos,
+            clear_redistribute_planner_cache,
+        )
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
-        from torch.distributed.tensor.debug import _clear_python_sharding_prop_cache as forget_python
+        from torch.distributed.tensor.debug import (
+            _clear_python_sharding_prop_cache as forget_python,
+        )
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         attrgetter("_update_snap", "_update_peak_stats")(MemTracker)  # which _watch_growth replaces
@@ -156,7 +163,12 @@ def private_parts() -> PrivateParts:
             f"torch {torch.__version__} has moved a part that the planner runs ({error}); it was tested with torch "
             "2.13: install that, in an environment of its own where training needs another"
         ) from error
-    forget = (forget_native, forget_python, clear_redistribute_planner_cache, _gen_transform_infos.cache_clear)
+    forget = (
+        forget_native,
+        forget_python,
+        clear_redistribute_planner_cache,
+        _gen_transform_infos.cache_clear,
+    )
     return PrivateParts(FakeStore, MemTracker, FSDPMemTracker, ShardingPropagator, forget)
 
 
@@ -189,7 +201,10 @@ def run_rank(
                 size = made.head.vocabulary
                 with torch.device("meta"):
                     made.head.vocabulary = torch.nn.Linear(
-                        size.in_features, size.out_features // degrees.tp, bias=False, dtype=torch.bfloat16
+                        size.in_features,
+                        size.out_features // degrees.tp,
+                        bias=False,
+                        dtype=torch.bfloat16,
                     )
                 made.plan = {**made.plan, "head.vocabulary": VOCABULARY_PART}
         stage = 0 if degrees.pp == 1 or mesh is None else int(mesh.get_local_rank("pp"))
@@ -205,8 +220,12 @@ def run_rank(
             given = (given,) if isinstance(model, str) else given
             received = None
             if hidden is not None:
-                low = inputs.low or (degrees.dp_shard > 1 and isinstance(model, (GptSettings, VitSettings)))
-                received = torch.empty(hidden.shape, dtype=DTYPES[precision] if low else torch.float32)
+                low = inputs.low or (
+                    degrees.dp_shard > 1 and isinstance(model, (GptSettings, VitSettings))
+                )
+                received = torch.empty(
+                    hidden.shape, dtype=DTYPES[precision] if low else torch.float32
+                )
             passes = _Passes(parallel, given, received, "fp32" if inputs.low else precision)
             passes.reduces_each = inputs.low and degrees.dp_replicate == 1
             return passes.run(min(2, inputs.micro_batches), copied=degrees.data > 1 and whole)
@@ -215,11 +234,13 @@ def run_rank(
 @contextmanager
 def _fake_group(rank: int, world: int) -> Iterator[None]:
     if dist.is_initialized():
-        raise FuelrailError("the planner needs a process without a process group; call it in one of its own")
+        raise FuelrailError(
+            "the planner needs a process without a process group; call it in one of its own"
+        )
     parts = private_parts()
     find = parts.propagator._propagate_tensor_meta_non_cached  # noqa: SLF001 - torch's
 
-    def unseen(*args: Any) -> Any:  # noqa: ANN401 - torch's
+    def unseen(*args: Any) -> Any:
         """Let DTensors find placements, by operators at global sizes, where neither tracker nor counter looks."""
         with _disable_current_modes():
             return find(*args)
@@ -238,7 +259,7 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
             forget()
 
 
-def _own(name: str) -> Any:  # noqa: ANN401 - the caller's
+def _own(name: str) -> Any:
     made = maker(name)()
     if not hasattr(made, "example"):
         raise ConfigError(
@@ -265,7 +286,11 @@ def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def _hidden(
-    model: StagedModel, example: Sequence[Tensor], stage: int, degrees: Degrees, settings: ModelSettings | str
+    model: StagedModel,
+    example: Sequence[Tensor],
+    stage: int,
+    degrees: Degrees,
+    settings: ModelSettings | str,
 ) -> Tensor:
     """Return the hidden states that a stage receives, or the first one sends, on the meta device."""
     with torch.no_grad():
@@ -283,9 +308,18 @@ class _Passes:
     reduces_each = False
 
     def __init__(
-        self, parallel: Parallel, given: tuple[Any, ...], received: Tensor | None, precision: Precision
+        self,
+        parallel: Parallel,
+        given: tuple[Any, ...],
+        received: Tensor | None,
+        precision: Precision,
     ) -> None:
-        self._parallel, self._given, self._received, self._precision = parallel, given, received, precision
+        self._parallel, self._given, self._received, self._precision = (
+            parallel,
+            given,
+            received,
+            precision,
+        )
         self._part, self._pipeline = parallel.models[0], received is not None
 
     def run(self, count: int, *, copied: bool) -> RankRun:
@@ -312,9 +346,13 @@ class _Passes:
                 last = number == count - 1
                 if number:
                     tracker.reset_mod_stats()
-                for parameter, bucket in zip(learnt, buckets, strict=True) if last and copied else ():
+                for parameter, bucket in (
+                    zip(learnt, buckets, strict=True) if last and copied else ()
+                ):
                     # DDP copies a gradient into its bucket, and frees it, once it is whole.
-                    parameter.register_post_accumulate_grad_hook(partial(_into_bucket, bucket=bucket))  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(
+                        partial(_into_bucket, bucket=bucket)
+                    )  # type: ignore[no-untyped-call]
                 forward, backward, kept, counters = self._pass(tracker, last=last)
                 passes.append([counter.collectives() for counter in counters])
         sent = passes[0]  # which alone gathers all of a stage's weights
@@ -324,17 +362,25 @@ class _Passes:
             sent[2] = [one for one in beyond if one.count > 0]
         kinds = sorted({kind for noted in (*forward, *backward) for kind in noted})
         return RankRun(
-            parameters=sum(_local(parameter).numel() for parameter in learnt), tensors=len(learnt),
+            parameters=sum(_local(parameter).numel() for parameter in learnt),
+            tensors=len(learnt),
             flop=(
-                sum(one.flop for one in counters) // ROWS, sum(one.attention for one in counters) // ROWS,
+                sum(one.flop for one in counters) // ROWS,
+                sum(one.attention for one in counters) // ROWS,
                 sum(one.convolution for one in counters) // ROWS,
             ),
             hidden_bytes=0 if self._received is None else self._received.nbytes // ROWS,
-            input_bytes=sum(one.nbytes for one in tree_leaves(self._given)) // ROWS, kinds=kinds,
-            forward=_as_array(forward, kinds), backward=_as_array(backward, kinds), kept=kept, sent=sent,
-        )  # fmt: skip
+            input_bytes=sum(one.nbytes for one in tree_leaves(self._given)) // ROWS,
+            kinds=kinds,
+            forward=_as_array(forward, kinds),
+            backward=_as_array(backward, kinds),
+            kept=kept,
+            sent=sent,
+        )
 
-    def _pass(self, tracker: Any, *, last: bool) -> tuple[list[Bytes], list[Bytes], tuple[int, int], list[Counter]]:  # noqa: ANN401 - torch's
+    def _pass(
+        self, tracker: Any, *, last: bool
+    ) -> tuple[list[Bytes], list[Bytes], tuple[int, int], list[Counter]]:
         part, mesh = self._part, self._parallel.mesh
         if isinstance(part, FSDPModule) and self._pipeline:
             part.set_is_last_backward(False)
@@ -351,7 +397,9 @@ class _Passes:
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
         with counters[2]:
             if last and self._pipeline:
-                PipelineStage.perform_reduce_grad(cast("PipelineStage", SimpleNamespace(submod=part)), 1)
+                PipelineStage.perform_reduce_grad(
+                    cast("PipelineStage", SimpleNamespace(submod=part)), 1
+                )
         return forward.noted, backward.noted, kept, counters
 
     def _result(self) -> Tensor:

@@ -80,5 +80,9 @@ def checkpoint_interval_s(save_s: float, failures_per_day: float) -> float:
     """
     mean_s = _S_PER_DAY / failures_per_day
     ratio = save_s / (2 * mean_s)
-    best = mean_s if ratio >= 1 else sqrt(2 * save_s * mean_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_s
+    best = (
+        mean_s
+        if ratio >= 1
+        else sqrt(2 * save_s * mean_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_s
+    )
     return max(best, save_s)

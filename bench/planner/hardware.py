@@ -83,7 +83,9 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
 
     def link(self, reach: int) -> Link:
         """Return the slowest link that a group passes whose ranks lie within ``reach`` successive ranks."""
-        return self.inside if reach <= self.devices_per_node or self.between is None else self.between
+        return (
+            self.inside if reach <= self.devices_per_node or self.between is None else self.between
+        )
 
     def bytes_per_s(self, reach: int, stride: int = 1) -> float:
         """Return the bus bandwidth of a group: every ``stride``-th of ``reach`` successive ranks."""
@@ -111,7 +113,9 @@ def load_cluster(name_or_path: str) -> ClusterSettings:
         path = CLUSTERS / f"{name_or_path}.yaml"
         if not path.is_file():
             known = ", ".join(sorted(file.stem for file in CLUSTERS.glob("*.yaml")))
-            raise ConfigError(f"cluster '{name_or_path}' is not known; known: {known}; or give the path of a .yaml")
+            raise ConfigError(
+                f"cluster '{name_or_path}' is not known; known: {known}; or give the path of a .yaml"
+            )
     cluster = load_yaml(path, ClusterSettings)
     _check(cluster, path)
     return cluster
@@ -122,7 +126,10 @@ def _check(cluster: ClusterSettings, path: Path) -> None:
     limits = {
         "device.memory_gib": (device.memory_gib, _LARGEST_GIB),
         "device.memory_gb_per_s": (device.memory_gb_per_s, _LARGEST_GB_PER_S),
-        **{f"device.peak_tflops.{kind}": (peak, _LARGEST_TFLOPS) for kind, peak in device.peak_tflops.items()},
+        **{
+            f"device.peak_tflops.{kind}": (peak, _LARGEST_TFLOPS)
+            for kind, peak in device.peak_tflops.items()
+        },
         "inside.gb_per_s": (cluster.inside.gb_per_s, device.memory_gb_per_s.value),
     }
     if cluster.between is not None:
@@ -134,6 +141,10 @@ def _check(cluster: ClusterSettings, path: Path) -> None:
                 "TFLOP/s, not bit/s or GFLOP/s)"
             )
     if not device.peak_tflops:
-        raise ConfigError(f"{path}: device.peak_tflops is empty; give at least one of fp32, tf32, bf16, fp16, fp8")
+        raise ConfigError(
+            f"{path}: device.peak_tflops is empty; give at least one of fp32, tf32, bf16, fp16, fp8"
+        )
     if cluster.nodes > 1 and cluster.between is None:
-        raise ConfigError(f"{path}: {cluster.nodes} nodes need the link 'between' them; add it, or use nodes: 1")
+        raise ConfigError(
+            f"{path}: {cluster.nodes} nodes need the link 'between' them; add it, or use nodes: 1"
+        )

@@ -71,7 +71,10 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_curves(
-    scaling: Scaling, cases: Mapping[str, C], counts: Sequence[int], point: Callable[[C, int], Point | None]
+    scaling: Scaling,
+    cases: Mapping[str, C],
+    counts: Sequence[int],
+    point: Callable[[C, int], Point | None],
 ) -> list[Curve]:
     """Return a curve of each case; nothing holds ranks up in the first one.
 
@@ -82,7 +85,10 @@ def draw_curves(
     for name, case in cases.items():
         points = [one for count in counts if (one := point(case, count)) is not None]
         rate = rate or next((one.samples_per_s / one.num_ranks for one in points), 0.0)
-        points = [msgspec.structs.replace(one, efficiency=one.samples_per_s / one.num_ranks / rate) for one in points]
+        points = [
+            msgspec.structs.replace(one, efficiency=one.samples_per_s / one.num_ranks / rate)
+            for one in points
+        ]
         curves.append(Curve(name=name, scaling=scaling, points=points))
     return curves
 
@@ -157,9 +163,12 @@ def simulate(host: HostFit, cluster: Cluster, seed: int = 0, num_steps: int = NU
     mean_ms = float(np.diff(ends)[NUM_WARM_UP - 1 :].mean())
     global_batch = ranks * cluster.batch_size
     return Point(
-        num_ranks=ranks, global_batch=global_batch, step_ms=mean_ms, samples_per_s=1e3 * global_batch / mean_ms,
+        num_ranks=ranks,
+        global_batch=global_batch,
+        step_ms=mean_ms,
+        samples_per_s=1e3 * global_batch / mean_ms,
         occupancy=device_ms / mean_ms,
-    )  # fmt: skip
+    )
 
 
 def exposed_all_reduce_ms(host: HostFit, num_ranks: int) -> float:
@@ -167,7 +176,9 @@ def exposed_all_reduce_ms(host: HostFit, num_ranks: int) -> float:
 
     That is 2 (p - 1) / p of the gradients: of many ranks twice what two take.
     """
-    return host.all_reduce_ms * sent_bytes("all_reduce", num_ranks, 1) / sent_bytes("all_reduce", 2, 1)
+    return (
+        host.all_reduce_ms * sent_bytes("all_reduce", num_ranks, 1) / sent_bytes("all_reduce", 2, 1)
+    )
 
 
 def _service_ms(host: HostFit, cluster: Cluster) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -178,7 +189,13 @@ def _service_ms(host: HostFit, cluster: Cluster) -> np.ndarray[tuple[int], np.dt
     shared = ranks_here * host.host_cpus / left
     measured = np.asarray(host.service_ms, dtype=np.float64)
     from_cpus = measured * (cluster.batch_size / host.service_batch) * shared
-    from_storage = 1e3 * cluster.batch_size * host.sample_bytes * cluster.num_ranks / cluster.storage_bytes_per_s
+    from_storage = (
+        1e3
+        * cluster.batch_size
+        * host.sample_bytes
+        * cluster.num_ranks
+        / cluster.storage_bytes_per_s
+    )
     return np.maximum(from_cpus, from_storage)
 
 
@@ -199,7 +216,9 @@ def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> li
 
     def point(scaling: Scaling, ranks: int) -> Point | None:
         devices = ranks * chosen.degrees.pp * chosen.degrees.tp
-        if devices > most or devices % min(devices, cluster.devices_per_node):  # which no number of whole nodes has
+        if devices > most or devices % min(
+            devices, cluster.devices_per_node
+        ):  # which no number of whole nodes has
             return None
         grown = msgspec.structs.replace(
             cluster,
@@ -215,31 +234,47 @@ def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> li
     first_power = 1 if chosen.degrees.dp_shard > 1 else 0
     counts = [2**power for power in range(first_power, MAX_DEVICES.bit_length())]
     scalings: tuple[Scaling, ...] = get_args(Scaling)
-    return [curve for one in scalings for curve in draw_curves(one, {"as planned": one}, counts, point)]
+    return [
+        curve for one in scalings for curve in draw_curves(one, {"as planned": one}, counts, point)
+    ]
 
 
-def _planned(asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int, scaling: Scaling) -> Point:
+def _planned(
+    asked: Scenario, cluster: ClusterSettings, chosen: Fit, ranks: int, scaling: Scaling
+) -> Point:
     """Plan ``ranks`` data-parallel ranks. Raises ConfigError where that cannot be."""
     from fuelrail.bench.planner.choice import fit  # needs torch, and the simulation does not
 
-    batch = asked.global_batch if scaling == "strong" else asked.global_batch // chosen.degrees.data * ranks
+    batch = (
+        asked.global_batch
+        if scaling == "strong"
+        else asked.global_batch // chosen.degrees.data * ranks
+    )
     if asked.max_global_batch is not None and batch > asked.max_global_batch:
         raise ConfigError(f"a global batch of {batch} no longer trains as well")
     sized = msgspec.structs.replace(asked, global_batch=batch)
     how, degrees = msgspec.structs.replace(chosen.settings, micro_batches=None), chosen.degrees
     if degrees.composed:
         shards = min(degrees.dp_shard, ranks) if degrees.dp_replicate > 1 else ranks
-        how = msgspec.structs.replace(how, mesh=str(degrees._replace(dp_replicate=ranks // shards, dp_shard=shards)))
+        how = msgspec.structs.replace(
+            how, mesh=str(degrees._replace(dp_replicate=ranks // shards, dp_shard=shards))
+        )
     time = fit(sized, cluster, how).time.total
     step_s = max(time, *data_seconds(sized, cluster).values())
     return Point(
-        num_ranks=cluster.num_devices, global_batch=batch, step_ms=1e3 * step_s, samples_per_s=batch / step_s,
+        num_ranks=cluster.num_devices,
+        global_batch=batch,
+        step_ms=1e3 * step_s,
+        samples_per_s=batch / step_s,
         occupancy=time / step_s,
-    )  # fmt: skip
+    )
 
 
 def data_seconds(asked: Scenario, cluster: ClusterSettings) -> dict[str, float]:
     """Return seconds that decoding and storage need for a step."""
     images = asked.global_batch * (asked.cameras or 0) / cluster.nodes if asked.reads_images else 0
     read = asked.global_batch * (asked.stored_bytes or 0)
-    return {"decoding": images / cluster.images_per_node_s, "storage": read / cluster.storage_gb_per_s.value / 1e9}
+    return {
+        "decoding": images / cluster.images_per_node_s,
+        "storage": read / cluster.storage_gb_per_s.value / 1e9,
+    }

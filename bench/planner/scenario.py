@@ -10,8 +10,19 @@ import msgspec
 
 from fuelrail.bench.planner.hardware import ComputeType
 from fuelrail.bench.planner.step_time import Efficiency
-from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, ModelName, ModelSettings, predictions
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision, Schedule, Strategy
+from fuelrail.bench.trainer.models.settings import (
+    MODELS,
+    GptSettings,
+    ModelName,
+    ModelSettings,
+    predictions,
+)
+from fuelrail.bench.trainer.strategies.settings import (
+    ParallelSettings,
+    Precision,
+    Schedule,
+    Strategy,
+)
 from fuelrail.pipeline.channels.logits import code_of, logits_entry, logits_store
 from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import ConfigError
@@ -55,7 +66,9 @@ class Facts(Settings, frozen=True, kw_only=True):
     cameras: Annotated[Positive | None, flag("images of a sample")] = None
     height: Annotated[Positive | None, flag("height of an image in pixels")] = None
     width: Annotated[Positive | None, flag("width of an image in pixels")] = None
-    sequence: Annotated[Positive | None, flag("tokens of a GPT's sample (default: the model's own)")] = None
+    sequence: Annotated[
+        Positive | None, flag("tokens of a GPT's sample (default: the model's own)")
+    ] = None
     sample_bytes: Annotated[Positive | None, flag("stored bytes of a sample")] = None
     samples_per_epoch: Annotated[Positive | None, flag("samples of an epoch")] = None
     failures_per_day: Annotated[Above0 | None, flag("failures of the whole job a day")] = None
@@ -76,7 +89,9 @@ class Facts(Settings, frozen=True, kw_only=True):
     ] = None
     accelerator: Annotated[
         str | None,
-        flag("measured times of the network on a device: a name of configs/accelerators, or a .yaml file"),
+        flag(
+            "measured times of the network on a device: a name of configs/accelerators, or a .yaml file"
+        ),
     ] = None
 
 
@@ -127,7 +142,13 @@ class Scenario(Facts, frozen=True, kw_only=True):
     @property
     def run_precision(self) -> Precision:
         """The type in which torch runs it: 8 bits are of some products alone, and tf32 is a way to compute fp32."""
-        return "bf16" if self.precision == "fp8" else "fp32" if self.precision == "tf32" else self.precision
+        return (
+            "bf16"
+            if self.precision == "fp8"
+            else "fp32"
+            if self.precision == "tf32"
+            else self.precision
+        )
 
     def sized(self, name: ModelName) -> ModelSettings:
         """Return the size of a model, with the scenario's number of tokens."""
@@ -164,23 +185,35 @@ class Scenario(Facts, frozen=True, kw_only=True):
     @property
     def reads_images(self) -> bool:
         """Whether a sample is images, rather than tokens."""
-        return self.cameras is not None if self.is_own else not isinstance(self.settings, GptSettings)
+        return (
+            self.cameras is not None if self.is_own else not isinstance(self.settings, GptSettings)
+        )
 
 
 class PlanOptions(Facts, frozen=True, kw_only=True):
     """Options of `fuelrail.plan`, and flags of ``fuelrail plan``. What a scenario says, they replace."""
 
     model: Annotated[
-        str | None, flag("model to train: one of ours, or MODULE:FUNCTION, which makes a module with example(samples)")
+        str | None,
+        flag(
+            "model to train: one of ours, or MODULE:FUNCTION, which makes a module with example(samples)"
+        ),
     ] = None
-    cluster: Annotated[str | None, flag("cluster to train on: a name of configs/clusters, or a .yaml file")] = None
+    cluster: Annotated[
+        str | None, flag("cluster to train on: a name of configs/clusters, or a .yaml file")
+    ] = None
     global_batch: Annotated[Positive | None, flag("samples of an optimiser step")] = None
-    micro_batch: Annotated[Positive | None, flag("samples of a data-parallel rank at once (default: 1)")] = None
+    micro_batch: Annotated[
+        Positive | None, flag("samples of a data-parallel rank at once (default: 1)")
+    ] = None
     precision: Annotated[ComputeType | None, flag("compute type (default: bf16)")] = None
     strategy: Annotated[
-        Strategy | Auto | None, flag("how ranks share the model; auto: the simplest strategy that fits (default)")
+        Strategy | Auto | None,
+        flag("how ranks share the model; auto: the simplest strategy that fits (default)"),
     ] = None
-    mesh: Annotated[str | None, flag("degrees of a composed strategy, as in bench train", metavar="AXIS=N")] = None
+    mesh: Annotated[
+        str | None, flag("degrees of a composed strategy, as in bench train", metavar="AXIS=N")
+    ] = None
     recompute: Annotated[Recompute | None, flag("activation checkpointing, with a strategy")] = None
     pipeline_schedule: Annotated[Schedule | None, flag("order of work in a pipeline")] = None
     teacher_from: Annotated[
@@ -191,7 +224,8 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
         ),
     ] = None
     data: Annotated[
-        str | None, flag("Fuelrail dataset: says bytes, cameras and number of samples", metavar="DATASET")
+        str | None,
+        flag("Fuelrail dataset: says bytes, cameras and number of samples", metavar="DATASET"),
     ] = None
     split: Annotated[str, flag("split of --data")] = "train"
     loader_report: Annotated[
@@ -211,7 +245,8 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
         ),
     ] = ()
     recipe: Annotated[
-        Literal["slurm", "kubernetes", "torchrun"] | None, flag("write the file that launches the plan so, to --out")
+        Literal["slurm", "kubernetes", "torchrun"] | None,
+        flag("write the file that launches the plan so, to --out"),
     ] = None
     sweep: Annotated[bool, flag("plan every strategy, micro-batch and recomputation")] = False
     explain: Annotated[bool, flag("show formula, inputs and source of each figure")] = False
@@ -268,31 +303,46 @@ def check(asked: Scenario) -> None:
         wrong = {"weights": asked.low, "context_parallel": (asked.context_parallel or 1) > 1}
         wrong["teacher"] = asked.is_own and asked.teacher is not None
         for name in [name for name, value in wrong.items() if value]:
-            raise ConfigError(f"{name} is planned of decoders, and model '{asked.named}' is none; leave it out")
+            raise ConfigError(
+                f"{name} is planned of decoders, and model '{asked.named}' is none; leave it out"
+            )
     if asked.is_own:
         return
     if asked.teacher is not None:
         if not isinstance(asked.model, str):
-            raise ConfigError(f"scenario '{asked.name}': a teacher needs a model by name; leave it out")
-        own, its = (predictions(size, asked.cameras or 1) for size in map(asked.sized, (asked.model, asked.teacher)))
+            raise ConfigError(
+                f"scenario '{asked.name}': a teacher needs a model by name; leave it out"
+            )
+        own, its = (
+            predictions(size, asked.cameras or 1)
+            for size in map(asked.sized, (asked.model, asked.teacher))
+        )
         if own != its:
             raise ConfigError(
                 f"scenario '{asked.name}': teacher '{asked.teacher}' predicts {list(its[0])} ({its[1]}), model "
                 f"'{asked.model}' {list(own[0])} ({own[1]}); use a teacher of the same predictions"
             )
-        if logits_store(asked.teacher_from) is not None and not isinstance(asked.sized(asked.teacher), GptSettings):
+        if logits_store(asked.teacher_from) is not None and not isinstance(
+            asked.sized(asked.teacher), GptSettings
+        ):
             raise ConfigError(
                 f"scenario '{asked.name}': teacher_from '{asked.teacher_from}' is of a teacher of tokens, and "
                 f"'{asked.teacher}' says {its[1]}; use 'layer'"
             )
     elif asked.teacher_from != "model":
-        raise ConfigError(f"scenario '{asked.name}': teacher_from is given without a teacher; add teacher: MODEL")
+        raise ConfigError(
+            f"scenario '{asked.name}': teacher_from is given without a teacher; add teacher: MODEL"
+        )
     if asked.max_global_batch is not None and asked.max_global_batch < asked.global_batch:
         raise ConfigError(
             f"scenario '{asked.name}': global_batch is {asked.global_batch}, and max_global_batch, the largest that "
             f"trains as well, {asked.max_global_batch}; use a smaller global_batch, or a larger limit"
         )
-    reads, others = ("images", ("sequence",)) if asked.reads_images else ("tokens", ("cameras", "height", "width"))
+    reads, others = (
+        ("images", ("sequence",))
+        if asked.reads_images
+        else ("tokens", ("cameras", "height", "width"))
+    )
     given = [name for name in others if getattr(asked, name) is not None]
     if given:
         raise ConfigError(

@@ -53,7 +53,12 @@ def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
 
 
 def state_bytes(
-    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision, *, low: bool = False
+    model: ModelSettings | str,
+    settings: ParallelSettings,
+    degrees: Degrees,
+    precision: Precision,
+    *,
+    low: bool = False,
 ) -> float:
     """Return bytes of weights, gradients and optimiser state on one rank (arXiv 1910.02054, section 3.1).
 
@@ -72,7 +77,9 @@ def state_bytes(
     return (trained + frozen) / degrees.pp / degrees.tp
 
 
-def least_bytes(model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision) -> int:
+def least_bytes(
+    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision
+) -> int:
     """Return the least bytes that a rank has at once, with shards also the largest block in full with its gradient.
 
     Activations come on top.
@@ -84,7 +91,13 @@ def least_bytes(model: ModelSettings | str, settings: ParallelSettings, degrees:
 
 
 def check_memory(
-    name: str, settings: ParallelSettings, degrees: Degrees, precision: Precision, available: int, *, alone: bool
+    name: str,
+    settings: ParallelSettings,
+    degrees: Degrees,
+    precision: Precision,
+    available: int,
+    *,
+    alone: bool,
 ) -> None:
     """Check that the state of a model fits in the ``available`` bytes of a rank.
 
@@ -98,13 +111,23 @@ def check_memory(
         return
 
     def fits(size: ModelSettings | str, dp_shard: int = degrees.dp_shard) -> bool:
-        return least_bytes(size, settings, degrees._replace(dp_shard=dp_shard), precision) <= available
+        return (
+            least_bytes(size, settings, degrees._replace(dp_shard=dp_shard), precision) <= available
+        )
 
     more = (2**power for power in range(1, 13) if alone and 2**power > degrees.dp_shard)
     would = [f"dp_shard={degree}" for degree in more if fits(model, degree)][:1]
-    would += [f"model {other}" for other, size in MODELS.items() if type(size) is type(model) and fits(size)][-1:]
+    would += [
+        f"model {other}"
+        for other, size in MODELS.items()
+        if type(size) is type(model) and fits(size)
+    ][-1:]
     raise ConfigError(
         f"model '{name}' needs at least {needed / GIB:.1f} GiB on each rank for weights, gradients and "
         f"{settings.optimiser}, and {available / GIB:.1f} GiB are available ({degrees}); "
-        + (f"it would fit with {' or '.join(would)}" if would else "no degree of sharding makes it fit here")
+        + (
+            f"it would fit with {' or '.join(would)}"
+            if would
+            else "no degree of sharding makes it fit here"
+        )
     )

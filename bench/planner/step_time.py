@@ -52,7 +52,11 @@ def efficiency_of(device: str, kind: ComputeType) -> Efficiency:
     """Return the efficiencies of a device's generation, by its name; of an unknown one a mean with a wide spread."""
     name = device.replace("H200", "H100")  # the same arithmetic
     found = next((one for part, one in EFFICIENCIES.items() if part in name), Efficiency())
-    return msgspec.structs.replace(found, spread=max(found.spread, _SPREAD_OF_8_BITS)) if kind == "fp8" else found
+    return (
+        msgspec.structs.replace(found, spread=max(found.spread, _SPREAD_OF_8_BITS))
+        if kind == "fp8"
+        else found
+    )
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +119,9 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
         return sum((*inside, self.data_exposed, self.optimiser))
 
 
-def step_time(work: StepWork, cluster: ClusterSettings, kind: ComputeType, efficiency: Efficiency) -> StepTime:
+def step_time(
+    work: StepWork, cluster: ClusterSettings, kind: ComputeType, efficiency: Efficiency
+) -> StepTime:
     """Predict a step. Attention computes in 16 bits where products compute in 8."""
     memory_rate = cluster.device.memory_gb_per_s.value * 1e9
     count = work.micro_batches
@@ -123,7 +129,11 @@ def step_time(work: StepWork, cluster: ClusterSettings, kind: ComputeType, effic
     each = products / efficiency.products + work.convolution_flop / efficiency.convolution
     each /= cluster.peak_flops(kind)
     if work.attention_flop:
-        each += work.attention_flop / efficiency.attention / cluster.peak_flops("bf16" if kind == "fp8" else kind)
+        each += (
+            work.attention_flop
+            / efficiency.attention
+            / cluster.peak_flops("bf16" if kind == "fp8" else kind)
+        )
     compute = count * (each if work.device_s is None else work.device_s)
     memory = 0.0
     if work.device_s is None:
@@ -150,12 +160,19 @@ def step_time(work: StepWork, cluster: ClusterSettings, kind: ComputeType, effic
     )
 
 
-def _seconds(cluster: ClusterSettings, size: float, count: float, reach: int, stride: int = 1) -> float:
-    return size / cluster.bytes_per_s(reach, stride) + count * cluster.link(reach).latency_us.value / 1e6
+def _seconds(
+    cluster: ClusterSettings, size: float, count: float, reach: int, stride: int = 1
+) -> float:
+    return (
+        size / cluster.bytes_per_s(reach, stride)
+        + count * cluster.link(reach).latency_us.value / 1e6
+    )
 
 
 NUMBERS = ("products", "attention", "convolution", "passes")
-_PRIOR = np.array([0.4, 0.5, 0.5, 0.7])  # deviations of the logarithms of the numbers between models on one device
+_PRIOR = np.array(
+    [0.4, 0.5, 0.5, 0.7]
+)  # deviations of the logarithms of the numbers between models on one device
 _NOISE = 0.05  # of a step that was measured well, against a model that describes it
 
 
@@ -175,12 +192,16 @@ class Fitted(NamedTuple):
 Case = tuple[StepWork, "ClusterSettings", "ComputeType", float]
 
 
-def slopes(work: StepWork, cluster: ClusterSettings, kind: ComputeType, at: Efficiency) -> NDArray[np.float64]:
+def slopes(
+    work: StepWork, cluster: ClusterSettings, kind: ComputeType, at: Efficiency
+) -> NDArray[np.float64]:
     """Return the change of a step's logarithm with that of each of `NUMBERS`."""
     found = []
     for name in NUMBERS:
         few, many = (_moved(at, {name: sign * 0.01}) for sign in (-1, 1))
-        ratio = step_time(work, cluster, kind, many).total / step_time(work, cluster, kind, few).total
+        ratio = (
+            step_time(work, cluster, kind, many).total / step_time(work, cluster, kind, few).total
+        )
         found.append(math.log(ratio) / 0.02)
     return np.array(found)
 
@@ -212,5 +233,6 @@ def fit(cases: Sequence[Case], start: Efficiency) -> Fitted:
 def _moved(start: Efficiency, by: dict[str, float]) -> Efficiency:
     changed = {name: getattr(start, name) * math.exp(step) for name, step in by.items()}
     return msgspec.structs.replace(
-        start, **{name: value if name == "passes" else min(value, 1.0) for name, value in changed.items()}
+        start,
+        **{name: value if name == "passes" else min(value, 1.0) for name, value in changed.items()},
     )

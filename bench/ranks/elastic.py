@@ -61,7 +61,10 @@ def main(arguments: Sequence[str]) -> int:
             )
             elastic_launch(config, sys.executable)("-m", *program, str(os.getpid()))
     except ChildFailedError as error:
-        failed = [RankExit(rank=rank, exit_code=failure.exitcode) for rank, failure in error.failures.items()]
+        failed = [
+            RankExit(rank=rank, exit_code=failure.exitcode)
+            for rank, failure in error.failures.items()
+        ]
         Path(exits).write_bytes(msgspec.json.encode(failed))
         return 1
     except SignalException as error:

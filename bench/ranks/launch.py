@@ -35,7 +35,9 @@ class Outcome(NamedTuple):
     failed: list[RankExit]
 
 
-def run_ranks(program: Sequence[str], num_ranks: int, log: Path, on_wait: Callable[[], None]) -> Outcome:
+def run_ranks(
+    program: Sequence[str], num_ranks: int, log: Path, on_wait: Callable[[], None]
+) -> Outcome:
     """Run ``python -m PROGRAM PID`` as ``num_ranks`` ranks of one world; their output goes to ``log``.
 
     PID is the process that the ranks must not outlive. ``on_wait`` is called several times a second. SIGINT and
@@ -51,7 +53,11 @@ def run_ranks(program: Sequence[str], num_ranks: int, log: Path, on_wait: Callab
     with log.open("wb") as output:
         # A session of its own: Ctrl-C in a terminal must reach this process alone, which then ends the ranks in order.
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            start_new_session=True,
         )
         interrupted = False
         with sigterm_interrupts():

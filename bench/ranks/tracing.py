@@ -47,7 +47,9 @@ class RankTrace:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        profiled = torch.profiler.schedule(wait=_STEPS_BEFORE - 1, warmup=1, active=_STEPS_PROFILED, repeat=1)
+        profiled = torch.profiler.schedule(
+            wait=_STEPS_BEFORE - 1, warmup=1, active=_STEPS_PROFILED, repeat=1
+        )
         with torch.profiler.profile(
             activities=activities, schedule=profiled, on_trace_ready=self._take, acc_events=True
         ) as profiler:
@@ -69,7 +71,9 @@ class RankTrace:
     def write(self) -> None:
         """Write the rank's events."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps([*self.recorder.events(), *self._profiled]), encoding="utf-8")
+        self._path.write_text(
+            json.dumps([*self.recorder.events(), *self._profiled]), encoding="utf-8"
+        )
 
 
 class TracedAccelerator:
@@ -80,12 +84,14 @@ class TracedAccelerator:
         self._marks = torch.cuda.is_available()
         self._reducing_since: list[float] = []
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the inner one's
+    def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
         return partial(self._spanned, name.replace("_", " "), method) if name in _PHASES else method
 
     @contextmanager
-    def _spanned(self, phase: str, inner: Callable[..., AbstractContextManager[None]], *size: float) -> Iterator[None]:
+    def _spanned(
+        self, phase: str, inner: Callable[..., AbstractContextManager[None]], *size: float
+    ) -> Iterator[None]:
         if self._marks:
             torch.cuda.nvtx.range_push(f"fuelrail {phase}")  # type: ignore[no-untyped-call]
         begin_s = time.perf_counter()
@@ -120,7 +126,10 @@ def _exported(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
         pid = event.get("pid")
         # Processes of the viewer that clash neither between ranks nor with our own.
         number = isinstance(pid, int)
-        moved = {**event, "pid": pid + os.getpid() + _PROFILER_PID_OFFSET if number else f"{pid} {os.getpid()}"}
+        moved = {
+            **event,
+            "pid": pid + os.getpid() + _PROFILER_PID_OFFSET if number else f"{pid} {os.getpid()}",
+        }
         if "ts" in event:
             moved["ts"] = event["ts"] + base_us
         if "id" in event:

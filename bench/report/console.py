@@ -7,7 +7,17 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from fuelrail.bench.report.page import Block, Hero, Items, Note, Section, Table, Tiles, document_of, plain
+from fuelrail.bench.report.page import (
+    Block,
+    Hero,
+    Items,
+    Note,
+    Section,
+    Table,
+    Tiles,
+    document_of,
+    plain,
+)
 
 _WIDE = 200
 
@@ -15,10 +25,16 @@ _WIDE = 200
 def report_console() -> Console:
     """Return standard output; in a file or a pipe wide enough that no table is cut."""
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    return console if console.is_terminal else Console(soft_wrap=True, markup=False, highlight=False, width=_WIDE)
+    return (
+        console
+        if console.is_terminal
+        else Console(soft_wrap=True, markup=False, highlight=False, width=_WIDE)
+    )
 
 
-def print_table(console: Console, header: Sequence[str], rows: Iterable[Sequence[str]], *, texts: bool = False) -> None:
+def print_table(
+    console: Console, header: Sequence[str], rows: Iterable[Sequence[str]], *, texts: bool = False
+) -> None:
     """Print a table; the first column is text, the others are figures unless ``texts``."""
     table = RichTable(*header, box=None, pad_edge=False)
     for column in table.columns[1:]:

@@ -108,7 +108,7 @@ def publish_json(path: Path, value: object) -> None:
     publish(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
-def read_report(path: Path) -> Any:  # noqa: ANN401 - what JSON holds
+def read_report(path: Path) -> Any:
     """Read a report, given as file or folder, as JSON.
 
     Raises ConfigError for what is not a regular file, is too large or is not JSON.
@@ -117,9 +117,13 @@ def read_report(path: Path) -> Any:  # noqa: ANN401 - what JSON holds
     try:
         if not path.is_file():
             reason = "it is not a regular file" if path.exists() else "there is no such file"
-            raise ConfigError(f"report '{path}' cannot be read: {reason}; give a report.json or its folder")
+            raise ConfigError(
+                f"report '{path}' cannot be read: {reason}; give a report.json or its folder"
+            )
         if path.stat().st_size > _MAX_REPORT_BYTES:
-            raise ConfigError(f"report '{path}' cannot be read: it is larger than {_MAX_REPORT_BYTES >> 20} MiB")
+            raise ConfigError(
+                f"report '{path}' cannot be read: it is larger than {_MAX_REPORT_BYTES >> 20} MiB"
+            )
         return msgspec.json.decode(path.read_bytes())
     except ConfigError:
         raise

@@ -20,7 +20,11 @@ class OutputOptions(PrintOptions, frozen=True, kw_only=True):
     """Where a command writes its report, and how it prints it."""
 
     out: Annotated[
-        str | None, flag("folder for the report (default: bench- and the command, as bench-train)", metavar="FOLDER")
+        str | None,
+        flag(
+            "folder for the report (default: bench- and the command, as bench-train)",
+            metavar="FOLDER",
+        ),
     ] = None
     html: Annotated[bool, flag("write no report.html; then matplotlib is not needed")] = True
 
@@ -32,7 +36,9 @@ class OutputOptions(PrintOptions, frozen=True, kw_only=True):
 class PlanOutput(OutputOptions, frozen=True, kw_only=True):
     """Where ``fuelrail plan`` writes its report, if anywhere."""
 
-    out: Annotated[str | None, flag("folder for report.json, .md and .html", metavar="FOLDER")] = None
+    out: Annotated[str | None, flag("folder for report.json, .md and .html", metavar="FOLDER")] = (
+        None
+    )
 
     def folder(self, command: str) -> Path | None:  # noqa: ARG002 - its base class has it
         """Return the folder; None: nothing is written."""

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, ReportHeader, publish, publish_json
+from fuelrail.bench.report.files import (
+    REPORT_HTML,
+    REPORT_JSON,
+    REPORT_MARKDOWN,
+    ReportHeader,
+    publish,
+    publish_json,
+)
 from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.text import escaped
 
@@ -35,7 +42,9 @@ GIB = 2**30
 _FOLDER = Path(__file__).parent
 _STRONG = re.compile(r"\*\*(.+?)\*\*")
 # What is markup in Markdown (CommonMark, and tables): brackets are where a target follows, `_` is but within a word.
-_MARKDOWN = re.compile(r"[\\`|~]|\*(?=\S)|(?<=\S)\*|\](?=[(\[:])|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])")
+_MARKDOWN = re.compile(
+    r"[\\`|~]|\*(?=\S)|(?<=\S)\*|\](?=[(\[:])|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])"
+)
 
 
 class Span(NamedTuple):
@@ -52,7 +61,9 @@ Words = str | tuple[Span, ...]
 def marked(template: str, **values: object) -> tuple[Span, ...]:
     """Return a text whose ``**words**`` are strong. ``{name}`` takes a value, whose own marks stay characters."""
     parts = enumerate(_STRONG.split(template))
-    return tuple(Span(part.format_map(values), strong=bool(number % 2)) for number, part in parts if part)
+    return tuple(
+        Span(part.format_map(values), strong=bool(number % 2)) for number, part in parts if part
+    )
 
 
 @dataclass(frozen=True)
@@ -142,9 +153,13 @@ class Document:
 
 
 def document(
-    report: ReportHeader, brand: str, title: str, about: Words, parts: Iterable[Block | Section],
+    report: ReportHeader,
+    brand: str,
+    title: str,
+    about: Words,
+    parts: Iterable[Block | Section],
     packages: Mapping[str, str] | None = None,
-) -> Document:  # fmt: skip
+) -> Document:
     """Return the document of a report, with its warnings behind the hero; ``packages`` in place of the machine's."""
     before: list[Block | Section] = []
     after: list[Block | Section] = []
@@ -155,22 +170,37 @@ def document(
     machine = report.machine
     commit = f", commit {machine.commit[:10]}" if machine.commit else ""
     return Document(
-        brand=brand, title=title, about=about, made=f"{when(report.created)}, fuelrail {machine.fuelrail}{commit}",
-        doubts=doubts(report.cut_off, report.disturbed), parts=[*before, *map(Note, report.warnings), *after],
+        brand=brand,
+        title=title,
+        about=about,
+        made=f"{when(report.created)}, fuelrail {machine.fuelrail}{commit}",
+        doubts=doubts(report.cut_off, report.disturbed),
+        parts=[*before, *map(Note, report.warnings), *after],
         facts=_facts(report, machine.packages if packages is None else packages),
-    )  # fmt: skip
+    )
 
 
 def doubts(cut_off: str | None, disturbed: str | None) -> list[str]:
     """Return what the headline says before any figure: that the report is partial, or of a host that others used."""
-    partial = [] if cut_off is None else [f"Partial report: {cut_off}. It shows what was measured until then."]
-    loaded = [] if disturbed is None else [f"Measured on a loaded host: {disturbed}. Repeat it on an idle machine."]
+    partial = (
+        []
+        if cut_off is None
+        else [f"Partial report: {cut_off}. It shows what was measured until then."]
+    )
+    loaded = (
+        []
+        if disturbed is None
+        else [f"Measured on a loaded host: {disturbed}. Repeat it on an idle machine."]
+    )
     return partial + loaded
 
 
 def _facts(report: ReportHeader, packages: Mapping[str, str]) -> dict[str, str]:
     machine, dataset = report.machine, report.dataset
-    gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})" for gpu in machine.gpus)
+    gpus = ", ".join(
+        f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})"
+        for gpu in machine.gpus
+    )
     changed = " with uncommitted changes" if machine.uncommitted_changes else ""
     commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"
     return {
@@ -215,7 +245,7 @@ def document_of(report: object, plots: Mapping[str, str] | None = None) -> Docum
     return found
 
 
-def _of_study(report: object, module: str) -> Any:  # noqa: ANN401 - a module
+def _of_study(report: object, module: str) -> Any:
     """Return a module beside that of the report, or None; it is imported when needed, for plots need matplotlib."""
     name = f"{type(report).__module__.rpartition('.')[0]}.{module}"
     return import_module(name) if find_spec(name) is not None else None
@@ -226,10 +256,14 @@ def _template(name: str) -> jinja2.Template:
     """Load a template, every value of which is escaped for its kind; what a macro made is not escaped again."""
     write = _html if name.endswith(".html.j2") else _markdown
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
         finalize=lambda value: value if isinstance(value, Markup) else write(value),
-    )  # fmt: skip
+    )
     environment.filters["kind"] = lambda block: type(block).__name__
     environment.globals["markdown_table"] = markdown_table
     return environment.get_template(name)

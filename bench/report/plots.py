@@ -76,8 +76,14 @@ def new_figure(height_in: float) -> tuple[Figure, Axes]:
 
 def legend_above(axes: Axes) -> None:
     """Put the legend above the axes, where it covers nothing, in as many lines as its texts need."""
-    widths = [len(label) + 5 for label in axes.get_legend_handles_labels()[1]]  # 5: the line, and the space after it
-    columns = len(widths) if sum(widths) <= _LEGEND_CHARACTERS else max(1, _LEGEND_CHARACTERS // max(widths))
+    widths = [
+        len(label) + 5 for label in axes.get_legend_handles_labels()[1]
+    ]  # 5: the line, and the space after it
+    columns = (
+        len(widths)
+        if sum(widths) <= _LEGEND_CHARACTERS
+        else max(1, _LEGEND_CHARACTERS // max(widths))
+    )
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
@@ -93,14 +99,24 @@ def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
     figure, axes = new_figure(0.9 + 0.32 * len(rows))
     places = np.arange(len(rows))
     base = np.zeros(len(rows))
-    for column, (name, colour) in enumerate((("busy", BLUE), ("starved", _ORANGE), ("blocked", GREY)), 1):
+    for column, (name, colour) in enumerate(
+        (("busy", BLUE), ("starved", _ORANGE), ("blocked", GREY)), 1
+    ):
         values = np.array([row[column] for row in rows], dtype=np.float64)
         axes.barh(places, values, 0.66, left=base, color=colour, label=name, linewidth=0)
         for place, value, left in zip(places, values, base, strict=True):
             if value > 0.06:  # narrower bars have no room for their figure
                 ink = "white" if name == "busy" else "#333333"
                 middle = float(left + value / 2)
-                axes.text(middle, float(place), f"{value:.0%}", ha="center", va="center", color=ink, fontsize=8)
+                axes.text(
+                    middle,
+                    float(place),
+                    f"{value:.0%}",
+                    ha="center",
+                    va="center",
+                    color=ink,
+                    fontsize=8,
+                )
         base = base + values
     axes.set_yticks(places, [row[0] for row in rows])
     axes.invert_yaxis()
@@ -112,7 +128,9 @@ def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
     return to_svg(figure, "Loader stages: busy, starved, blocked")
 
 
-def efficiency_plot(curves: Mapping[str, Sequence[tuple[int, float]]], unit: str, title: str) -> str:
+def efficiency_plot(
+    curves: Mapping[str, Sequence[tuple[int, float]]], unit: str, title: str
+) -> str:
     """Draw efficiency over numbers of ranks: named curves."""
     with style():
         figure, axes = new_figure(2.9)

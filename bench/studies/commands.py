@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuelrail.bench.planner.scenario import PlanOptions
-from fuelrail.bench.report.files import TRACE_JSON, ReportHeader, exit_code, prepare_folder, publish, report_files
+from fuelrail.bench.report.files import (
+    TRACE_JSON,
+    ReportHeader,
+    exit_code,
+    prepare_folder,
+    publish,
+    report_files,
+)
 from fuelrail.bench.report.options import OutputOptions, PlanOutput, add_dataset
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.comm.report import CommOptions
@@ -69,32 +76,42 @@ def command(word: str, study: Study) -> Command:
         if report is None:
             return 0
         if output.json:
-            print_json({name: getattr(report, name) for name in study.printed} if study.printed else report)
+            print_json(
+                {name: getattr(report, name) for name in study.printed} if study.printed else report
+            )
         else:
             from fuelrail.bench.report.console import print_report, report_console
 
             console = report_console()
             print_report(report, console)
             if out is not None:
-                console.print("\nwritten: " + ", ".join(map(str, report_files(out, html=output.html))))
+                console.print(
+                    "\nwritten: " + ", ".join(map(str, report_files(out, html=output.html)))
+                )
         return exit_code(report) if isinstance(report, ReportHeader) else 0
 
     return Command(study.help, configure, run)
 
 
-def _train(arguments: argparse.Namespace, options: TrainOptions, out: Path, html: bool) -> Report | None:
+def _train(
+    arguments: argparse.Namespace, options: TrainOptions, out: Path, html: bool
+) -> Report | None:
     report = bench_train(arguments.dataset, options, out=out, html=html)
     if options.trace and report is not None:
         sys.stderr.write(f"written: {out / TRACE_JSON}; open it in ui.perfetto.dev\n")
     return report
 
 
-def _of_dataset(run: Callable[..., ReportHeader]) -> Callable[[argparse.Namespace, Any, Path, bool], ReportHeader]:
+def _of_dataset(
+    run: Callable[..., ReportHeader],
+) -> Callable[[argparse.Namespace, Any, Path, bool], ReportHeader]:
     """Return the ``make`` of a study that takes the dataset, its options, ``out`` and ``html``."""
     return lambda arguments, options, out, html: run(arguments.dataset, options, out=out, html=html)
 
 
-def _plan(arguments: argparse.Namespace, options: PlanOptions, out: Path | None, html: bool) -> PlanReport:
+def _plan(
+    arguments: argparse.Namespace, options: PlanOptions, out: Path | None, html: bool
+) -> PlanReport:
     if out is not None:
         prepare_folder(out, html=html)
     report = plan(arguments.scenario, options)

@@ -65,8 +65,12 @@ KINDS = _kinds()
 class DiffOptions(CheckedSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.diff`, and the flags of ``fuelrail bench diff``."""
 
-    threshold: Annotated[float, msgspec.Meta(ge=0, lt=1), flag("tolerated slowdown (0.02 = 2 %)")] = 0.02
-    other_dataset: Annotated[bool, flag("compare reports of different datasets or splits; refused otherwise")] = False
+    threshold: Annotated[
+        float, msgspec.Meta(ge=0, lt=1), flag("tolerated slowdown (0.02 = 2 %)")
+    ] = 0.02
+    other_dataset: Annotated[
+        bool, flag("compare reports of different datasets or splits; refused otherwise")
+    ] = False
 
 
 class Change(NamedTuple):
@@ -91,7 +95,11 @@ class Change(NamedTuple):
     @property
     def is_real(self) -> bool:
         """Whether noise does not explain it."""
-        return self.ratio_low is not None and self.ratio_high is not None and not self.ratio_low <= 1 <= self.ratio_high
+        return (
+            self.ratio_low is not None
+            and self.ratio_high is not None
+            and not self.ratio_low <= 1 <= self.ratio_high
+        )
 
     def is_worse(self, threshold: float) -> bool:
         """Return whether it is real and a loss of more than ``threshold`` (0.02 for 2 %)."""
@@ -126,7 +134,9 @@ def diff(
     old, new = _load(before), _load(after)
     sides = [old.dataset, new.dataset]
     if not options.other_dataset and len({(side.fingerprint, side.split) for side in sides}) > 1:
-        shown = " and ".join(f"'{side.name}', split '{side.split}' ({side.fingerprint[:12]})" for side in sides)
+        shown = " and ".join(
+            f"'{side.name}', split '{side.split}' ({side.fingerprint[:12]})" for side in sides
+        )
         raise ConfigError(
             f"the reports are of different data: {shown}; compare reports of one dataset, or run with --other-dataset"
         )
@@ -152,7 +162,9 @@ def load_comparable(path: Path) -> Comparable:
         raise ConfigError(f"'{path}' has schema {schema!r}; known are {', '.join(KINDS)}{hint}")
     report: Any = load_report_of(path, kind[0], str(schema), kind[1])
     if isinstance(report, DiagnoseReport):
-        raise ConfigError(f"'{path}' is a diagnosis: compare the reports of its runs, in the folders beside it")
+        raise ConfigError(
+            f"'{path}' is a diagnosis: compare the reports of its runs, in the folders beside it"
+        )
     if isinstance(report, Report | LoaderReport) and report.figures is None:
         raise ConfigError(f"report '{path}' has no figures to compare: its run was too short")
     return report  # type: ignore[no-any-return]
@@ -164,14 +176,18 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
     Raises ConfigError where they are of different kinds, have no figures of the same thing, or one that is not above 0.
     """
     if before.schema != after.schema:
-        raise ConfigError(f"reports of different kinds cannot be compared: {before.schema} and {after.schema}")
+        raise ConfigError(
+            f"reports of different kinds cannot be compared: {before.schema} and {after.schema}"
+        )
     if isinstance(before, Report):
         found = _train_changes(before, after)
     else:
         old, new = _figures(before), _figures(after)
         found = [_change(name, old[name], new[name]) for name in new if name in old]
     if not found:
-        raise ConfigError("the reports have no figures of the same thing: there is nothing to compare")
+        raise ConfigError(
+            "the reports have no figures of the same thing: there is nothing to compare"
+        )
     for change in found:
         if change.before <= 0 or change.after <= 0:
             raise ConfigError(
@@ -181,7 +197,7 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
     return found
 
 
-def _train_changes(before: Report, after: Any) -> list[Change]:  # noqa: ANN401 - of the same kind
+def _train_changes(before: Report, after: Any) -> list[Change]:
     assert before.figures is not None
     assert after.figures is not None
     ratios = step_ratios(before, after)
@@ -202,10 +218,13 @@ def _train_changes(before: Report, after: Any) -> list[Change]:  # noqa: ANN401 
     return changes
 
 
-def _figures(report: Any) -> dict[str, Interval]:  # noqa: ANN401 - of any kind but training
+def _figures(report: Any) -> dict[str, Interval]:
     """Return what can be compared of a report, by name; where it is a time, the unit in the name says so."""
     if isinstance(report, ScaleReport):
-        return {f"step of {run.num_ranks} ranks x {run.batch_size} [ms]": run.step_ms for run in report.measured}
+        return {
+            f"step of {run.num_ranks} ranks x {run.batch_size} [ms]": run.step_ms
+            for run in report.measured
+        }
     if isinstance(report, LoaderReport):
         assert report.figures is not None
         return {
@@ -213,7 +232,11 @@ def _figures(report: Any) -> dict[str, Interval]:  # noqa: ANN401 - of any kind 
             "CPU time a sample [ms]": report.figures.cpu_ms_per_sample,
             "first batch [s]": report.figures.first_batch_s,
         }
-    return {f"{one.name} [images/s]": one.figures.images_per_s for one in report.contestants if one.figures}
+    return {
+        f"{one.name} [images/s]": one.figures.images_per_s
+        for one in report.contestants
+        if one.figures
+    }
 
 
 def _change(name: str, old: Interval, new: Interval) -> Change:
@@ -226,7 +249,12 @@ def _change(name: str, old: Interval, new: Interval) -> Change:
 
 def _work(report: Report) -> tuple[Any, ...]:
     options = report.options
-    return report.num_ranks, options["batch_size"], options["accumulation"], report.accelerator.get("name")
+    return (
+        report.num_ranks,
+        options["batch_size"],
+        options["accumulation"],
+        report.accelerator.get("name"),
+    )
 
 
 def differences(before: Comparable, after: Comparable) -> list[str]:
@@ -273,7 +301,10 @@ def _run(arguments: argparse.Namespace) -> int:
     options = from_flags(arguments, DiffOptions)
     found = diff(arguments.before, arguments.after, options)
     if from_flags(arguments, PrintOptions).json:
-        rows = [change._asdict() | {"ratio": change.ratio, "is_real": change.is_real} for change in found.changes]
+        rows = [
+            change._asdict() | {"ratio": change.ratio, "is_real": change.is_real}
+            for change in found.changes
+        ]
         print_json({"changes": rows, "worse": found.worse, "differences": found.differences})
     else:
         _print(found, options.threshold)
@@ -289,7 +320,9 @@ def _print(found: Comparison, threshold: float) -> None:
     for line in found.differences:
         console.print(f"also differs: {line}")
     worse = ": " + ", ".join(found.worse) if found.worse else ""
-    console.print(f"{'' if worse else 'nothing is '}worse by more than {threshold:.1%}, beyond noise{worse}")
+    console.print(
+        f"{'' if worse else 'nothing is '}worse by more than {threshold:.1%}, beyond noise{worse}"
+    )
 
 
 def _row(change: Change) -> list[str]:
@@ -298,7 +331,16 @@ def _row(change: Change) -> list[str]:
         interval = f"{change.ratio_low:.3f} to {change.ratio_high:.3f}"
         better = (change.ratio > 1) == change.higher_is_better
         verdict = "within noise" if not change.is_real else "better" if better else "worse"
-    return [change.name, f"{change.before:,.4g}", f"{change.after:,.4g}", f"{change.ratio:.3f}", interval, verdict]
+    return [
+        change.name,
+        f"{change.before:,.4g}",
+        f"{change.after:,.4g}",
+        f"{change.ratio:.3f}",
+        interval,
+        verdict,
+    ]
 
 
-DIFF = Command("compare two reports, and fail if the second is worse beyond noise", _configure, _run)
+DIFF = Command(
+    "compare two reports, and fail if the second is worse beyond noise", _configure, _run
+)

@@ -99,7 +99,9 @@ def rows_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return the numbers of samples, or packs, and images of a batch, padding included; 0 where it does not say."""
     img, keys = batch.get("img"), batch.get("sample_key", ())
     if "pack_offsets" in batch:
-        return len(batch["pack_offsets"]) - 1, math.prod(img.shape[:-3]) if isinstance(img, Tensor) else 0
+        return len(batch["pack_offsets"]) - 1, math.prod(img.shape[:-3]) if isinstance(
+            img, Tensor
+        ) else 0
     if isinstance(img, Tensor):
         return len(img), math.prod(img.shape[:-3])
     return len(keys), 0

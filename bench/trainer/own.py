@@ -69,9 +69,18 @@ def train(
     parallel.decay = options.average
     parallel.start_average()
     restored = None if checkpoints is None else checkpoints.restore(parallel, loader)
-    first, is_first = restored.step if restored else 0, not dist.is_initialized() or dist.get_rank() == 0
-    num_steps, accumulation, source = options.steps, options.accumulation, loop.batches(loader, None)
-    steps = loop.train(parallel, source, Clock(), num_steps=num_steps, accumulation=accumulation, first_step=first)
+    first, is_first = (
+        restored.step if restored else 0,
+        not dist.is_initialized() or dist.get_rank() == 0,
+    )
+    num_steps, accumulation, source = (
+        options.steps,
+        options.accumulation,
+        loop.batches(loader, None),
+    )
+    steps = loop.train(
+        parallel, source, Clock(), num_steps=num_steps, accumulation=accumulation, first_step=first
+    )
     for done, record in enumerate(steps, start=first + 1):
         named = {name: float(value) for name, value in sorted(parallel.losses.items())}
         losses = parallel.over_ranks({"loss": record.loss or 0.0, **named})
@@ -117,17 +126,23 @@ def evaluate(
         of_ranks = [[] for _ in range(parallel.world)]
         dist.all_gather_object(of_ranks, own if parallel.counts else [])
     batches = [part for step in zip(*filter(None, of_ranks), strict=True) for part in step]
-    return {name: _joined([part[name] for part in batches]) for name in batches[0]} if batches else {}
+    return (
+        {name: _joined([part[name] for part in batches]) for name in batches[0]} if batches else {}
+    )
 
 
-def _rows(values: Tensor | Sequence[Any], rows: Sequence[int]) -> Any:  # noqa: ANN401 - as it was
+def _rows(values: Tensor | Sequence[Any], rows: Sequence[int]) -> Any:
     if isinstance(values, Tensor):
         return values.detach().cpu()[rows]
     return to_device([values[row] for row in rows], torch.device("cpu"))
 
 
-def _joined(parts: Sequence[Any]) -> Any:  # noqa: ANN401 - as they are
-    return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else [one for part in parts for one in part]
+def _joined(parts: Sequence[Any]) -> Any:
+    return (
+        torch.cat(list(parts))
+        if isinstance(parts[0], Tensor)
+        else [one for part in parts for one in part]
+    )
 
 
 def means(scores: Scores) -> dict[str, float]:

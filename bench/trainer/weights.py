@@ -26,9 +26,17 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.strategies.step import Parallel
 
 _DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _OF_MODEL = "model."
 
 
@@ -57,7 +65,9 @@ def load_weights(
     in it, None to leave it out. Averages start again. All ranks must call this. Raises ConfigError for a place without
     weights.
     """
-    targets = {name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()}
+    targets = {
+        name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()
+    }
     loaded, unexpected, other_shape = list[str](), list[str](), dict[str, str]()
     for theirs, read in _tensors(source):
         name = rename(theirs)
@@ -74,10 +84,14 @@ def load_weights(
         loaded.append(name)
     parallel.start_average()
     missing = sorted(targets.keys() - {*loaded, *other_shape})
-    return WeightsReport(loaded=loaded, missing=missing, unexpected=unexpected, other_shape=other_shape)
+    return WeightsReport(
+        loaded=loaded, missing=missing, unexpected=unexpected, other_shape=other_shape
+    )
 
 
-def _tensors(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def _tensors(
+    source: str | os.PathLike[str] | Mapping[str, Tensor],
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     if isinstance(source, Mapping):
         for name, value in source.items():
             yield name, partial(_itself, value)
@@ -85,7 +99,9 @@ def _tensors(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Iterator[
     place = Path(source)
     files = [file for file in sorted(place.glob("*.safetensors")) or [place] if file.is_file()]
     if not files:
-        raise ConfigError(f"weights '{place}' are neither a safetensors file nor a folder of some; give one")
+        raise ConfigError(
+            f"weights '{place}' are neither a safetensors file nor a folder of some; give one"
+        )
     for file in files:
         try:
             opened: Any = safe_open(file, framework="pt")
@@ -101,7 +117,9 @@ def _itself(value: Tensor) -> Tensor:
     return value
 
 
-def save_weights(parallel: Parallel, place: str | os.PathLike[str], *, average: bool = False) -> None:
+def save_weights(
+    parallel: Parallel, place: str | os.PathLike[str], *, average: bool = False
+) -> None:
     """Write the whole model as one safetensors file, by the names of the undivided model.
 
     ``average``: with the average in place of each parameter that has one. The first rank writes; the file appears once
@@ -115,12 +133,16 @@ def save_weights(parallel: Parallel, place: str | os.PathLike[str], *, average: 
         facts = facts * parallel.world
         dist.all_gather_object(facts, facts[rank])
     # Of each tensor the first rank that has it, or has a part of it, sends it.
-    holders: dict[str, int] = {name: number for number in reversed(range(len(facts))) for name in facts[number]}
+    holders: dict[str, int] = {
+        name: number for number in reversed(range(len(facts))) for name in facts[number]
+    }
     header, end = dict[str, Any](), 0
     for name in sorted(holders):
         dtype, shape = facts[holders[name]][name]
         if dtype not in _DTYPES:
-            raise ConfigError(f"'{name}' is of {dtype}, which safetensors cannot hold; leave it out of the state")
+            raise ConfigError(
+                f"'{name}' is of {dtype}, which safetensors cannot hold; leave it out of the state"
+            )
         start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
@@ -139,6 +161,14 @@ def save_weights(parallel: Parallel, place: str | os.PathLike[str], *, average: 
                 elif whole is not None:
                     dist.send(whole.contiguous(), 0)
             if file is not None and whole is not None:
-                file.write(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                file.write(
+                    whole.detach()
+                    .cpu()
+                    .contiguous()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
+                )
     if parallel.world > 1:
         dist.barrier()  # the caller may read the file on any rank

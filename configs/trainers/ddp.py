@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, join_group, own_device, report, targets
+from example import (
+    TRANSFORMS,
+    Checkpoints,
+    arguments,
+    build_model,
+    inputs,
+    join_group,
+    own_device,
+    report,
+    targets,
+)
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     checkpoints = Checkpoints(options, "ddp")
     first = 0
     with DataLoader(
-        options.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7, device=device
+        options.dataset,
+        batch_size=2,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        seed=7,
+        device=device,
     ) as loader:
         if folder := checkpoints.newest():
             saved = torch.load(folder / "state.pt", weights_only=True)
@@ -47,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 with checkpoints.saving(step + 1) as folder:
                     if dist.get_rank() == 0:
                         state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
-                        torch.save({**state, "loader": loader.state_dict(), "step": step + 1}, folder / "state.pt")
+                        torch.save(
+                            {**state, "loader": loader.state_dict(), "step": step + 1},
+                            folder / "state.pt",
+                        )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,13 @@ def main(argv: Sequence[str] | None = None, zero_stage: int = 1) -> None:
     checkpoints = Checkpoints(options, f"zero{zero_stage}")
     first = 0
     with DataLoader(
-        options.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7, device=engine.device
+        options.dataset,
+        batch_size=2,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        seed=7,
+        device=engine.device,
     ) as loader:
         if folder := checkpoints.newest():
             _, client_state = engine.load_checkpoint(str(folder))
@@ -47,7 +53,9 @@ def main(argv: Sequence[str] | None = None, zero_stage: int = 1) -> None:
             report(step, loss.item(), batch)
             if checkpoints.due(step + 1):
                 with checkpoints.saving(step + 1) as folder:
-                    engine.save_checkpoint(str(folder), client_state={"loader": loader.state_dict(), "step": step + 1})
+                    engine.save_checkpoint(
+                        str(folder), client_state={"loader": loader.state_dict(), "step": step + 1}
+                    )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,10 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = (
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
         same = inputs == 4 * width and stride == 1
         short = nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
@@ -58,7 +61,10 @@ class ResNet(nn.Module):
         for number, count in enumerate(blocks):
             wide = width * 2**number
             strides = [2 if number and not block else 1 for block in range(count)]
-            layer = [Bottleneck(4 * wide if block else inputs, wide, stride) for block, stride in enumerate(strides)]
+            layer = [
+                Bottleneck(4 * wide if block else inputs, wide, stride)
+                for block, stride in enumerate(strides)
+            ]
             self.add_module(f"layer{number + 1}", nn.Sequential(*layer))
             inputs = 4 * wide
 
@@ -88,20 +94,29 @@ class Detector(nn.Module):
         self.register_buffer("mean", torch.tensor([123.675, 116.28, 103.53]).view(3, 1, 1))
         self.register_buffer("std", torch.tensor([58.395, 57.12, 57.375]).view(3, 1, 1))
         self.backbone = ResNet(width, blocks)
-        self.fine, self.coarse = nn.Conv2d(16 * width, channels, 1), nn.Conv2d(32 * width, channels, 1)
+        self.fine, self.coarse = (
+            nn.Conv2d(16 * width, channels, 1),
+            nn.Conv2d(32 * width, channels, 1),
+        )
         layers: list[nn.Module] = []
         for inputs in (channels * len(HEIGHTS_M), channels, channels):
             # A bias in front of batch norm has no gradient but rounding errors, which AdamW makes whole steps of.
-            layers += [nn.Conv2d(inputs, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+            layers += [
+                nn.Conv2d(inputs, channels, 3, 1, 1, bias=False),
+                nn.BatchNorm2d(channels),
+                nn.ReLU(),
+            ]
         self.encoder = nn.Sequential(*layers, nn.Conv2d(channels, channels, 3, 1, 1), nn.ReLU())
         self.heat, self.box = nn.Conv2d(channels, classes, 1), nn.Conv2d(channels, 8, 1)
 
-    def forward(self, batch: Mapping[str, Any]) -> Any:  # noqa: ANN401 - losses, or boxes
+    def forward(self, batch: Mapping[str, Any]) -> Any:
         """Return the losses by name; in evaluation mode a list of [K, 9]: x y z l w h yaw, score, class."""
         images = batch["img"].flatten(0, 1).float()
         middle, last = self.backbone((images - self.mean) / self.std)
         size = middle.shape[-2:]
-        maps = self.fine(middle) + F.interpolate(self.coarse(last), size, mode="bilinear", align_corners=False)
+        maps = self.fine(middle) + F.interpolate(
+            self.coarse(last), size, mode="bilinear", align_corners=False
+        )
         seen = self.encoder(self.lift(maps.unflatten(0, batch["img"].shape[:2]), batch))
         heat, box = self.heat(seen).float() - 2, self.box(seen).float()
         return self.losses(heat, box, batch) if self.training else self.decode(heat, box)
@@ -114,15 +129,21 @@ class Detector(nn.Module):
     def lift(self, maps: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean of what the cameras see at points of the grid, [B, C * heights, G, G]."""
         centres = self.centres(maps.device).flatten(0, 1)
-        points = torch.cat([F.pad(F.pad(centres, (0, 1), value=z), (0, 1), value=1) for z in HEIGHTS_M])  # [P, 4]
-        matrices = torch.where(batch["cam_valid"][..., None, None] != 0, batch["ego2img"], 0).nan_to_num()
+        points = torch.cat(
+            [F.pad(F.pad(centres, (0, 1), value=z), (0, 1), value=1) for z in HEIGHTS_M]
+        )  # [P, 4]
+        matrices = torch.where(
+            batch["cam_valid"][..., None, None] != 0, batch["ego2img"], 0
+        ).nan_to_num()
         projected = (matrices[:, :, None, :3].float() * points[:, None]).sum(-1)  # [B, N, P, 3]
         depth = projected[..., 2]
         height, width = batch["img"].shape[-2:]
         pixels = projected[..., :2] / depth.clamp(min=0.1)[..., None] + 0.5
         place = pixels / torch.tensor([width, height], device=maps.device) * 2 - 1
         there = (depth > 0.5) & (place.abs() < 1).all(-1)
-        found = F.grid_sample(maps.flatten(0, 1), place.flatten(0, 1)[:, None].clamp(-2, 2), align_corners=False)
+        found = F.grid_sample(
+            maps.flatten(0, 1), place.flatten(0, 1)[:, None].clamp(-2, 2), align_corners=False
+        )
         found = found[:, :, 0].unflatten(0, maps.shape[:2]) * there[:, :, None]
         value = found.sum(1) / there.sum(1).clamp(min=1)[:, None]
         return value.unflatten(2, (len(HEIGHTS_M), self.grid, self.grid)).flatten(1, 2)
@@ -131,8 +152,12 @@ class Detector(nn.Module):
         """Return the focal loss of centres (arXiv 1904.07850) and the distance of boxes, both by the batch's boxes."""
         centres, wanted = self.centres(heat.device), torch.zeros_like(heat)
         distance, count = heat.new_zeros(()), 0
-        for row, (boxes, labels) in enumerate(zip(batch["gt_boxes_3d"], batch["gt_labels_3d"], strict=True)):
-            inside = (labels >= 0) & (labels < self.classes) & (boxes[:, :2].abs() < RANGE_M).all(-1)
+        for row, (boxes, labels) in enumerate(
+            zip(batch["gt_boxes_3d"], batch["gt_labels_3d"], strict=True)
+        ):
+            inside = (
+                (labels >= 0) & (labels < self.classes) & (boxes[:, :2].abs() < RANGE_M).all(-1)
+            )
             for one, label in zip(boxes[inside], labels[inside], strict=True):
                 cell = ((one[:2] / RANGE_M + 1) / 2 * self.grid).long()
                 far = (centres - centres[cell[0], cell[1]]).square().sum(-1)
@@ -145,8 +170,13 @@ class Detector(nn.Module):
                 count += 1
         known, logs = wanted == 1, (F.logsigmoid(heat), F.logsigmoid(-heat))
         chance = heat.sigmoid()
-        right = torch.where(known, (1 - chance) ** 2 * logs[0], (1 - wanted) ** 4 * chance**2 * logs[1])
-        return {"heat": -right.sum() / max(1, count), "box": distance / max(1, count) + 0 * box.sum()}
+        right = torch.where(
+            known, (1 - chance) ** 2 * logs[0], (1 - wanted) ** 4 * chance**2 * logs[1]
+        )
+        return {
+            "heat": -right.sum() / max(1, count),
+            "box": distance / max(1, count) + 0 * box.sum(),
+        }
 
     def decode(self, heat: Tensor, box: Tensor, most: int = 50) -> list[Tensor]:
         """Return the boxes of the highest peaks."""
@@ -154,17 +184,30 @@ class Detector(nn.Module):
         peaks = torch.where(F.max_pool2d(chance, 3, 1, 1) == chance, chance, 0).flatten(1)
         scores, places = peaks.topk(min(most, peaks.shape[1]))
         labels, cells = places // self.grid**2, places % self.grid**2
-        parts = box.flatten(2).gather(2, cells[:, None].expand(-1, 8, -1)).transpose(1, 2)  # [B, K, 8]
-        centre = self.centres(box.device).flatten(0, 1)[cells] + parts[..., :2] * (RANGE_M * 2 / self.grid)
+        parts = (
+            box.flatten(2).gather(2, cells[:, None].expand(-1, 8, -1)).transpose(1, 2)
+        )  # [B, K, 8]
+        centre = self.centres(box.device).flatten(0, 1)[cells] + parts[..., :2] * (
+            RANGE_M * 2 / self.grid
+        )
         yaw = torch.atan2(parts[..., 6], parts[..., 7])
-        columns = (centre, parts[..., 2:3], parts[..., 3:6].clamp(max=4).exp(), yaw[..., None], scores[..., None])
+        columns = (
+            centre,
+            parts[..., 2:3],
+            parts[..., 3:6].clamp(max=4).exp(),
+            yaw[..., None],
+            scores[..., None],
+        )
         return list(torch.cat((*columns, labels[..., None].float()), dim=-1))
 
 
 def score(outputs: Sequence[Tensor], batch: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     """Predicted and true boxes of each sample."""
     labels = [one[:, None].float() for one in batch["gt_labels_3d"]]
-    true = [torch.cat((boxes, one), dim=1) for boxes, one in zip(batch["gt_boxes_3d"], labels, strict=True)]
+    true = [
+        torch.cat((boxes, one), dim=1)
+        for boxes, one in zip(batch["gt_boxes_3d"], labels, strict=True)
+    ]
     return {"found": list(outputs), "true": true}
 
 
@@ -206,13 +249,14 @@ SAMPLES = {"transforms": TRANSFORMS}
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=1e-2)
 
 
-def divided(model: Callable[[], Detector], optimiser: Any = ADAMW, **options: Any) -> Parallel:  # noqa: ANN401 - torch's
+def divided(model: Callable[[], Detector], optimiser: Any = ADAMW, **options: Any) -> Parallel:
     """Divide the detector over the ranks."""
     return fr.parallelise(model, wrap=[Bottleneck], optimiser=optimiser, clip_norm=5.0, **options)
 
 
 def main(
-    argv: Sequence[str] | None = None, on_step: Callable[[StepRecord, dict[str, float]], object] | None = None
+    argv: Sequence[str] | None = None,
+    on_step: Callable[[StepRecord, dict[str, float]], object] | None = None,
 ) -> None:
     """Train from the newest checkpoint; print each step's losses and, at the end, the precision over all samples."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -220,12 +264,17 @@ def main(
     own = {name: value for name, value in pairs if name in ("--small", "--strategy", "--weights")}
     options = arguments([word for word in words if word.partition("=")[0] not in own])
     names = list(fr.open(options.dataset).manifest.classes)
-    small = {"width": 8, "blocks": (1, 1, 1, 1), "grid": 16, "channels": 16} if "--small" in own else {}
+    small = (
+        {"width": 8, "blocks": (1, 1, 1, 1), "grid": 16, "channels": 16} if "--small" in own else {}
+    )
     is_first = os.environ.get("RANK", "0") == "0"
 
     def note(record: StepRecord, losses: dict[str, float]) -> None:
         if is_first:
-            print(f"step {record.step} " + " ".join(f"{name} {value:.6f}" for name, value in losses.items()))  # noqa: T201
+            print(  # noqa: T201
+                f"step {record.step} "
+                + " ".join(f"{name} {value:.6f}" for name, value in losses.items())
+            )
         if on_step is not None:
             on_step(record, losses)
 
@@ -236,14 +285,25 @@ def main(
     )
     if "--weights" in own:
         report = fr.load_weights(parallel, own["--weights"], rename=lambda name: f"backbone.{name}")
-        print(f"{len(report.loaded)} tensors loaded, {report.unexpected} unknown, {report.other_shape}")  # noqa: T201
+        print(  # noqa: T201
+            f"{len(report.loaded)} tensors loaded, {report.unexpected} unknown, {report.other_shape}"
+        )
     same = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
     with (
-        fr.DataLoader(options.dataset, batch_size=2, shuffle=True, drop_last=True, seed=7, **same) as loader,
+        fr.DataLoader(
+            options.dataset, batch_size=2, shuffle=True, drop_last=True, seed=7, **same
+        ) as loader,
         fr.DataLoader(options.dataset, batch_size=2, **same) as everything,
         fr.Checkpoints(options.checkpoint / "detector") as checkpoints,
     ):
-        fr.train(parallel, loader, steps=options.steps, save_every=options.every, checkpoints=checkpoints, on_step=note)
+        fr.train(
+            parallel,
+            loader,
+            steps=options.steps,
+            save_every=options.every,
+            checkpoints=checkpoints,
+            on_step=note,
+        )
         scores = fr.evaluate(parallel, everything, score)
         if is_first:
             precision = average_precision(scores, names)

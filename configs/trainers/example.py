@@ -26,18 +26,33 @@ if TYPE_CHECKING:
 TRANSFORMS = Transforms(image=ImageAugment(height=64, width=176))
 
 
-def arguments(argv: Sequence[str] | None = None, *, takes_actors: bool = False) -> argparse.Namespace:
+def arguments(
+    argv: Sequence[str] | None = None, *, takes_actors: bool = False
+) -> argparse.Namespace:
     """The command line of every example; of one that can have its batches made elsewhere, the number of actors too."""
     parser = argparse.ArgumentParser()
     parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
-    parser.add_argument("--steps", type=int, default=20, help="optimiser steps in all, those before a resume included")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path(".checkpoint"), metavar="DIR", help="where to save and resume"
+        "--steps",
+        type=int,
+        default=20,
+        help="optimiser steps in all, those before a resume included",
     )
-    parser.add_argument("--every", type=int, default=5, metavar="STEPS", help="steps between two checkpoints")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=Path(".checkpoint"),
+        metavar="DIR",
+        help="where to save and resume",
+    )
+    parser.add_argument(
+        "--every", type=int, default=5, metavar="STEPS", help="steps between two checkpoints"
+    )
     if takes_actors:
         parser.add_argument(
-            "--actors", type=int, help="number of actors of this node's Ray cluster that make the batches"
+            "--actors",
+            type=int,
+            help="number of actors of this node's Ray cluster that make the batches",
         )
     options = parser.parse_args(argv)
     options.checkpoint.mkdir(parents=True, exist_ok=True)
@@ -47,7 +62,9 @@ def arguments(argv: Sequence[str] | None = None, *, takes_actors: bool = False) 
 def build_model() -> nn.Sequential:
     """Guesses, from one image, how many boxes its sample has."""
     torch.manual_seed(0)
-    backbone = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Dropout(0.1))
+    backbone = nn.Sequential(
+        nn.Conv2d(3, 8, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Dropout(0.1)
+    )
     return nn.Sequential(backbone, nn.Linear(128, 32), nn.ReLU(), nn.Linear(32, 1))
 
 
@@ -60,7 +77,9 @@ def inputs(batch: dict[str, Any]) -> torch.Tensor:
 def targets(batch: dict[str, Any]) -> torch.Tensor:
     """Number of boxes of each sample, for each of its images: float32 [B * N, 1]."""
     counts = torch.tensor([float(len(boxes)) for boxes in batch["gt_boxes_3d"]])
-    return counts.repeat_interleave(batch["img"].shape[1])[:, None].to(batch["img"].device, non_blocking=True)
+    return counts.repeat_interleave(batch["img"].shape[1])[:, None].to(
+        batch["img"].device, non_blocking=True
+    )
 
 
 def own_device() -> torch.device:
@@ -80,7 +99,7 @@ def join_group() -> None:
         dist.init_process_group("gloo")
 
 
-def forever(loader: Any) -> Iterator[Any]:  # noqa: ANN401 - a loader, or what a framework makes of one
+def forever(loader: Any) -> Iterator[Any]:
     """Epoch after epoch; the loader advances automatically, a restored one from its position."""
     while True:
         yield from loader
@@ -113,10 +132,12 @@ class Checkpoints:
         if self._rank == 0:
             for left in self._folder.glob("unfinished-*"):
                 shutil.rmtree(left)
-        self._saved = max(self._folder.glob("step-*"), key=lambda path: int(path.name[5:]), default=None)
+        self._saved = max(
+            self._folder.glob("step-*"), key=lambda path: int(path.name[5:]), default=None
+        )
         return self._saved
 
-    def batches(self, loader: Any, first: int) -> Iterator[tuple[int, Any]]:  # noqa: ANN401 - a framework's, maybe
+    def batches(self, loader: Any, first: int) -> Iterator[tuple[int, Any]]:
         """The steps that are left, the first of which is ``first``, each with its batch."""
         for step, batch in zip(range(first, self._steps), forever(loader), strict=False):
             self.restore_generators()
@@ -159,7 +180,9 @@ class Checkpoints:
             folder.rename(self._folder / f"step-{num_steps}")
             sync(self._folder)
             for number in sorted(int(path.name[5:]) for path in self._folder.glob("step-*"))[:-2]:
-                old = (self._folder / f"step-{number}").rename(self._folder / f"unfinished-{number}")
+                old = (self._folder / f"step-{number}").rename(
+                    self._folder / f"unfinished-{number}"
+                )
                 shutil.rmtree(old)
         barrier()
 
@@ -183,4 +206,7 @@ def report(step: int, loss: float | None, batch: dict[str, Any]) -> None:
     """One line for a step; a rank that does not know the loss leaves it out."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     result = "" if loss is None else f" loss {loss:.6f}"
-    print(f"rank {rank} step {step} epoch {batch['epoch']}{result} samples {' '.join(batch['sample_key'])}", flush=True)  # noqa: T201
+    print(  # noqa: T201
+        f"rank {rank} step {step} epoch {batch['epoch']}{result} samples {' '.join(batch['sample_key'])}",
+        flush=True,
+    )

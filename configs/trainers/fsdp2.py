@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, join_group, own_device, report, targets
+from example import (
+    TRANSFORMS,
+    Checkpoints,
+    arguments,
+    build_model,
+    inputs,
+    join_group,
+    own_device,
+    report,
+    targets,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -64,7 +74,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 with checkpoints.saving(step + 1) as folder:
                     weights, moments = get_state_dict(model, optimiser)
                     progress = {"step": step + 1}
-                    state = {"model": weights, "optimiser": moments, "loader": loader, "progress": progress}
+                    state = {
+                        "model": weights,
+                        "optimiser": moments,
+                        "loader": loader,
+                        "progress": progress,
+                    }
                     dcp.save(state, checkpoint_id=folder)
 
 

@@ -30,7 +30,9 @@ class Counter(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         """One rank's loader; Lightning moves its batches to the device."""
-        loader = DataLoader(self.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7)
+        loader = DataLoader(
+            self.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7
+        )
         loader.set_epoch(self.current_epoch)  # all that Lightning restores at an epoch's end
         return loader
 
@@ -73,10 +75,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     checkpoints = Checkpoints(options, "lightning")
     saved = checkpoints.newest()
     trainer = pl.Trainer(
-        max_steps=options.steps, strategy="ddp", devices=int(os.environ["LOCAL_WORLD_SIZE"]), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=Save(checkpoints),
-    )  # fmt: skip
-    trainer.fit(Counter(options.dataset), ckpt_path=saved and saved / "lightning.ckpt", weights_only=True)
+        max_steps=options.steps,
+        strategy="ddp",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=Save(checkpoints),
+    )
+    trainer.fit(
+        Counter(options.dataset), ckpt_path=saved and saved / "lightning.ckpt", weights_only=True
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, join_group, own_device, report, targets
+from example import (
+    TRANSFORMS,
+    Checkpoints,
+    arguments,
+    build_model,
+    inputs,
+    join_group,
+    own_device,
+    report,
+    targets,
+)
 from megatron.core import parallel_state
 from torch.nn.functional import mse_loss
 

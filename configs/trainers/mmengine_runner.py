@@ -68,11 +68,18 @@ def config(dataset: str, steps: int, folder: str) -> dict[str, Any]:
         "train_cfg": {"type": "FuelrailTrainLoop", "max_iters": steps},
         "train_dataloader": {
             "dataset": {
-                "type": "FuelrailDataset", "dataset": dataset, "batch_size": 2,
-                "shuffle": True, "drop_last": True, "seed": 7,
+                "type": "FuelrailDataset",
+                "dataset": dataset,
+                "batch_size": 2,
+                "shuffle": True,
+                "drop_last": True,
+                "seed": 7,
                 "transforms": {"image": {"height": 64, "width": 176}},
             },
-            "batch_size": None, "sampler": None, "num_workers": 0, "collate_fn": {"type": "fuelrail_batch"},
+            "batch_size": None,
+            "sampler": None,
+            "num_workers": 0,
+            "collate_fn": {"type": "fuelrail_batch"},
         },
         "custom_hooks": [{"type": "FuelrailStateHook"}],
         "default_hooks": {"checkpoint": None, "sampler_seed": None},
@@ -81,7 +88,7 @@ def config(dataset: str, steps: int, folder: str) -> dict[str, Any]:
         "model_wrapper_cfg": None if torch.cuda.is_available() else {"device_ids": None},
         "default_scope": "mmengine",
         "log_level": "ERROR",
-    }  # fmt: skip
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

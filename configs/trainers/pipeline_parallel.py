@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, join_group, own_device, report, targets
+from example import (
+    TRANSFORMS,
+    Checkpoints,
+    arguments,
+    build_model,
+    inputs,
+    join_group,
+    own_device,
+    report,
+    targets,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import mse_loss
@@ -29,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rank = mesh.get_local_rank()
     whole = build_model().to(device)
     part = whole[:1] if rank == 0 else whole[1:]
-    stage = PipelineStage(part, stage_index=rank, num_stages=2, device=device, group=mesh.get_group())
+    stage = PipelineStage(
+        part, stage_index=rank, num_stages=2, device=device, group=mesh.get_group()
+    )
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=mse_loss)
     optimiser = torch.optim.SGD(part.parameters(), 1e-3)
     checkpoints = Checkpoints(options, "pipeline_parallel")

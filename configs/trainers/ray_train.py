@@ -32,7 +32,13 @@ def train_worker(config: dict[str, Any]) -> None:
     first = 0
     device = train.torch.get_device()
     with DataLoader(
-        config["dataset"], batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7, device=device
+        config["dataset"],
+        batch_size=2,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        seed=7,
+        device=device,
     ) as loader:
         checkpoint = train.get_checkpoint()
         if checkpoint is not None:
@@ -56,9 +62,18 @@ def train_worker(config: dict[str, Any]) -> None:
             dist.all_gather_object(generators, torch.get_rng_state())
             with tempfile.TemporaryDirectory() as folder:
                 # The rest of the state is the same on every rank: rank 0's is enough.
-                state = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "generators": generators}
-                torch.save({**state, "loader": loader.state_dict(), "step": step + 1}, Path(folder, "state.pt"))
-                train.report(metrics, checkpoint=Checkpoint(folder) if dist.get_rank() == 0 else None)
+                state = {
+                    "model": model.state_dict(),
+                    "optimiser": optimiser.state_dict(),
+                    "generators": generators,
+                }
+                torch.save(
+                    {**state, "loader": loader.state_dict(), "step": step + 1},
+                    Path(folder, "state.pt"),
+                )
+                train.report(
+                    metrics, checkpoint=Checkpoint(folder) if dist.get_rank() == 0 else None
+                )
 
 
 def main(argv: Sequence[str] | None = None, fail_at: int = -1) -> None:
@@ -66,13 +81,18 @@ def main(argv: Sequence[str] | None = None, fail_at: int = -1) -> None:
     options = arguments(argv)
     TorchTrainer(
         train_worker,
-        train_loop_config={"dataset": str(Path(options.dataset).resolve()), "steps": options.steps, "fail_at": fail_at},
+        train_loop_config={
+            "dataset": str(Path(options.dataset).resolve()),
+            "steps": options.steps,
+            "fail_at": fail_at,
+        },
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
-            storage_path=str(options.checkpoint.resolve()), name="ray",
+            storage_path=str(options.checkpoint.resolve()),
+            name="ray",
             failure_config=train.FailureConfig(max_failures=1),
         ),
-    ).fit()  # fmt: skip
+    ).fit()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from example import TRANSFORMS, Checkpoints, arguments, build_model, inputs, join_group, own_device, report, targets
+from example import (
+    TRANSFORMS,
+    Checkpoints,
+    arguments,
+    build_model,
+    inputs,
+    join_group,
+    own_device,
+    report,
+    targets,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -27,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train on this rank; the process group is initialised."""
     options = arguments(argv)
     device = own_device()
-    mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")
+    )
     model = build_model().to(device)
     parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
     # Plain SGD keeps this short: with more than one rank along "dp" add fully_shard(model, mesh=mesh["dp"]).
@@ -61,7 +73,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 with checkpoints.saving(step + 1) as folder:
                     weights, moments = get_state_dict(model, optimiser)
                     progress = {"step": step + 1}
-                    state = {"model": weights, "optimiser": moments, "loader": loader, "progress": progress}
+                    state = {
+                        "model": weights,
+                        "optimiser": moments,
+                        "loader": loader,
+                        "progress": progress,
+                    }
                     dcp.save(state, checkpoint_id=folder)
 
 

@@ -37,14 +37,25 @@ VOCABULARY, METRES = 256, 10.0
 class Vla(nn.Module):
     """Images, a prompt and the future of a batch to the losses of trajectory and words; in evaluation, a trajectory."""
 
-    def __init__(self, width: int = 64, depth: int = 4, patch: int = 16, frames: int = 3, dropout: float = 0.1) -> None:
+    def __init__(
+        self,
+        width: int = 64,
+        depth: int = 4,
+        patch: int = 16,
+        frames: int = 3,
+        dropout: float = 0.1,
+    ) -> None:
         super().__init__()
-        self.vision = nn.Sequential(nn.Conv2d(3, width, patch, patch), nn.GELU(), nn.Conv2d(width, width, 1))
+        self.vision = nn.Sequential(
+            nn.Conv2d(3, width, patch, patch), nn.GELU(), nn.Conv2d(width, width, 1)
+        )
         self.places = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, width))
         self.words = nn.Embedding(VOCABULARY, width)
         self.future = nn.Embedding(frames, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, "gelu", batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                width, 4, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
+            )
             for _ in range(depth)
         )
         self.norm, self.waypoint, self.next_word = (
@@ -58,7 +69,9 @@ class Vla(nn.Module):
         images, cam2ego = batch["img"], batch["cam2ego"]
         if "frame_valid" in batch:  # with a window: what is known now
             images, cam2ego = images[:, 0], cam2ego[:, 0]  # [B, N, 3, H, W]
-        seen = self.vision(images.flatten(0, 1).float() / 127.5 - 1).flatten(2).transpose(1, 2)  # [B*N, P, C]
+        seen = (
+            self.vision(images.flatten(0, 1).float() / 127.5 - 1).flatten(2).transpose(1, 2)
+        )  # [B*N, P, C]
         seen = seen + self.places(cam2ego.flatten(0, 1).flatten(1).nan_to_num())[:, None]
         seen = seen.reshape(len(images), -1, seen.shape[-1])
         tokens, real = prompt_of(batch)
@@ -76,7 +89,11 @@ class Vla(nn.Module):
         if not self.training:
             return {"trajectory": trajectory}
         logits = self.next_word(hidden[:, seen.shape[1] : seen.shape[1] + words]).float()
-        losses = {"words": mean_of(F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none"), real[:, 1:])}
+        losses = {
+            "words": mean_of(
+                F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none"), real[:, 1:]
+            )
+        }
         if "frame_valid" in batch:
             there, wanted = future_of(batch)
             losses["trajectory"] = mean_of((trajectory - wanted).abs().sum(-1) / METRES, there)
@@ -104,10 +121,19 @@ def prompt_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         tokens = batch["tokens"][:, :17].long() % VOCABULARY
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
     device = batch["img"].device
-    names = [torch.tensor(list(clip.encode()[-8:].rjust(8)), device=device) for clip in batch["clip_id"]]
-    objects = batch.get("gt_labels_3d") or [torch.empty(0, dtype=torch.long, device=device)] * len(names)
-    prompts = [torch.cat((name, (labels + 1) % VOCABULARY)) for name, labels in zip(names, objects, strict=True)]
-    real = nn.utils.rnn.pad_sequence([torch.ones_like(one, dtype=torch.bool) for one in prompts], batch_first=True)
+    names = [
+        torch.tensor(list(clip.encode()[-8:].rjust(8)), device=device) for clip in batch["clip_id"]
+    ]
+    objects = batch.get("gt_labels_3d") or [torch.empty(0, dtype=torch.long, device=device)] * len(
+        names
+    )
+    prompts = [
+        torch.cat((name, (labels + 1) % VOCABULARY))
+        for name, labels in zip(names, objects, strict=True)
+    ]
+    real = nn.utils.rnn.pad_sequence(
+        [torch.ones_like(one, dtype=torch.bool) for one in prompts], batch_first=True
+    )
     return nn.utils.rnn.pad_sequence(prompts, batch_first=True), real
 
 
@@ -136,7 +162,8 @@ def divided(model: Callable[[], Vla] = Vla, **options: Any) -> Parallel:
 
 
 def main(
-    argv: Sequence[str] | None = None, on_step: Callable[[StepRecord, dict[str, float]], object] | None = None
+    argv: Sequence[str] | None = None,
+    on_step: Callable[[StepRecord, dict[str, float]], object] | None = None,
 ) -> None:
     """Train from the newest checkpoint; print each step's losses and, at the end, the error over all samples."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -149,21 +176,31 @@ def main(
 
     def note(record: StepRecord, losses: dict[str, float]) -> None:
         if is_first:
-            print(f"step {record.step} " + " ".join(f"{name} {value:.6f}" for name, value in losses.items()))  # noqa: T201
+            print(  # noqa: T201
+                f"step {record.step} "
+                + " ".join(f"{name} {value:.6f}" for name, value in losses.items())
+            )
         if on_step is not None:
             on_step(record, losses)
 
     parallel = divided(strategy=strategy)
     same = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
     with (
-        fr.DataLoader(options.dataset, batch_size=2, order=order, drop_last=True, seed=7, **same) as loader,
+        fr.DataLoader(
+            options.dataset, batch_size=2, order=order, drop_last=True, seed=7, **same
+        ) as loader,
         fr.DataLoader(options.dataset, batch_size=2, **same) as everything,
         fr.Checkpoints(options.checkpoint / "vla") as checkpoints,
     ):
         fr.train(
-            parallel, loader, steps=options.steps, save_every=options.every, average=0.99, checkpoints=checkpoints,
+            parallel,
+            loader,
+            steps=options.steps,
+            save_every=options.every,
+            average=0.99,
+            checkpoints=checkpoints,
             on_step=note,
-        )  # fmt: skip
+        )
         scores = fr.evaluate(parallel, everything, score)
         if is_first:
             count, distance_m = len(scores["sample_key"]), float(scores["distance_m"].mean())

@@ -95,7 +95,9 @@ def linked(line: str, place: str, uri: str, pages: dict[str, str]) -> str:
 
     def named(match: re.Match[str]) -> str:
         found = site_link(match[1], posixpath.dirname(place), "")
-        return f"[`{match[1]}`]({found})" if found and found != posixpath.basename(uri) else match[0]
+        return (
+            f"[`{match[1]}`]({found})" if found and found != posixpath.basename(uri) else match[0]
+        )
 
     return NAMED_PAGE.sub(named, LINK.sub(rewritten, line))
 
@@ -114,8 +116,15 @@ def commands_page() -> str:
     for word in command_line._COMMANDS:  # noqa: SLF001
         text = help_text(word)
         parts.append(f"## fuelrail {word}\n\n```text\n{text}```\n")
-        subcommands = re.findall(r"^    ([a-z]+)(?:  .*)?$", text, re.MULTILINE) if " WORD ..." in text else []
-        parts += [f"### fuelrail {word} {name}\n\n```text\n{help_text(word, name)}```\n" for name in subcommands]
+        subcommands = (
+            re.findall(r"^    ([a-z]+)(?:  .*)?$", text, re.MULTILINE)
+            if " WORD ..." in text
+            else []
+        )
+        parts += [
+            f"### fuelrail {word} {name}\n\n```text\n{help_text(word, name)}```\n"
+            for name in subcommands
+        ]
     return "\n".join(parts)
 
 
@@ -135,7 +144,13 @@ def help_text(*words: str) -> str:
 
 def python_page() -> str:
     """Return the reference of all public names, by hall, errors last."""
-    groups: dict[str, list[str]] = {"loaders": [], "pipeline": [], "sharding": [], "bench": [], "errors": []}
+    groups: dict[str, list[str]] = {
+        "loaders": [],
+        "pipeline": [],
+        "sharding": [],
+        "bench": [],
+        "errors": [],
+    }
     for name, place in fuelrail._PUBLIC.items():  # noqa: SLF001
         module = place.partition(":")[0].split(".")
         groups["errors" if module[-1] == "errors" else module[1]].append(name)
@@ -160,7 +175,11 @@ def reference_of(name: str) -> Iterator[str]:
     """Yield the reference of one public name; of a struct with described fields their table."""
     module, _, attribute = fuelrail._PUBLIC[name].partition(":")  # noqa: SLF001
     value = getattr(importlib.import_module(module), attribute or name)
-    fields = list(described_fields(value)) if isinstance(value, type) and issubclass(value, msgspec.Struct) else []
+    fields = (
+        list(described_fields(value))
+        if isinstance(value, type) and issubclass(value, msgspec.Struct)
+        else []
+    )
     yield f"::: {module}.{attribute or name}"
     yield "    options:"
     yield f"      heading: {name}\n      toc_label: {name}"
@@ -186,12 +205,14 @@ def plain_annotation(annotation: str | griffe.Expr | None) -> str | griffe.Expr 
         return plain_annotation(inner.elements[0] if isinstance(inner, griffe.ExprTuple) else inner)
     if isinstance(annotation, griffe.ExprBinOp):
         return dataclasses.replace(
-            annotation, left=plain_annotation(annotation.left), right=plain_annotation(annotation.right)
+            annotation,
+            left=plain_annotation(annotation.left),
+            right=plain_annotation(annotation.right),
         )
     return annotation
 
 
-def issubclass_of_exception(value: Any) -> bool:  # noqa: ANN401
+def issubclass_of_exception(value: Any) -> bool:
     """Whether a public name is an error."""
     return isinstance(value, type) and issubclass(value, Exception)
 

@@ -74,9 +74,14 @@ def assemble(
     frames = Frames.of(decoded)
     geometry = Geometry.stack([sample.geometry for sample in frames.samples], *frames.axes)
     own2global = np.array([sample.geometry.ego2global for sample in samples])
-    bda_mat, undo_bda = np.array([bev.matrix for bev in bevs]), np.array([bev.inverse for bev in bevs])
+    bda_mat, undo_bda = (
+        np.array([bev.matrix for bev in bevs]),
+        np.array([bev.inverse for bev in bevs]),
+    )
     frames_bda, frames_undo = frames.of_samples(bda_mat), frames.of_samples(undo_bda)
-    ida_mat = ida_mats([one for maps in frames.maps for one in maps]).reshape(*frames.axes, -1, 4, 4)
+    ida_mat = ida_mats([one for maps in frames.maps for one in maps]).reshape(
+        *frames.axes, -1, 4, 4
+    )
     ego2img = ida_mat @ geometry.ego2img() @ frames_undo[..., None, :, :]
     cam2keyego = geometry.cam2keyego(frames.of_samples(own2global))
     batch: dict[str, Any] = {
@@ -90,7 +95,9 @@ def assemble(
         "ego2img": _float32(ego2img),
         "ego2global": torch.from_numpy(geometry.ego2global @ frames_undo),
         "bda_mat": _float32(bda_mat),
-        "timestamp_ns": torch.from_numpy(frames.shaped([sample.meta.timestamp_ns for sample in frames.samples])),
+        "timestamp_ns": torch.from_numpy(
+            frames.shaped([sample.meta.timestamp_ns for sample in frames.samples])
+        ),
         "img_timestamp_ns": torch.from_numpy(geometry.cam_timestamp_ns),
         "sample_key": [sample.key for sample in samples],
         "sample_token": [sample.meta.sample_token for sample in samples],
@@ -103,7 +110,12 @@ def assemble(
     }
     at = [entry.task.at for entry in decoded]
     # Of a second view the row wraps around to that of the first.
-    batch.update({name: torch.from_numpy(np.take(values, at, mode="wrap")) for name, values in slot.flags.items()})
+    batch.update(
+        {
+            name: torch.from_numpy(np.take(values, at, mode="wrap"))
+            for name, values in slot.flags.items()
+        }
+    )
     if decoded[0].view is not None:
         batch["view"] = torch.tensor([entry.view for entry in decoded])
     if decoded[0].task.source.name is not None:
@@ -116,12 +128,18 @@ def assemble(
         lidar2ego = geometry.lidar2keyego()
         batch["lidar2ego"] = _float32(lidar2ego)
         batch["lidar2img"] = _float32(ego2img @ lidar2ego[..., None, :, :])
-    lacking = ["ego2global", *(("ego2key", "cam2keyego") if frames.has_windows else ())] if "poses" in unknown else []
+    lacking = (
+        ["ego2global", *(("ego2key", "cam2keyego") if frames.has_windows else ())]
+        if "poses" in unknown
+        else []
+    )
     for name in (*lacking, *(_OF_CAMERAS if "calibration" in unknown else ())):
         batch.pop(name, None)
     if lidar is not None:
         moved = zip(frames.samples, frames.repeated(bevs), strict=True)
-        batch["points"] = frames.listed([torch.from_numpy(_sweep(sample, bev, lidar)) for sample, bev in moved])
+        batch["points"] = frames.listed(
+            [torch.from_numpy(_sweep(sample, bev, lidar)) for sample, bev in moved]
+        )
     if channels.channels:
         batch.update(channels.entries(decoded, frames))
     if "pack" in batch:

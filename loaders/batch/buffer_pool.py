@@ -10,7 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fuelrail.loaders.records import BatchSlot, CameraImages, FrameTask, Images, Requested, Scheduled, Source, Task
+from fuelrail.loaders.records import (
+    BatchSlot,
+    CameraImages,
+    FrameTask,
+    Images,
+    Requested,
+    Scheduled,
+    Source,
+    Task,
+)
 from fuelrail.loaders.storage.buffers import Buffers, Memory
 from fuelrail.pipeline.order.windows import has_frames
 
@@ -32,7 +41,13 @@ class ImageBuffers:
     """
 
     def __init__(
-        self, images: Sequence[CameraImages], *, varies: bool, on_device: bool, memory: Memory, keep: int
+        self,
+        images: Sequence[CameraImages],
+        *,
+        varies: bool,
+        on_device: bool,
+        memory: Memory,
+        keep: int,
     ) -> None:
         self._images, self._varies, self._on_device = images, varies, on_device
         self._memory, self._keep = memory, keep
@@ -52,7 +67,9 @@ class ImageBuffers:
         if room not in self._pools:
             self._pools[room] = Buffers(self._memory, keep_bytes=self._keep * size, rounded=int)
         parts = np.split(self._pools[room].take(size), np.cumsum(sizes)[:-1])
-        images = tuple(part.reshape(shape)[:rows] for part, shape in zip(parts, shapes, strict=True))
+        images = tuple(
+            part.reshape(shape)[:rows] for part, shape in zip(parts, shapes, strict=True)
+        )
         return images if is_grouped else images[0]
 
 
@@ -75,7 +92,13 @@ def tasks(
         if scheduled.at == 0:
             flags = scheduled.flags
             slot = BatchSlot(
-                scheduled.epoch, scheduled.step, take(scheduled), flags, has_frames(window), groups, scheduled.position
+                scheduled.epoch,
+                scheduled.step,
+                take(scheduled),
+                flags,
+                has_frames(window),
+                groups,
+                scheduled.position,
             )
         assert slot is not None, "a batch begins with its first sample"
         if entries:
@@ -83,4 +106,12 @@ def tasks(
             frames = tuple([FrameTask(*one) for one in facts])
         else:  # the index is damaged there: the only read raises why
             frames = tuple([FrameTask(row, True, None, reads[0]) for row in scheduled.rows])
-        yield Task(slot, scheduled.at, sources[scheduled.part], frames, current, scheduled.valid, scheduled.position)
+        yield Task(
+            slot,
+            scheduled.at,
+            sources[scheduled.part],
+            frames,
+            current,
+            scheduled.valid,
+            scheduled.position,
+        )

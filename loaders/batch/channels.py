@@ -62,13 +62,22 @@ OWN_NAMES: Final = frozenset(Batch.__annotations__) - {"gt_mask", "points_mask"}
 """Names that a batch, or a sample before ``transform``, has of its own."""
 _SMALL_BYTES: Final = 256 << 10
 _TOKEN_KINDS: Final = frozenset({"tokens", TOPK, SAMPLED})
-_SMALL_KINDS: Final = frozenset({"array", "points", "ragged", "text", "texts", "bytes", *_TOKEN_KINDS})
-_SMALL_LAWS: Final = frozenset({"fixed", "classes", "image_points", "ego_points", "ego_boxes", "ego_poses"})
+_SMALL_KINDS: Final = frozenset(
+    {"array", "points", "ragged", "text", "texts", "bytes", *_TOKEN_KINDS}
+)
+_SMALL_LAWS: Final = frozenset(
+    {"fixed", "classes", "image_points", "ego_points", "ego_boxes", "ego_poses"}
+)
 """Kinds and laws whose work is in proportion to the values, and no decoding or warping of pixels."""
 
 
 def choose(
-    dataset: Dataset, name: str, split: str, options: Transforms, layers: Sequence[Layer], lidar: LidarEntry | None
+    dataset: Dataset,
+    name: str,
+    split: str,
+    options: Transforms,
+    layers: Sequence[Layer],
+    lidar: LidarEntry | None,
 ) -> Chosen:
     """Return what is loaded of a dataset, of a name in a mix: cameras, channels and attributes of ``options``.
 
@@ -83,7 +92,9 @@ def choose(
                 f"{given.get(name, 'none')}"
             )
         given = given[name]
-    cameras = choose_cameras([one.channel for one in dataset.manifest.cameras], given, dataset.location)
+    cameras = choose_cameras(
+        [one.channel for one in dataset.manifest.cameras], given, dataset.location
+    )
     cameras = cameras if shown is None else tuple(given or ())  # in the batch's order
     channels = choose_channels(dataset, options.channels, layers, lidar, cameras)
     attributes = choose_attributes(dataset, split, options.attributes, layers, channels)
@@ -109,13 +120,21 @@ def choose_channels(
     manifest, joined = dataset.manifest, [channel for layer in layers for channel in layer.channels]
     if cameras is None:
         cameras = [camera.channel for camera in manifest.cameras]
-    names = [channel.name for channel in joined if lies_on(channel, cameras)] if names is None else names
+    names = (
+        [channel.name for channel in joined if lies_on(channel, cameras)]
+        if names is None
+        else names
+    )
     if not names:
         return ()
     chosen = select((*manifest.channels, *joined), names, dataset.location)
     taken = set(OWN_NAMES)
     for channel in chosen:
-        if channel not in manifest.extra_channels and channel not in joined and channel.sensor != LIDAR:
+        if (
+            channel not in manifest.extra_channels
+            and channel not in joined
+            and channel.sensor != LIDAR
+        ):
             raise ConfigError(
                 f"channels={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
                 "batch"
@@ -140,7 +159,11 @@ def choose_channels(
 
 
 def choose_attributes(
-    dataset: Dataset, split: str, names: Sequence[str], layers: Sequence[Layer], channels: Sequence[Channel]
+    dataset: Dataset,
+    split: str,
+    names: Sequence[str],
+    layers: Sequence[Layer],
+    channels: Sequence[Channel],
 ) -> AttributeColumns:
     """Return the attributes of these names, read; ``channels`` are the selected ones.
 
@@ -152,9 +175,13 @@ def choose_attributes(
     taken = OWN_NAMES.union(*({one.name, f"{one.name}_valid"} for one in channels))
     for name in names:
         if name not in known.names:
-            raise ConfigError(f"attributes={list(names)}: '{dataset.location}': {no_attribute(name, known.names)}")
+            raise ConfigError(
+                f"attributes={list(names)}: '{dataset.location}': {no_attribute(name, known.names)}"
+            )
         if clash := sorted({name, f"{name}_valid"} & taken):
-            raise ConfigError(f"attributes={list(names)}: a batch has another entry '{clash[0]}': leave {name!r} out")
+            raise ConfigError(
+                f"attributes={list(names)}: a batch has another entry '{clash[0]}': leave {name!r} out"
+            )
         taken |= {name, f"{name}_valid"}
     table = known.read(names)
     return AttributeColumns.of_table(table, dataset.split(split).first_sample)
@@ -197,7 +224,9 @@ def _moved(parsed: Parsed, number: int) -> dict[str, Value | None]:
             matrix = sample.geometry.lidar2keyego(at)
             if np.isfinite(matrix).all():
                 lidar2ego[lidar] = matrix
-    motion = Motion(dict(zip(reader.cameras, parsed.maps[number], strict=True)), parsed.bev, lidar2ego)
+    motion = Motion(
+        dict(zip(reader.cameras, parsed.maps[number], strict=True)), parsed.bev, lidar2ego
+    )
     for channel in reader.moving:
         value = values[channel.name]
         if value is None:
@@ -223,7 +252,9 @@ class SelectedChannels(NamedTuple):
     def are_large(self) -> bool:
         """Whether more threads decode and move them faster, and not only take the interpreter's lock in turns."""
         num_bytes = sum(
-            one.numpy_dtype.itemsize * math.prod(side or 1 for side in one.shape) for one in self.channels if one.dtype
+            one.numpy_dtype.itemsize * math.prod(side or 1 for side in one.shape)
+            for one in self.channels
+            if one.dtype
         )
         return num_bytes > _SMALL_BYTES or any(
             one.kind not in _SMALL_KINDS or one.law.name not in _SMALL_LAWS or one.sensor == LIDAR
@@ -245,8 +276,14 @@ class SelectedChannels(NamedTuple):
                 values = [value for entry in decoded for value in entry.timed[channel.name]]
                 axes = frames._replace(axes=(len(decoded), len(timed.offsets_ns)))
             present = [value is not None for value in values]
-            if self.max_tokens is not None and channel.kind in _TOKEN_KINDS and channel.shape[0] is None:
-                values = [None if value is None else _cut(value, self.max_tokens) for value in values]
+            if (
+                self.max_tokens is not None
+                and channel.kind in _TOKEN_KINDS
+                and channel.shape[0] is None
+            ):
+                values = [
+                    None if value is None else _cut(value, self.max_tokens) for value in values
+                ]
             shape = () if any(present) else self._shape(channel, decoded[0])
             collated = KINDS[channel.kind].collate(values, channel, shape)
             batch[channel.name] = _shaped(collated, axes)
@@ -255,13 +292,19 @@ class SelectedChannels(NamedTuple):
 
     def _shape(self, channel: Channel, sample: Parsed) -> tuple[int, ...]:
         """Return the shape of a value that no sample of the batch has; 0 where the table leaves a side open."""
-        motion = Motion(dict(zip(self.cameras, sample.maps[sample.task.current], strict=True)), sample.bev)
-        return LAWS[channel.law.name].shape(tuple(side or 0 for side in channel.shape), channel, motion)
+        motion = Motion(
+            dict(zip(self.cameras, sample.maps[sample.task.current], strict=True)), sample.bev
+        )
+        return LAWS[channel.law.name].shape(
+            tuple(side or 0 for side in channel.shape), channel, motion
+        )
 
 
-def _shaped(collated: Any, frames: Frames) -> Any:  # noqa: ANN401
+def _shaped(collated: Any, frames: Frames) -> Any:
     """Return what a kind collated over all frames as tensors, with the axes of the batch."""
-    if isinstance(collated, Packed) or (isinstance(collated, Logits) and collated.offsets is not None):
+    if isinstance(collated, Packed) or (
+        isinstance(collated, Logits) and collated.offsets is not None
+    ):
         return type(collated)(*(_tensor(array) for array in collated))
     if isinstance(collated, Logits):
         return collated.map(lambda array: _shaped(array, frames))
@@ -279,7 +322,7 @@ def _cut(value: Value, number: int) -> Value:
     return value[:number]
 
 
-def _tensor(value: Any) -> Any:  # noqa: ANN401
+def _tensor(value: Any) -> Any:
     """Return an array as a tensor on writable memory of its own; everything else as it is."""
     if not isinstance(value, np.ndarray):
         return value
@@ -287,7 +330,7 @@ def _tensor(value: Any) -> Any:  # noqa: ANN401
 
 
 def of_one(
-    value: Any,  # noqa: ANN401
+    value: Any,
     *,
     has_windows: bool,
 ) -> tuple[Any, Callable[[list[Any]], Any]] | None:
@@ -298,34 +341,47 @@ def of_one(
     if isinstance(value, list):
         return value[0], list
     if isinstance(value, Packed):
-        parts = list(torch.tensor_split(torch.as_tensor(value.values), torch.as_tensor(value.offsets)[1:-1]))
+        parts = list(
+            torch.tensor_split(torch.as_tensor(value.values), torch.as_tensor(value.offsets)[1:-1])
+        )
         return (parts, _packed_windows) if has_windows else (parts[0], _packed)
     if isinstance(value, Logits):
         if value.offsets is None:
             return value.map(lambda part: part[0]), _stacked_logits
-        own = [value.map(operator.itemgetter(slice(*ends))) for ends in pairwise(value.offsets.tolist())]
+        own = [
+            value.map(operator.itemgetter(slice(*ends)))
+            for ends in pairwise(value.offsets.tolist())
+        ]
         return (own, _packed_windows) if has_windows else (own[0], _packed)
     if isinstance(value, dict):
         return {name: one[0] for name, one in value.items()}, _joined
     return None
 
 
-def _joined(values: list[Any]) -> Any:  # noqa: ANN401
+def _joined(values: list[Any]) -> Any:
     """Return dicts of the same names as a dict of lists; anything else, which a transform made, as the list it is."""
     if all(isinstance(value, dict) and value.keys() == values[0].keys() for value in values):
         return {name: [value[name] for value in values] for name in values[0]}
     return values
 
 
-def _stacked_logits(values: list[Any]) -> Any:  # noqa: ANN401
-    return _joined_logits(values, torch.stack) if all(isinstance(value, Logits) for value in values) else values
+def _stacked_logits(values: list[Any]) -> Any:
+    return (
+        _joined_logits(values, torch.stack)
+        if all(isinstance(value, Logits) for value in values)
+        else values
+    )
 
 
-def _joined_logits(values: list[Any], join: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]) -> Logits:
-    return Logits(*(None if parts[0] is None else join(parts) for parts in zip(*values, strict=True)))
+def _joined_logits(
+    values: list[Any], join: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]
+) -> Logits:
+    return Logits(
+        *(None if parts[0] is None else join(parts) for parts in zip(*values, strict=True))
+    )
 
 
-def _packed(values: list[Any]) -> Any:  # noqa: ANN401
+def _packed(values: list[Any]) -> Any:
     if all(isinstance(value, Logits) for value in values):
         offsets = _packed([value.known for value in values]).offsets
         return _joined_logits(values, torch.cat)._replace(offsets=offsets)
@@ -336,7 +392,7 @@ def _packed(values: list[Any]) -> Any:  # noqa: ANN401
     return Packed(torch.cat(values), offsets)  # type: ignore[arg-type]  # a batch has tensors in place of arrays
 
 
-def _packed_windows(values: list[Any]) -> Any:  # noqa: ANN401
+def _packed_windows(values: list[Any]) -> Any:
     if not all(isinstance(value, list) for value in values):
         return values
     return _packed([one for value in values for one in value])

@@ -49,7 +49,10 @@ class LeftOut(NamedTuple):
             empty["parse"] = lambda stage: _Remembered(stage.work)
         if "decode" in self.parts:
             empty["decode"] = lambda _: self._undecoded
-        return [replace(stage, work=empty[stage.name](stage)) if stage.name in empty else stage for stage in stages]
+        return [
+            replace(stage, work=empty[stage.name](stage)) if stage.name in empty else stage
+            for stage in stages
+        ]
 
     def _fetch(self, task: Task) -> Fetched:
         kept = self.kept[task.source.base]
@@ -72,7 +75,9 @@ def leave_out(
     """
     allowed = get_args(LoaderPart)
     if unknown := sorted(set(parts) - {*allowed}):
-        raise ConfigError(f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}")
+        raise ConfigError(
+            f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}"
+        )
     if "transform" in parts and pipeline.transform is not None:
         pipeline = pipeline._replace(transform=keep)
     if "transform" in parts:

@@ -44,12 +44,22 @@ def check_packs(options: Arguments) -> None:
     }
     if options.order.pack is not None:
         refused |= {
-            "transform": (options.transform is not None, "use batch_transform, which gets whole batches"),
-            "collate_fn": (options.collate_fn is not None, "use batch_transform, which gets whole batches"),
+            "transform": (
+                options.transform is not None,
+                "use batch_transform, which gets whole batches",
+            ),
+            "collate_fn": (
+                options.collate_fn is not None,
+                "use batch_transform, which gets whole batches",
+            ),
             "window": (options.window is not None, "a pack holds samples of one frame"),
-            "transforms.two_views": (options.transforms.two_views, "load each view by a loader of its own"),
+            "transforms.two_views": (
+                options.transforms.two_views,
+                "load each view by a loader of its own",
+            ),
             "transforms.static": (
-                options.transforms.static_batches is not None and options.order.pack.max_samples is None,
+                options.transforms.static_batches is not None
+                and options.order.pack.max_samples is None,
                 "the number of samples in a pack varies: set a largest one, Pack(max_samples=...)",
             ),
         }
@@ -75,7 +85,9 @@ def packed_entries(batch: dict[str, Any]) -> dict[str, Any]:
     Raises ConfigError for 2**31 tokens or more.
     """
     pack = batch["pack"]
-    found: dict[str, Any] = {"pack_offsets": torch.searchsorted(pack, torch.arange(int(pack[-1]) + 2)).to(torch.int32)}
+    found: dict[str, Any] = {
+        "pack_offsets": torch.searchsorted(pack, torch.arange(int(pack[-1]) + 2)).to(torch.int32)
+    }
     tokens = next((value for value in batch.values() if isinstance(value, Packed)), None)
     if tokens is None:
         return found
@@ -95,7 +107,11 @@ def packed_entries(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def pad_packs(
-    pack: Pack, num_packs: int, max_tokens: int | None, batch: dict[str, Any], fills: Mapping[str, float]
+    pack: Pack,
+    num_packs: int,
+    max_tokens: int | None,
+    batch: dict[str, Any],
+    fills: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return a batch of packs, its lists padded already, with fixed numbers of rows and tokens; see the module's text.
 
@@ -108,7 +124,9 @@ def pad_packs(
 
     def padded(name: str, tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
         if len(tensor) > length:
-            raise ConfigError(f"{name!r} has {len(tensor)} tokens, static batches hold {length}: raise max_tokens")
+            raise ConfigError(
+                f"{name!r} has {len(tensor)} tokens, static batches hold {length}: raise max_tokens"
+            )
         return torch.cat([tensor, tensor.new_full((length - len(tensor), *tensor.shape[1:]), fill)])
 
     found = dict(batch)
@@ -119,7 +137,9 @@ def pad_packs(
             found[name] = Packed._make((padded(name, values, most, 0), ends))
         elif name == "max_seqlen":
             if value > longest:
-                raise ConfigError(f"a sample has {value} tokens, static batches hold {longest}: raise max_tokens")
+                raise ConfigError(
+                    f"a sample has {value} tokens, static batches hold {longest}: raise max_tokens"
+                )
             found[name] = longest
         elif name == "cu_seqlens":
             found[name] = padded(name, value, rows + 1, int(value[-1]))

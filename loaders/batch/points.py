@@ -40,7 +40,9 @@ class Accumulation(NamedTuple):
                 chosen=self.sweeps.chosen(num_stored, seed=seed, epoch=epoch, sample=row),
             )
         except SchemaError as error:
-            raise SchemaError(error.message, key=sample.key, member=f"{channel}{SWEEPS_FIELD}") from error
+            raise SchemaError(
+                error.message, key=sample.key, member=f"{channel}{SWEEPS_FIELD}"
+            ) from error
         return dataclasses.replace(sample, points={**sample.points, channel: cloud})
 
 
@@ -56,7 +58,9 @@ def choose_points(dataset: Dataset, points: bool | PointSweeps) -> Points:
     if points is False:
         return Points(None, None)
     if not dataset.manifest.lidars:
-        raise ConfigError(f"points={points}, but dataset '{dataset.root}' has no lidar; leave it out")
+        raise ConfigError(
+            f"points={points}, but dataset '{dataset.root}' has no lidar; leave it out"
+        )
     lidar = dataset.manifest.lidars[0]
     if points is True:
         return Points(lidar, None)

@@ -23,7 +23,12 @@ import torch
 
 from fuelrail.loaders.batch.transfer import is_plain
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.runtime.workers import check_main_guard, ctrl_c_waits, pickled_error, set_up_worker
+from fuelrail.pipeline.runtime.workers import (
+    check_main_guard,
+    ctrl_c_waits,
+    pickled_error,
+    set_up_worker,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +43,7 @@ class _Worker(NamedTuple):
     process: Any
     pipe: Any
 
-    def ask(self, request: bytes | memoryview) -> Any:  # noqa: ANN401
+    def ask(self, request: bytes | memoryview) -> Any:
         """Return the answer; raise ChildProcessError if the worker ends instead, and what it raised."""
         try:
             self.pipe.send_bytes(request)
@@ -63,7 +68,9 @@ class _Pool:
         self.idle: deque[_Worker] = deque()
         self._all: list[_Worker] = []
         # Before multiprocessing terminates what is left, and only in the process that started the workers.
-        self.end = multiprocessing.util.Finalize(self, _end, (self._all, self.idle), exitpriority=10)
+        self.end = multiprocessing.util.Finalize(
+            self, _end, (self._all, self.idle), exitpriority=10
+        )
 
     def start(self, setup: bytes) -> _Worker:
         worker = _Worker(*start_process(_serve, "fuelrail-transform"))
@@ -82,7 +89,9 @@ class _Pool:
 
 def start_process(serve: Callable[[Any], None], name: str) -> tuple[Any, Any]:
     """Start a process, which has torch loaded, and return it with a connection to ``serve(connection)`` there."""
-    context: Any = multiprocessing.get_context("forkserver" if os.getpid() == _LOADED_IN else "spawn")
+    context: Any = multiprocessing.get_context(
+        "forkserver" if os.getpid() == _LOADED_IN else "spawn"
+    )
     if os.getpid() == _LOADED_IN:
         context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
@@ -111,7 +120,9 @@ class ProcessTransform:
 
     def __init__(self, function: Callable[[dict[str, Any]], Any] | None) -> None:
         if function is None:
-            raise ConfigError("transform_in='process' says where transform runs, and there is none: give transform=")
+            raise ConfigError(
+                "transform_in='process' says where transform runs, and there is none: give transform="
+            )
         check_main_guard()
         try:
             self._setup = pickle.dumps((function, torch.get_num_threads()))
@@ -123,7 +134,7 @@ class ProcessTransform:
         self._function = function
         self._pools: dict[int, _Pool] = {}
 
-    def __call__(self, sample: dict[str, Any]) -> Any:  # noqa: ANN401
+    def __call__(self, sample: dict[str, Any]) -> Any:
         """Return what the function makes of the sample; raise what it raises, caused by the worker's traceback."""
         if multiprocessing.current_process().daemon:
             return self._function(sample)
@@ -148,16 +159,24 @@ class ProcessTransform:
             pool.end()
 
 
-def _in_place(place: Any, made: Any) -> Any:  # noqa: ANN401
+def _in_place(place: Any, made: Any) -> Any:
     """Return the buffer's own images, or those of each group of cameras, with the content of images of their form."""
     if isinstance(place, dict):
-        return {name: _in_place(place.get(name), one) for name, one in made.items()} if isinstance(made, dict) else made
-    if not isinstance(made, torch.Tensor) or place is None or (made.shape, made.dtype) != (place.shape, place.dtype):
+        return (
+            {name: _in_place(place.get(name), one) for name, one in made.items()}
+            if isinstance(made, dict)
+            else made
+        )
+    if (
+        not isinstance(made, torch.Tensor)
+        or place is None
+        or (made.shape, made.dtype) != (place.shape, place.dtype)
+    ):
         return made
     return place.copy_(made)
 
 
-def _serve(pipe: Any) -> None:  # noqa: ANN401
+def _serve(pipe: Any) -> None:
     """Run in a worker: take the function, then answer each sample until the pipe closes."""
     set_up_worker()
     functions: list[Callable[[Any], Any]] = []
@@ -187,7 +206,7 @@ def _answer(work: Callable[[Any], Any], request: bytes) -> bytes | memoryview:
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:  # noqa: ANN401
+    def reducer_override(self, value: Any) -> Any:
         """Write plain tensors as their own elements; torch would write all of the memory that a view is of."""
         if not is_plain(value):
             return NotImplemented
@@ -197,16 +216,22 @@ class _Pickler(pickle.Pickler):
 
 def content_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Return the elements of a plain tensor as bytes, uint8 (n,)."""
-    dense = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # strides of axes of length 1 may be any
+    dense = tensor.contiguous().as_strided(
+        (tensor.numel(),), (1,)
+    )  # strides of axes of length 1 may be any
     content: NDArray[np.uint8] = dense.view(torch.uint8).numpy()
     return content
 
 
 def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(content, dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(content, dtype=dtype).view(shape)
+        if content
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
-def _dumps(value: Any) -> memoryview:  # noqa: ANN401
+def _dumps(value: Any) -> memoryview:
     out = io.BytesIO()
     _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(value)
     return out.getbuffer()

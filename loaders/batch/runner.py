@@ -32,7 +32,12 @@ class Runner:
         clocks_before: Callable[[], tuple[StageClock, ...]] = tuple,
     ) -> None:
         """``clocks_before`` returns the clocks of the stages that run elsewhere."""
-        self._name, self._tuner, self._observer, self._clocks_before = name, tuner, observer, clocks_before
+        self._name, self._tuner, self._observer, self._clocks_before = (
+            name,
+            tuner,
+            observer,
+            clocks_before,
+        )
         self._pipeline: Pipeline | None = None
         self._sources: Sequence[Closing] = ()
         self._idle_at: Cursor | None = None
@@ -40,7 +45,9 @@ class Runner:
         self._past: tuple[StageClock, ...] = ()  # of the pipelines before
         self._past_waited_s = 0.0
 
-    def start(self, tasks: Iterator[Any], stages: Sequence[Stage], sources: Sequence[Closing]) -> None:
+    def start(
+        self, tasks: Iterator[Any], stages: Sequence[Stage], sources: Sequence[Closing]
+    ) -> None:
         """Run the tasks through the stages; ``sources`` are what they wait for. Nothing may be running."""
         assert self._pipeline is None, "one pipeline at a time"
         self._sources = sources
@@ -92,7 +99,9 @@ class Runner:
         now_s = time.perf_counter()
         if not self._tuner.due(now_s):
             return None
-        return self._tuner.update(now_s, self._pipeline.waited_s, (*self._clocks_before(), *self._pipeline.clocks()))
+        return self._tuner.update(
+            now_s, self._pipeline.waited_s, (*self._clocks_before(), *self._pipeline.clocks())
+        )
 
     def adapt(self, stages: Sequence[Stage]) -> None:
         """Give the running stages these numbers of threads and capacities."""
@@ -103,7 +112,11 @@ class Runner:
 
     def clocks(self) -> tuple[StageClock, ...]:
         """Return the stages' clocks, over all pipelines; empty before the first."""
-        own = self._past if self._pipeline is None else add_clocks(self._past, self._pipeline.clocks())
+        own = (
+            self._past
+            if self._pipeline is None
+            else add_clocks(self._past, self._pipeline.clocks())
+        )
         return (*self._clocks_before(), *own)
 
     @property

@@ -59,24 +59,32 @@ class Augments(NamedTuple):
         """Draw the maps of a sample's images, stored at ``sizes``, in rig order; ``camera_rows`` are in the rig."""
         seed, first = self.seed, self.images[0]
         if first.name is None:
-            return first.augment.draw(sizes, seed=seed, epoch=epoch, sample=number, cameras=camera_rows)
+            return first.augment.draw(
+                sizes, seed=seed, epoch=epoch, sample=number, cameras=camera_rows
+            )
         return self._in_rig_order(
             one.augment.draw(
-                [sizes[camera] for camera in one.cameras], seed=seed, epoch=epoch, sample=number,
+                [sizes[camera] for camera in one.cameras],
+                seed=seed,
+                epoch=epoch,
+                sample=number,
                 cameras=[camera_rows[camera] for camera in one.cameras],
             )
             for one in self.images
-        )  # fmt: skip
+        )
 
     def changes(self, epoch: int, number: int, camera_rows: Sequence[int]) -> list[PixelChange]:
         """Draw the changes of pixel values of a sample's images, in rig order."""
         drawn = [
             self.pixels.draw(
-                one.augment.height, seed=self.seed, epoch=epoch, sample=number,
+                one.augment.height,
+                seed=self.seed,
+                epoch=epoch,
+                sample=number,
                 cameras=[camera_rows[camera] for camera in one.cameras],
             )
             for one in self.images
-        ]  # fmt: skip
+        ]
         return drawn[0] if self.images[0].name is None else self._in_rig_order(drawn)
 
     def _in_rig_order(self, by_group: Iterable[Sequence[T]]) -> list[T]:
@@ -96,7 +104,10 @@ def image_groups(transforms: Transforms, cameras: Sequence[str]) -> tuple[Camera
     for wrong, what in (
         ([one for one in named if one not in cameras], "names cameras that are not loaded"),
         ([one for one in cameras if one not in named], "leaves out cameras that are loaded"),
-        ([one for one in dict.fromkeys(named) if named.count(one) > 1], "names cameras in several groups"),
+        (
+            [one for one in dict.fromkeys(named) if named.count(one) > 1],
+            "names cameras in several groups",
+        ),
     ):
         if wrong:
             raise ConfigError(
@@ -128,7 +139,11 @@ def fetch(bad: BadSamples, task: Task) -> Fetched:
 
 
 def parse(
-    augments: Augments, bad: BadSamples, window: Window | None, fetched: Fetched, timed: TimedChannels = NOT_TIMED
+    augments: Augments,
+    bad: BadSamples,
+    window: Window | None,
+    fetched: Fetched,
+    timed: TimedChannels = NOT_TIMED,
 ) -> Parsed:
     """Decode the sample's members but images, draw its augmentation, and move the selected channels by it.
 
@@ -150,7 +165,9 @@ def parse(
                 sample = task.source.reader.parse(stored)
                 if augments.accumulation is not None:
                     row = task.source.base + frame.row
-                    sample = augments.accumulation(sample, seed=augments.seed, epoch=task.slot.epoch, row=row)
+                    sample = augments.accumulation(
+                        sample, seed=augments.seed, epoch=task.slot.epoch, row=row
+                    )
             except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
                 fetched = fetch(bad, bad.replace(task, number, error))
                 break
@@ -161,7 +178,9 @@ def parse(
             if timed.by_name:
                 values = timed.read(fetched.stored[task.current].row.timestamp_ns, about.values())
                 task = task._replace(frames=task.frames[: timed.num_frames])
-            parsed, failure = moved_frames(_drawn(task, known, augments, task.number, hides=hides), hides=hides)
+            parsed, failure = moved_frames(
+                _drawn(task, known, augments, task.number, hides=hides), hides=hides
+            )
             parsed = parsed._replace(timed=timed.moved(values, parsed.bev))
             if augments.second_at and failure is None:
                 other = task._replace(at=task.at + augments.second_at)
@@ -174,7 +193,9 @@ def parse(
             fetched = fetch(bad, bad.replace(task, *failure))
 
 
-def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, number: int, *, hides: bool) -> Parsed:
+def _drawn(
+    task: Task, known: Mapping[int, Sample], augments: Augments, number: int, *, hides: bool
+) -> Parsed:
     """Draw the augmentation of sample ``number``, once for all of its frames; ``known`` holds these by row."""
     seed, epoch, reader = augments.seed, task.slot.epoch, task.source.reader
     by_size: dict[str, Sequence[ImageMap]] = {}
@@ -188,14 +209,17 @@ def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, number: 
         if augments.undistort is not None:
             shown[row] = augments.undistort(sample, by_size[text], reader.cameras)
     samples = [
-        hidden(shown[frame.row][0]) if hides and not frame.present else shown[frame.row][0] for frame in task.frames
+        hidden(shown[frame.row][0]) if hides and not frame.present else shown[frame.row][0]
+        for frame in task.frames
     ]
     maps = tuple(shown[frame.row][1] for frame in task.frames)
     bev = augments.bev.draw(seed=seed, epoch=epoch, sample=number)
-    return Parsed(task, tuple(samples), maps, augments.changes(epoch, number, reader.camera_rows), bev)
+    return Parsed(
+        task, tuple(samples), maps, augments.changes(epoch, number, reader.camera_rows), bev
+    )
 
 
-def keep(item: Any) -> Any:  # noqa: ANN401
+def keep(item: Any) -> Any:
     """Return the item: the work of a stage that has nothing to do."""
     return item
 
@@ -225,7 +249,9 @@ def decode(
                         image[:] = shown
                 continue
             try:
-                _decode(decoder, cameras, fill, views, number, [of_view[number] for of_view in images])
+                _decode(
+                    decoder, cameras, fill, views, number, [of_view[number] for of_view in images]
+                )
             except BAD_SAMPLE as error:
                 parsed = parse_again(fetch(bad, bad.replace(task, number, error)))
                 break
@@ -243,14 +269,23 @@ def _decode(
 ) -> None:
     """Decode the images of one frame, for each view into uint8 (3, H, W) of each camera."""
     sample = views[0].samples[number]
-    files = {camera: sample.images[channel] for camera, channel in enumerate(cameras) if channel in sample.images}
+    files = {
+        camera: sample.images[channel]
+        for camera, channel in enumerate(cameras)
+        if channel in sample.images
+    }
     for camera in range(len(cameras)):
         if camera not in files:
             for of_view in images:
                 of_view[camera][:] = 0
     if len(views) == 1:
-        maps, outs = [views[0].maps[number][camera] for camera in files], [images[0][camera] for camera in files]
-        for camera, error in zip(files, decode_images(decoder, [*files.values()], maps, outs), strict=True):
+        maps, outs = (
+            [views[0].maps[number][camera] for camera in files],
+            [images[0][camera] for camera in files],
+        )
+        for camera, error in zip(
+            files, decode_images(decoder, [*files.values()], maps, outs), strict=True
+        ):
             if error is not None:
                 raise ImageError(error.message, key=sample.key, member=cameras[camera]) from error
     else:

@@ -92,13 +92,23 @@ class BatchPipeline(NamedTuple):
         """Return what tunes the numbers of threads and of ready batches; see `make_tuner`."""
         batch_bytes = sum(map(math.prod, image_shapes(self.augments.images, self._image_axes)))
         # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
-        lanes = (MIN_LANES, MAX_LANES) if decodes_on_device(self.decoder) and not self.parses_hard else None
+        lanes = (
+            (MIN_LANES, MAX_LANES)
+            if decodes_on_device(self.decoder) and not self.parses_hard
+            else None
+        )
         return make_tuner(budget, self.batch_size, batch_bytes, ready, lanes)
 
     def buffers(self, keep: int, memory: Memory) -> Callable[[Scheduled], Any]:
         """Return what takes a buffer for the images of a batch, given its first sample; see `ImageBuffers`."""
-        varies, on_device, axes = self.pack is not None, decodes_on_device(self.decoder), self._image_axes
-        buffers = ImageBuffers(self.augments.images, varies=varies, on_device=on_device, memory=memory, keep=keep)
+        varies, on_device, axes = (
+            self.pack is not None,
+            decodes_on_device(self.decoder),
+            self._image_axes,
+        )
+        buffers = ImageBuffers(
+            self.augments.images, varies=varies, on_device=on_device, memory=memory, keep=keep
+        )
         return lambda first: buffers.take((len(first.flags["pack"]),) if varies else axes)
 
     @property
@@ -112,9 +122,11 @@ class BatchPipeline(NamedTuple):
         cameras: Any = None if len(self.cameras) == num_cameras else [*self.cameras]
         if isinstance(options.transforms.cameras, dict):
             cameras = plain(options.transforms.cameras)
-        return sample_settings(options.seed, **options.transforms.content(), channels=channels, cameras=cameras)
+        return sample_settings(
+            options.seed, **options.transforms.content(), channels=channels, cameras=cameras
+        )
 
-    def hand_over(self, made: Any) -> Any:  # noqa: ANN401
+    def hand_over(self, made: Any) -> Any:
         """Return the batch that the last stage made, for the consumer, on whose thread this must be called."""
         if self.transfer is None:
             return made if self.fixed is None else self.fixed(made)
@@ -136,36 +148,50 @@ class BatchPipeline(NamedTuple):
         parse = partial(samples.parse, self.augments, self.bad, self.window, timed=self.timed)
         fill = self.augments.pixels.grid_mask_fill
         num_images = len(self.cameras) * self.num_frames
-        ahead = max(2 * num_workers, min(_FEW_AHEAD, 4 * num_workers), _FEW_IMAGES // max(num_images, 1))
+        ahead = max(
+            2 * num_workers, min(_FEW_AHEAD, 4 * num_workers), _FEW_IMAGES // max(num_images, 1)
+        )
         stages = [
             Stage("fetch", partial(samples.fetch, self.bad), 1, ahead, in_bursts=True),
             Stage("parse", parse, num_workers if self.parses_hard else 1, ahead, in_bursts=True),
         ]
-        group: int | Callable[[Any], int] | None = packs.rows_of_batch if self.pack else self.batch_size
+        group: int | Callable[[Any], int] | None = (
+            packs.rows_of_batch if self.pack else self.batch_size
+        )
         if isinstance(self.decoder, BatchDecoder):
             decode_all = BatchDecode(self.decoder, self.cameras, fill, self.bad, parse)
             if not decodes_on_device(self.decoder):
                 stages.append(Stage("decode", decode_all, 1, 1, group=group))
             else:
                 lanes = min(max(num_workers, MIN_LANES), MAX_LANES)
-                stages += [Stage("gather", list, 1, 1, group=group), Stage("decode", decode_all, lanes, 1)]
+                stages += [
+                    Stage("gather", list, 1, 1, group=group),
+                    Stage("decode", decode_all, lanes, 1),
+                ]
             group = None  # from here on the items are batches
         else:
             decode_one = partial(samples.decode, self.decoder, self.cameras, fill, self.bad, parse)
-            stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
+            stages.append(
+                Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size))
+            )
         collate: Callable[[Sequence[Any]], Any] = self.assemble
         if self.transform is not None or self.collate_fn is not None:
-            each: Callable[[Any], Any] = partial(user.transform, self.transform, self.assemble, self.augments.seed)
+            each: Callable[[Any], Any] = partial(
+                user.transform, self.transform, self.assemble, self.augments.seed
+            )
             each = each if group else partial(samples.for_each, each)
             collate = partial(user.collate, self.collate_fn)
             if self.transfer is not None:
-                each, collate = self.transfer.on_own_stream(each), self.transfer.on_own_stream(collate)
+                each, collate = (
+                    self.transfer.on_own_stream(each),
+                    self.transfer.on_own_stream(collate),
+                )
             stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
         collate = partial(self._collated, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
         return self._with_last(stages, tuning)
 
-    def _collated(self, collate: Callable[[Sequence[Any]], Any], items: Sequence[Any]) -> Any:  # noqa: ANN401
+    def _collated(self, collate: Callable[[Sequence[Any]], Any], items: Sequence[Any]) -> Any:
         """Return the batch of decoded or transformed samples, as a `Collated` where later work needs its place."""
         views = _all_views(items)
         batch = collate(views)
@@ -195,7 +221,11 @@ class BatchPipeline(NamedTuple):
 
 
 def make_batch_pipeline(
-    options: Arguments, points: Points, sources: Sequence[Source], bad: BadSamples, transfer: CudaTransfer | None
+    options: Arguments,
+    points: Points,
+    sources: Sequence[Source],
+    bad: BadSamples,
+    transfer: CudaTransfer | None,
 ) -> BatchPipeline:
     """Choose the decoder, and put together what the stages need."""
     transforms = options.transforms
@@ -219,14 +249,21 @@ def make_batch_pipeline(
             )
         transform = ProcessTransform(transform)
     augments = samples.Augments(
-        samples.image_groups(transforms, cameras), transforms.pixels, transforms.ego, options.seed, points.accumulation,
-        transforms.undistort, options.batch_size if transforms.two_views else 0,
-    )  # fmt: skip
+        samples.image_groups(transforms, cameras),
+        transforms.pixels,
+        transforms.ego,
+        options.seed,
+        points.accumulation,
+        transforms.undistort,
+        options.batch_size if transforms.two_views else 0,
+    )
     channels = (*sources[0].reader.channels, *sources[0].attributes.channels)
     timed = timed_channels(options.window, channels)
     timed.set_up(sources)
     fixed, pack = transforms.static_batches, None if options.order is None else options.order.pack
-    selected = SelectedChannels(channels, tuple(sources[0].reader.cameras), packs.max_tokens(pack), timed.by_name)
+    selected = SelectedChannels(
+        channels, tuple(sources[0].reader.cameras), packs.max_tokens(pack), timed.by_name
+    )
     batch_transform = options.batch_transform and user.BatchTransform(
         options.batch_transform,
         transforms.normalize,
@@ -235,14 +272,30 @@ def make_batch_pipeline(
         must_be_dict=fixed is not None,
     )
     return BatchPipeline(
-        bad, cameras, augments, decoder, options.batch_size, options.window, transform,
-        options.collate_fn, transforms.normalize, transfer, selected,
+        bad,
+        cameras,
+        augments,
+        decoder,
+        options.batch_size,
+        options.window,
+        transform,
+        options.collate_fn,
+        transforms.normalize,
+        transfer,
+        selected,
         partial(
-            assemble, lidar=points.lidar, box_frame=transforms.box_frame, channels=selected,
+            assemble,
+            lidar=points.lidar,
+            box_frame=transforms.box_frame,
+            channels=selected,
             unknown=unknown_to(sources),
         ),
-        batch_transform, fixed, None if fixed is None else static.FixedBuffers(fixed.buffers), pack, timed=timed,
-    )  # fmt: skip
+        batch_transform,
+        fixed,
+        None if fixed is None else static.FixedBuffers(fixed.buffers),
+        pack,
+        timed=timed,
+    )
 
 
 def _all_views(items: Sequence[Parsed | user.Sample]) -> list[Any]:
@@ -292,18 +345,22 @@ class BatchDecode:
                 continue  # the other view of a sample that is replaced already
             is_bad: tuple[int, ImageError] | None = (frame, error)
             while is_bad is not None:
-                samples[at] = self._parse_again(fetch(self._bad, self._bad.replace(samples[at].task, *is_bad)))
+                samples[at] = self._parse_again(
+                    fetch(self._bad, self._bad.replace(samples[at].task, *is_bad))
+                )
                 for number, view in enumerate(samples[at].views):
                     place = at + number * len(samples)
-                    is_bad = self._decode([view], [(cameras, part[place : place + 1]) for cameras, part in parts]).get(
-                        0
-                    )
+                    is_bad = self._decode(
+                        [view], [(cameras, part[place : place + 1]) for cameras, part in parts]
+                    ).get(0)
                     if is_bad is not None:
                         break
         if on_cpu:
             for at, parsed in enumerate(_all_views(samples)):
                 for sample, planes in zip(parsed.samples, slot.frames(at), strict=True):
-                    for image, channel, change in zip(planes, self._cameras, parsed.changes, strict=True):
+                    for image, channel, change in zip(
+                        planes, self._cameras, parsed.changes, strict=True
+                    ):
                         if channel in sample.images:
                             change_pixels(image, change, self._fill)
         return samples if on_cpu else [parsed.in_slot(slot) for parsed in samples]
@@ -323,7 +380,10 @@ class BatchDecode:
                 for frame in range(len(parsed.samples))
                 for camera in (range(len(self._cameras)) if cameras is None else cameras)
             ]
-            encoded = [samples[n].samples[frame].images.get(self._cameras[camera]) for n, frame, camera in names]
+            encoded = [
+                samples[n].samples[frame].images.get(self._cameras[camera])
+                for n, frame, camera in names
+            ]
             maps = [samples[number].maps[frame][camera] for number, frame, camera in names]
             for (number, frame, camera), error in zip(
                 names, self._decoder.decode_batch(encoded, maps, images.flatten(0, 2)), strict=True
@@ -342,7 +402,7 @@ def with_ranges(
     """Return stage with an NVTX range ``fuelrail NAME`` around each call of its work, on the thread that does it."""
     work, name = stage.work, f"fuelrail {stage.name}"
 
-    def ranged(item: Any) -> Any:  # noqa: ANN401
+    def ranged(item: Any) -> Any:
         push(name)
         try:
             return work(item)

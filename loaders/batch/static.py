@@ -30,7 +30,9 @@ _BOX_FILL: Final = {
 """The entries that have a row a box, and the content of the rows beyond a sample's boxes."""
 
 
-def pad(settings: StaticBatches, batch: Any, pack: Pack | None = None, num_packs: int = 0) -> dict[str, Any]:  # noqa: ANN401
+def pad(
+    settings: StaticBatches, batch: Any, pack: Pack | None = None, num_packs: int = 0
+) -> dict[str, Any]:
     """Return a collated batch with its lists of tensors padded: ``gt_mask`` and ``points_mask`` say what is real.
 
     ``gt_mask`` is bool [B, max_boxes], ``points_mask`` bool [B, max_points], with windows [B, T, max_points]. A batch
@@ -47,23 +49,37 @@ def pad(settings: StaticBatches, batch: Any, pack: Pack | None = None, num_packs
         if is_fixed or not _has_tensors(value):
             padded[name] = value
         elif name in _BOX_FILL:
-            padded[name], mask = _padded(batch, name, settings.max_boxes, "max_boxes", _BOX_FILL[name])
+            padded[name], mask = _padded(
+                batch, name, settings.max_boxes, "max_boxes", _BOX_FILL[name]
+            )
             padded.setdefault("gt_mask", mask)
         elif name == "points" and settings.max_points is not None:
-            padded[name], padded["points_mask"] = _padded(batch, name, settings.max_points, "max_points", 0.0)
+            padded[name], padded["points_mask"] = _padded(
+                batch, name, settings.max_points, "max_points", 0.0
+            )
         else:
-            fix = "set max_points" if name == "points" else "make it one tensor of one shape in transform or collate_fn"
+            fix = (
+                "set max_points"
+                if name == "points"
+                else "make it one tensor of one shape in transform or collate_fn"
+            )
             raise ConfigError(
                 f"static batches need a fixed shape, and {name!r} is a {type(value).__name__} of tensors: {fix}"
             )
-    return padded if pack is None else pad_packs(pack, num_packs, settings.max_tokens, padded, _BOX_FILL)
+    return (
+        padded
+        if pack is None
+        else pad_packs(pack, num_packs, settings.max_tokens, padded, _BOX_FILL)
+    )
 
 
 def _has_tensors(value: object) -> bool:
     """Return whether a value other than a tensor holds tensors."""
     if isinstance(value, dict):
         value = list(value.values())
-    return isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) or _has_tensors(one) for one in value)
+    return isinstance(value, (list, tuple)) and any(
+        isinstance(one, torch.Tensor) or _has_tensors(one) for one in value
+    )
 
 
 def _parts(name: str, value: object) -> dict[tuple[str, ...], torch.Tensor]:
@@ -125,10 +141,16 @@ class FixedBuffers:
         at = self._next
         self._next = (at + 1) % len(self._sets)
         buffers, first = self._sets[at], self._sets[0]
-        tensors = {key: tensor for name, value in batch.items() for key, tensor in _parts(name, value).items()}
+        tensors = {
+            key: tensor
+            for name, value in batch.items()
+            for key, tensor in _parts(name, value).items()
+        }
         if first and tensors.keys() != first.keys():
             unlike = ", ".join(sorted(map(".".join, tensors.keys() ^ first.keys())))
-            raise ConfigError(f"static batches must have the same entries, and these come and go: {unlike}")
+            raise ConfigError(
+                f"static batches must have the same entries, and these come and go: {unlike}"
+            )
         for name, tensor in tensors.items():
             _check_like(".".join(name), tensor, first.get(name, tensor))
         home = None if arena is None else arena.untyped_storage().data_ptr()
@@ -140,19 +162,33 @@ class FixedBuffers:
         for name, tensor in tensors.items():
             is_packed = tensor.untyped_storage().data_ptr() == home
             if name not in buffers:
-                buffers[name] = _in_arena(tensor, kept) if is_packed and kept is not None else torch.empty_like(tensor)
+                buffers[name] = (
+                    _in_arena(tensor, kept)
+                    if is_packed and kept is not None
+                    else torch.empty_like(tensor)
+                )
             if not is_packed:
                 buffers[name].copy_(tensor)
-        own: dict[str, Any] = {name[0]: tensor for name, tensor in buffers.items() if len(name) == 1}
+        own: dict[str, Any] = {
+            name[0]: tensor for name, tensor in buffers.items() if len(name) == 1
+        }
         for entry, value in batch.items():
-            parts: dict[str, Any] = {key[1]: buffers[key] for key in _parts(entry, value) if len(key) > 1}
+            parts: dict[str, Any] = {
+                key[1]: buffers[key] for key in _parts(entry, value) if len(key) > 1
+            }
             if parts:
-                own[entry] = value._replace(**parts) if isinstance(value, Logits | Packed) else parts
+                own[entry] = (
+                    value._replace(**parts) if isinstance(value, Logits | Packed) else parts
+                )
         return {**batch, **own}
 
 
 def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:
-    if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.stride() != first.stride():
+    if (
+        tensor.shape != first.shape
+        or tensor.dtype != first.dtype
+        or tensor.stride() != first.stride()
+    ):
         raise ConfigError(
             f"static batches need fixed shapes, and {name!r} is {tensor.dtype} {list(tensor.shape)} where it was "
             f"{first.dtype} {list(first.shape)}: pad it in transform or collate_fn"
@@ -161,4 +197,6 @@ def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:
 
 def _in_arena(tensor: torch.Tensor, arena: torch.Tensor) -> torch.Tensor:
     """Return the view of another arena that this tensor is of its own."""
-    return arena.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return arena.view(tensor.dtype).as_strided(
+        tensor.shape, tensor.stride(), tensor.storage_offset()
+    )

@@ -35,7 +35,9 @@ T = TypeVar("T")
 
 def hidden(sample: Sample) -> Sample:
     """Return the sample without images and points, every camera marked as missing."""
-    geometry = dataclasses.replace(sample.geometry, cam_valid=np.zeros_like(sample.geometry.cam_valid))
+    geometry = dataclasses.replace(
+        sample.geometry, cam_valid=np.zeros_like(sample.geometry.cam_valid)
+    )
     return dataclasses.replace(sample, geometry=geometry, images={}, points={})
 
 
@@ -86,5 +88,7 @@ def frame_facts(decoded: Sequence[Parsed]) -> dict[str, torch.Tensor]:
     frames = [entry.task.frames for entry in decoded]
     return {
         "frame_valid": torch.tensor([[one.present for one in of_sample] for of_sample in frames]),
-        "frame_global_index": torch.tensor([[one.row for one in of_sample] for of_sample in frames]),
+        "frame_global_index": torch.tensor(
+            [[one.row for one in of_sample] for of_sample in frames]
+        ),
     }

@@ -42,7 +42,9 @@ class TimedChannel(NamedTuple):
     interpolation: Interpolation
     reach_ns: int | None
 
-    def read(self, time_ns: int, known: Sequence[tuple[int, Mapping[str, Value | None]]]) -> list[Value | None]:
+    def read(
+        self, time_ns: int, known: Sequence[tuple[int, Mapping[str, Value | None]]]
+    ) -> list[Value | None]:
         """Return the values at the K times about a sample's time, None for those that are not there.
 
         ``known`` are samples at ascending times [ns], with their values.
@@ -56,7 +58,9 @@ class TimedChannel(NamedTuple):
             values = np.concatenate([part[VALUES] for part in parts])[at] if parts else ()
         if not len(times):
             return [None] * len(self.offsets_ns)
-        return resampled(times, values, time_ns + self.offsets_ns, self.interpolation, self.reach_ns)
+        return resampled(
+            times, values, time_ns + self.offsets_ns, self.interpolation, self.reach_ns
+        )
 
 
 def resampled(
@@ -83,10 +87,13 @@ def resampled(
     if reach_ns is not None:
         is_there &= ((share == 1) | (before <= reach_ns)) & ((share == 0) | (after <= reach_ns))
     both = zip(low.tolist(), high.tolist(), share.tolist(), is_there.tolist(), strict=True)
-    return [_between(values[a], values[b], of_later) if there else None for a, b, of_later, there in both]
+    return [
+        _between(values[a], values[b], of_later) if there else None
+        for a, b, of_later, there in both
+    ]
 
 
-def _between(low: Any, high: Any, share: float) -> Any:  # noqa: ANN401
+def _between(low: Any, high: Any, share: float) -> Any:
     """Return ``low`` (1 - share) + ``high`` share; None where one that counts is missing."""
     if share in (0, 1) or low is None or high is None:
         return high if share == 1 else low if share == 0 else None
@@ -105,9 +112,13 @@ class TimedChannels(NamedTuple):
         for source in sources:
             reader = source.reader
             reader.num_frames = self.num_frames if self.by_name else None
-            reader.timed = tuple(channel for channel in reader.channels if channel.name in self.by_name)
+            reader.timed = tuple(
+                channel for channel in reader.channels if channel.name in self.by_name
+            )
 
-    def read(self, time_ns: int, about: Collection[tuple[int, Mapping[str, Value | None]]]) -> TimedValues:
+    def read(
+        self, time_ns: int, about: Collection[tuple[int, Mapping[str, Value | None]]]
+    ) -> TimedValues:
         """Return the values of each channel about a sample's time, from those of samples at their times."""
         known = sorted(about, key=lambda one: one[0])
         return {name: one.read(time_ns, known) for name, one in self.by_name.items()}
@@ -120,7 +131,9 @@ class TimedChannels(NamedTuple):
         for name, of_channel in values.items():
             channel = self.by_name[name].channel
             move = LAWS[channel.law.name].move
-            moved[name] = [None if one is None else move(one, channel, motion) for one in of_channel]
+            moved[name] = [
+                None if one is None else move(one, channel, motion) for one in of_channel
+            ]
         return moved
 
 
@@ -145,20 +158,33 @@ def timed_channels(window: Window | None, channels: Sequence[Channel]) -> TimedC
         stored = by_name[name]
         channel = one_of_series(stored) or stored
         law = LAWS[channel.law.name]
-        if law.moves and not (channel.law.name.startswith("ego_") and channel.frame in (None, "ego")):
+        if law.moves and not (
+            channel.law.name.startswith("ego_") and channel.frame in (None, "ego")
+        ):
             raise ConfigError(
                 f"window: '{name}' (law {channel.law.name}, frame {channel.frame}) moves with the images or a sensor, "
                 f"so it has the times of the frames: leave it out, '{IMAGES}' is its window too"
             )
         if channel.kind == "tokens" and channel.shape == (None,):
-            raise ConfigError(f"window: '{name}' are tokens of varying number, which have no times of their own")
+            raise ConfigError(
+                f"window: '{name}' are tokens of varying number, which have no times of their own"
+            )
         is_linear = channel.kind == "array" and channel.numpy_dtype.kind == "f" and not law.moves
         if given.interpolation == "linear" and not is_linear:
             raise ConfigError(
                 f"window: '{name}' (kind {channel.kind}, {channel.dtype or 'no numbers'}, law {channel.law.name}) has "
                 "nothing between two values: use 'nearest' or 'hold'"
             )
-        usual = "linear" if is_linear else "nearest" if law.moves or channel.kind in _NEAREST else "hold"
-        offsets, how = np.array(given.offsets_ns, np.int64), cast("Interpolation", given.interpolation or usual)
+        usual = (
+            "linear"
+            if is_linear
+            else "nearest"
+            if law.moves or channel.kind in _NEAREST
+            else "hold"
+        )
+        offsets, how = (
+            np.array(given.offsets_ns, np.int64),
+            cast("Interpolation", given.interpolation or usual),
+        )
         found[name] = TimedChannel(channel, channel is not stored, offsets, how, given.reach_ns)
     return TimedChannels(num_frames, found)

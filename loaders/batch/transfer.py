@@ -27,11 +27,19 @@ def require_cuda(what: str) -> None:
     if torch.cuda.is_available():
         return
     built = torch.version.cuda
-    reason = "this torch was built without CUDA" if built is None else f"torch (CUDA {built}) finds no usable GPU"
-    raise ConfigError(f"{what} needs CUDA, but {reason}; leave it out to keep batches in host memory")
+    reason = (
+        "this torch was built without CUDA"
+        if built is None
+        else f"torch (CUDA {built}) finds no usable GPU"
+    )
+    raise ConfigError(
+        f"{what} needs CUDA, but {reason}; leave it out to keep batches in host memory"
+    )
 
 
-def make_transfer(device: torch.device | str | int | None, *, pinned: bool = True) -> CudaTransfer | None:
+def make_transfer(
+    device: torch.device | str | int | None, *, pinned: bool = True
+) -> CudaTransfer | None:
     """Make what brings batches to a device: None for None or the CPU. Raise ConfigError for any but CPU and CUDA.
 
     ``pinned`` is whether what is copied together is put together in page-locked memory.
@@ -39,15 +47,23 @@ def make_transfer(device: torch.device | str | int | None, *, pinned: bool = Tru
     try:
         target = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"torch does not know device={device!r}: use 'cpu', 'cuda' or 'cuda:N'") from error
+        raise ConfigError(
+            f"torch does not know device={device!r}: use 'cpu', 'cuda' or 'cuda:N'"
+        ) from error
     if target.type == "cpu":
         return None
     if target.type != "cuda":
-        raise ConfigError(f"device={device!r} is not served: use 'cpu', 'cuda' or 'cuda:N', and move batches yourself")
+        raise ConfigError(
+            f"device={device!r} is not served: use 'cpu', 'cuda' or 'cuda:N', and move batches yourself"
+        )
     require_cuda(f"device={device!r}")
     if target.index is not None and target.index >= torch.cuda.device_count():
-        raise ConfigError(f"device={device!r}: torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0")
-    if str(target) == "cuda":  # now, not when a batch is handed over: that is in another thread, or on another device
+        raise ConfigError(
+            f"device={device!r}: torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0"
+        )
+    if (
+        str(target) == "cuda"
+    ):  # now, not when a batch is handed over: that is in another thread, or on another device
         target = torch.device("cuda", torch.cuda.current_device())
     return CudaTransfer(target, pinned=pinned)
 
@@ -81,7 +97,7 @@ class CudaTransfer:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._local = threading.local()
 
-    def __call__(self, batch: Any, then: Callable[[Any], Any] | None = None) -> Moved:  # noqa: ANN401
+    def __call__(self, batch: Any, then: Callable[[Any], Any] | None = None) -> Moved:
         """Copy every tensor of the batch, those in dicts, lists and tuples included.
 
         ``then`` is called with the batch on the device, on the copy's stream; its result is handed on.
@@ -94,10 +110,12 @@ class CudaTransfer:
             finally:
                 wait_on_host(self._stream)
         owners: dict[int, torch.Tensor] = {}
-        map_tensors(moved, lambda tensor: owners.setdefault(tensor.untyped_storage().data_ptr(), tensor))
+        map_tensors(
+            moved, lambda tensor: owners.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        )
         return Moved(moved, arena, list(owners.values()))
 
-    def _move(self, batch: Any) -> tuple[Any, torch.Tensor | None]:  # noqa: ANN401
+    def _move(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
         small: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,16 +125,20 @@ class CudaTransfer:
 
         map_tensors(batch, collect)
         if not small:
-            return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True)), None
+            return map_tensors(
+                batch, lambda tensor: tensor.to(self.device, non_blocking=True)
+            ), None
         packed = self._arena.pack(small)
         arena = packed.block.to(self.device, non_blocking=True)
         views = iter(packed.cut(arena))
         return map_tensors(
             batch,
-            lambda tensor: next(views) if is_packed(tensor) else tensor.to(self.device, non_blocking=True),
+            lambda tensor: (
+                next(views) if is_packed(tensor) else tensor.to(self.device, non_blocking=True)
+            ),
         ), arena
 
-    def hand_over(self, moved: Moved) -> Any:  # noqa: ANN401
+    def hand_over(self, moved: Moved) -> Any:
         """Return the batch, with the consumer's current stream recorded on its memory.
 
         No wait is needed: the copy was complete before the batch left :meth:`__call__`.
@@ -134,7 +156,7 @@ class CudaTransfer:
         so is what they make: no later stage, nor the allocator, has to know their stream.
         """
 
-        def streamed(item: Any) -> Any:  # noqa: ANN401
+        def streamed(item: Any) -> Any:
             stream = getattr(self._local, "stream", None)
             if stream is None:
                 stream = self._local.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -147,7 +169,7 @@ class CudaTransfer:
         return streamed
 
 
-def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401
+def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply ``change`` to each tensor of a batch, in dicts, lists and tuples to any depth; everything else stays."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
@@ -179,7 +201,10 @@ class Packed(NamedTuple):
     def cut(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors as views of a copy of the block, in the order in which they were packed."""
         typed = {dtype: block.view(dtype) for dtype in {piece.dtype for piece in self.pieces}}
-        return [typed[dtype].as_strided(shape, strides, offset) for dtype, shape, strides, offset in self.pieces]
+        return [
+            typed[dtype].as_strided(shape, strides, offset)
+            for dtype, shape, strides, offset in self.pieces
+        ]
 
 
 class Arena:
@@ -214,7 +239,9 @@ def pack(tensors: Sequence[torch.Tensor], room: Memory) -> Packed:
     pieces: list[Piece] = []
     num_bytes = 0
     for tensor in dense:
-        pieces.append(Piece(tensor.dtype, tuple(tensor.shape), tensor.stride(), num_bytes // tensor.itemsize))
+        pieces.append(
+            Piece(tensor.dtype, tuple(tensor.shape), tensor.stride(), num_bytes // tensor.itemsize)
+        )
         num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     memory = torch.from_numpy(room(num_bytes))[:num_bytes]
     start = memory.data_ptr()
@@ -241,4 +268,7 @@ def is_plain(value: object) -> bool:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill the memory from the first to the last, in any order of the axes."""
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return (
+        tensor.is_contiguous()
+        or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    )

@@ -59,12 +59,17 @@ def transform(
     decoded: Parsed,
 ) -> Sample:
     """Pass each view of a sample through the user's function, as a dict: a batch of one without its B axis."""
-    first, *others = [_transformed(function, assemble([view]), seed, view) for view in decoded.views]
+    first, *others = [
+        _transformed(function, assemble([view]), seed, view) for view in decoded.views
+    ]
     return first._replace(second=others[0]) if others else first
 
 
 def _transformed(
-    function: Callable[[dict[str, Any]], Any] | None, batch: dict[str, Any], seed: int, decoded: Parsed
+    function: Callable[[dict[str, Any]], Any] | None,
+    batch: dict[str, Any],
+    seed: int,
+    decoded: Parsed,
 ) -> Sample:
     """Return what the function makes of a batch of one; ``seed`` is that of the loader."""
     whole = batch.pop("img")
@@ -85,7 +90,7 @@ def _transformed(
     return Sample(decoded.slot, at, decoded.key, value, joins, common)
 
 
-def collate(function: Callable[[list[Any]], Any] | None, transformed: Sequence[Sample]) -> Any:  # noqa: ANN401
+def collate(function: Callable[[list[Any]], Any] | None, transformed: Sequence[Sample]) -> Any:
     """Do the stage's work: call the user's function on the list of samples, or :func:`stack_samples`."""
     if function is not None:
         return function([entry.value for entry in transformed])
@@ -109,13 +114,20 @@ class BatchTransform:
         *,
         must_be_dict: bool,
     ) -> None:
-        self._function, self._normalize, self._device, self._seed = function, normalize, device, seed
+        self._function, self._normalize, self._device, self._seed = (
+            function,
+            normalize,
+            device,
+            seed,
+        )
         self._must_be_dict = must_be_dict
 
-    def __call__(self, collated: Collated) -> Any:  # noqa: ANN401
+    def __call__(self, collated: Collated) -> Any:
         """Return the batch; raise StageError, with the batch's place and keys, for an error of the function."""
         batch = collated.batch if self._normalize is None else self._normalize(collated.batch)
-        drawn = uniforms(self._seed, collated.epoch, collated.position, [ALL_CAMERAS], "batch_transform", 1)
+        drawn = uniforms(
+            self._seed, collated.epoch, collated.position, [ALL_CAMERAS], "batch_transform", 1
+        )
         generator = torch.Generator(self._device).manual_seed(int(drawn[0, 0] * 2**53))
         try:
             made = self._function(batch, generator)
@@ -124,8 +136,12 @@ class BatchTransform:
         except BaseException as error:
             raise stage_error(f"batch_transform failed on {collated}", error) from error
         if made is None or (self._must_be_dict and not isinstance(made, dict)):
-            wanted = "a dict of tensors, as static batches need" if self._must_be_dict else "the batch"
-            raise ConfigError(f"batch_transform returned {type(made).__name__} for {collated}: return {wanted}")
+            wanted = (
+                "a dict of tensors, as static batches need" if self._must_be_dict else "the batch"
+            )
+            raise ConfigError(
+                f"batch_transform returned {type(made).__name__} for {collated}: return {wanted}"
+            )
         return made
 
 
@@ -144,7 +160,9 @@ def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
             )
         if entry.value.keys() != samples[0].keys():
             unlike = sorted(map(str, entry.value.keys() ^ samples[0].keys()))
-            raise ConfigError(f"transform gave {entry} other names than {transformed[0]}: {', '.join(unlike)}")
+            raise ConfigError(
+                f"transform gave {entry} other names than {transformed[0]}: {', '.join(unlike)}"
+            )
     joins, common = transformed[0].joins, transformed[0].common
     batch: dict[str, Any] = {}
     for name in samples[0]:
@@ -158,29 +176,36 @@ def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
     return batch
 
 
-def _stack(values: list[Any]) -> Any:  # noqa: ANN401
+def _stack(values: list[Any]) -> Any:
     first = values[0]
     if isinstance(first, torch.Tensor) and all(
-        isinstance(value, torch.Tensor) and value.shape == first.shape and value.dtype == first.dtype
+        isinstance(value, torch.Tensor)
+        and value.shape == first.shape
+        and value.dtype == first.dtype
         for value in values
     ):
         return torch.stack(values)
-    if isinstance(first, (bool, int, float)) and all(type(value) is type(first) for value in values):
+    if isinstance(first, (bool, int, float)) and all(
+        type(value) is type(first) for value in values
+    ):
         return torch.tensor(values)
     return values
 
 
-def _whole(transformed: Sequence[Sample], images: list[Any]) -> Any:  # noqa: ANN401
+def _whole(transformed: Sequence[Sample], images: list[Any]) -> Any:
     """Return the batch's buffer itself if every image is still its own row of it; so for each group of cameras."""
     whole = transformed[0].slot.img()
     if not isinstance(whole, dict):
         return _same_rows(whole, transformed, images)
     if not all(isinstance(image, dict) and image.keys() == whole.keys() for image in images):
         return _stack(images)
-    return {name: _same_rows(one, transformed, [image[name] for image in images]) for name, one in whole.items()}
+    return {
+        name: _same_rows(one, transformed, [image[name] for image in images])
+        for name, one in whole.items()
+    }
 
 
-def _same_rows(whole: torch.Tensor, transformed: Sequence[Sample], images: list[Any]) -> Any:  # noqa: ANN401
+def _same_rows(whole: torch.Tensor, transformed: Sequence[Sample], images: list[Any]) -> Any:
     for entry, image in zip(transformed, images, strict=True):
         row = whole[entry.at]
         if not (

@@ -53,10 +53,19 @@ def _dali(place: Place) -> ImageDecoder:
     from fuelrail.loaders.decode.dali import DEFAULT_OPTIONS, DaliDecoder
 
     facts = UNKNOWN if place.facts is None or place.device == "cpu" else place.facts()
-    return DaliDecoder(place.device, num_threads=place.num_threads, facts=facts, options=place.dali or DEFAULT_OPTIONS)
+    return DaliDecoder(
+        place.device,
+        num_threads=place.num_threads,
+        facts=facts,
+        options=place.dali or DEFAULT_OPTIONS,
+    )
 
 
-BACKENDS: dict[str, Callable[[Place], ImageDecoder]] = {"turbo": _turbo, "pillow": _pillow, "dali": _dali}
+BACKENDS: dict[str, Callable[[Place], ImageDecoder]] = {
+    "turbo": _turbo,
+    "pillow": _pillow,
+    "dali": _dali,
+}
 """Name of a built-in backend to the function that imports and makes it."""
 
 
@@ -110,7 +119,10 @@ def _plugin(name: str, place: Place) -> ImageDecoder:
 
 
 def decode_images(
-    decoder: ImageDecoder, encoded: Sequence[Buffer], image_maps: Sequence[ImageMap], outs: Sequence[NDArray[np.uint8]]
+    decoder: ImageDecoder,
+    encoded: Sequence[Buffer],
+    image_maps: Sequence[ImageMap],
+    outs: Sequence[NDArray[np.uint8]],
 ) -> Iterator[ImageError | None]:
     """Decode each image under its map: in one call where the decoder can, else one after another.
 
@@ -136,7 +148,10 @@ def _takes_several(kind: type) -> bool:
 
 
 def decode_views(
-    decoder: ImageDecoder, encoded: Buffer, image_maps: Sequence[ImageMap], outs: Sequence[NDArray[np.uint8]]
+    decoder: ImageDecoder,
+    encoded: Buffer,
+    image_maps: Sequence[ImageMap],
+    outs: Sequence[NDArray[np.uint8]],
 ) -> None:
     """Write one image under several maps: from one decode where the decoder can, else from one for each.
 

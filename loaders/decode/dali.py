@@ -58,7 +58,9 @@ try:
 except ImportError as error:
     found = dali_install.installed_dali()
     if found is None:
-        raise ConfigError(f"decoder='dali' needs NVIDIA DALI; {dali_install.what_to_install()}") from error
+        raise ConfigError(
+            f"decoder='dali' needs NVIDIA DALI; {dali_install.what_to_install()}"
+        ) from error
     problem = found.problem or f"{found.package} is installed without a package that it imports"
     raise ConfigError(f"decoder='dali': {problem} ({error}); {found.advice}") from error
 
@@ -154,11 +156,17 @@ class DaliDecoder:
         if torch.cuda.is_available():
             engine = dali_install.gpu_engine(self.device.index)
             if engine.name == "nothing":
-                raise ConfigError(f"decoder='dali' on {self.device}: {engine.reason}; {engine.advice}")
+                raise ConfigError(
+                    f"decoder='dali' on {self.device}: {engine.reason}; {engine.advice}"
+                )
             if engine.name != "hardware" and engine.advice:
                 where = "CPU" if engine.name == "CPU" else "GPU's CUDA cores"
                 _LOG.warning(
-                    "decoder='dali' on %s decodes on the %s: %s; %s", self.device, where, engine.reason, engine.advice
+                    "decoder='dali' on %s decodes on the %s: %s; %s",
+                    self.device,
+                    where,
+                    engine.reason,
+                    engine.advice,
                 )
             is_hardware &= engine.name == "hardware"
         # Elsewhere each thread decodes the Huffman code of images, so the lanes share all CPUs of the rank.
@@ -232,10 +240,16 @@ class DaliDecoder:
             )
         refused: list[int] = []
         for is_aligned, num_views in product((True, False), (1, 2)):
-            group = [job for job in found.jobs if job.is_aligned is is_aligned and len(job.views) == num_views]
+            group = [
+                job
+                for job in found.jobs
+                if job.is_aligned is is_aligned and len(job.views) == num_views
+            ]
             size = -(-self._max_run // num_views)
             for first in range(0, len(group), size):
-                refused += self._run_or_split(group[first : first + size], image_maps, out, interpolation)
+                refused += self._run_or_split(
+                    group[first : first + size], image_maps, out, interpolation
+                )
         for places in lens_views(found.by_turbo + refused, encoded, image_maps):
             pictures, data = np.empty((len(places), *out.shape[1:]), np.uint8), encoded[places[0]]
             assert data is not None
@@ -243,7 +257,9 @@ class DaliDecoder:
                 if len(places) == 1:
                     self._turbo.decode_into(data, image_maps[places[0]], pictures[0], interpolation)
                 else:
-                    self._turbo.decode_views(data, [image_maps[at] for at in places], list(pictures), interpolation)
+                    self._turbo.decode_views(
+                        data, [image_maps[at] for at in places], list(pictures), interpolation
+                    )
             except ImageError as error:
                 found.errors.update(dict.fromkeys(places, error))
                 continue
@@ -275,13 +291,17 @@ class DaliDecoder:
         edges of hard-edged colour blocks.
         """
         first = -self._num_checkable % self._check_every
-        self._num_checkable += len(places)  # two threads may count the same images: that changes which are compared
+        self._num_checkable += len(
+            places
+        )  # two threads may count the same images: that changes which are compared
         for at in places[first :: self._check_every]:
             expected, data = np.empty(tuple(out.shape[1:]), np.uint8), encoded[at]
             assert data is not None
             try:
                 self._exact.decode_into(data, image_maps[at], expected, interpolation)
-            except ImageError:  # damaged data, at which DALI does not stop: the shard's digests find that
+            except (
+                ImageError
+            ):  # damaged data, at which DALI does not stop: the shard's digests find that
                 continue
             psnr_db = psnr_of_means(out[at].cpu(), torch.from_numpy(expected))
             if psnr_db < MIN_PSNR_DB:
@@ -295,21 +315,34 @@ class DaliDecoder:
         """Count images that only libjpeg-turbo could decode: if they are many, the GPU decodes nothing. Said once."""
         if places and self.num_refused == 0:
             reason = dali_install.short(self._reason)
-            _LOG.warning("DALI fails on images that libjpeg-turbo decodes; those are left to it: %s", reason)
+            _LOG.warning(
+                "DALI fails on images that libjpeg-turbo decodes; those are left to it: %s", reason
+            )
         self.num_refused += len(places)
 
     def _check(self, image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str) -> None:
         if interpolation not in INTERPOLATIONS:
-            raise ConfigError(f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}")
+            raise ConfigError(
+                f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}"
+            )
         sizes = {(3, *image_map.out_wh[::-1]) for image_map in image_maps}
-        if out.dtype != torch.uint8 or out.device != self.device or sizes - {tuple(out.shape[1:])} or out.ndim != 4:
+        if (
+            out.dtype != torch.uint8
+            or out.device != self.device
+            or sizes - {tuple(out.shape[1:])}
+            or out.ndim != 4
+        ):
             raise ConfigError(
                 f"out must be a uint8 tensor on {self.device} of shape [{len(image_maps)}, 3, height, width] "
                 f"with the maps' output sizes {sorted(sizes)}, got {out.dtype} on {out.device} {tuple(out.shape)}"
             )
 
     def _run_or_split(
-        self, jobs: Sequence[Job], image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str
+        self,
+        jobs: Sequence[Job],
+        image_maps: Sequence[ImageMap],
+        out: torch.Tensor,
+        interpolation: str,
     ) -> list[int]:
         """Decode the jobs; return the places of the images that DALI cannot decode, each tried alone in the end."""
         if self._run(jobs, out, interpolation):
@@ -344,7 +377,7 @@ class DaliDecoder:
             self._local.state.hold(made)
         return True
 
-    def _run_pipeline(self, key: Key, jobs: Sequence[Job]) -> Any:  # noqa: ANN401 - DALI's list of tensors
+    def _run_pipeline(self, key: Key, jobs: Sequence[Job]) -> Any:
         """Return one run's outputs, one for each view, complete, of this thread's pipeline; raises RuntimeError.
 
         Keep runs host-synchronous and one deep: nvJPEG's batched hardware decoding on H100 writes its output when it is
@@ -372,7 +405,9 @@ class DaliDecoder:
             # Complete when it returns, since it is given no stream: until then it reads the encoded images in place.
             outputs = pipeline.run()
         except RuntimeError as error:
-            if "operator" not in str(error):  # not an operator's complaint about its input, but the pipeline's own
+            if "operator" not in str(
+                error
+            ):  # not an operator's complaint about its input, but the pipeline's own
                 pipelines.pop(key, None)
             raise
         return outputs
@@ -385,7 +420,9 @@ class DaliDecoder:
         except RuntimeError as error:
             raise DecoderError(dali_install.explain_failure(str(error))) from error
 
-    def _build(self, interpolation: str, is_aligned: bool, width: int, height: int, num_views: int = 1) -> Pipeline:
+    def _build(
+        self, interpolation: str, is_aligned: bool, width: int, height: int, num_views: int = 1
+    ) -> Pipeline:
         """Return a built pipeline: inputs as in `Job`, outputs uint8 (3, height, width) on the device, one a view."""
         kind = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}[interpolation]
         # DALI's default executor: after a failed run the next one works, and the memory of the failed one comes back.
@@ -415,10 +452,14 @@ class DaliDecoder:
                 elif num_views > 1:
                     first, last = own[0:2] - window[0:2], own[2:4] - window[0:2]
                     image = fn.slice(image, start=first, end=last, axis_names="HW")
-                image = fn.resize(image, roi_start=start, roi_end=end, size=size, interp_type=kind, antialias=True)
+                image = fn.resize(
+                    image, roi_start=start, roi_end=end, size=size, interp_type=kind, antialias=True
+                )
                 if not is_aligned:
                     matrix = fn.external_source(name=f"matrix{number}", dtype=types.FLOAT, ndim=2)
-                    image = fn.warp_affine(image, matrix=matrix, size=(height, width), interp_type=types.INTERP_LINEAR)
+                    image = fn.warp_affine(
+                        image, matrix=matrix, size=(height, width), interp_type=types.INTERP_LINEAR
+                    )
                 outputs.append(fn.transpose(image, perm=[2, 0, 1]))
             pipeline.set_outputs(*outputs)
         pipeline.build()
@@ -436,7 +477,9 @@ class DaliDecoder:
         if width and height:
             # Each thread takes this of the device and twice of pinned memory: room for 3 coefficients of 2 bytes a
             # pixel, in place of DALI's 16 and 8 MiB for an image of any size.
-            options |= dict.fromkeys(("device_memory_padding", "host_memory_padding"), 6 * width * height)
+            options |= dict.fromkeys(
+                ("device_memory_padding", "host_memory_padding"), 6 * width * height
+            )
         return options
 
 

@@ -14,7 +14,9 @@ MIN_VERSION = (2, 2)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
-_ABOUT_AN_IMAGE = re.compile(r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'")
+_ABOUT_AN_IMAGE = re.compile(
+    r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'"
+)
 """What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete code stream."""
 
 _CUDA = re.compile(r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_", re.IGNORECASE)
@@ -35,8 +37,12 @@ class _Line(NamedTuple):
 
 
 _LINES = {
-    "nvidia-dali-cuda120": _Line("fuelrail[dali]", "nvidia-nvjpeg-cu12", "nvidia-nvimgcodec-cu12", (525, 60)),
-    "nvidia-dali-cuda130": _Line("fuelrail[dali-cu13]", "nvidia-nvjpeg", "nvidia-nvimgcodec-cu13", (580,)),
+    "nvidia-dali-cuda120": _Line(
+        "fuelrail[dali]", "nvidia-nvjpeg-cu12", "nvidia-nvimgcodec-cu12", (525, 60)
+    ),
+    "nvidia-dali-cuda130": _Line(
+        "fuelrail[dali-cu13]", "nvidia-nvjpeg", "nvidia-nvimgcodec-cu13", (580,)
+    ),
 }
 
 
@@ -85,7 +91,9 @@ def installed_dali() -> InstalledDali | None:
             required = importlib.metadata.requires(package) or []
             names = [_NAME.match(text) for text in required if "extra ==" not in text]
             missing = [name[0] for name in names if name is not None and _version(name[0]) is None]
-            return InstalledDali(package, version, missing, _version(line.nvjpeg), _version(line.nvimgcodec))
+            return InstalledDali(
+                package, version, missing, _version(line.nvjpeg), _version(line.nvimgcodec)
+            )
     return None
 
 
@@ -110,7 +118,11 @@ def gpu_engine(index: int = 0) -> Engine:
     if driver is not None and _numbers(driver) < found.min_driver:
         return Engine("nothing", *_old_driver(found, driver))
     if found.nvjpeg is None:
-        return Engine("CPU", f"{found.package} finds no nvJPEG, so libjpeg-turbo decodes inside DALI", found.advice)
+        return Engine(
+            "CPU",
+            f"{found.package} finds no nvJPEG, so libjpeg-turbo decodes inside DALI",
+            found.advice,
+        )
     if not has_libnvcuvid():
         return Engine(
             "CUDA",
@@ -146,7 +158,9 @@ def driver_version() -> str | None:
 
 def is_about_an_image(text: str) -> bool:
     """Return whether a text of DALI's blames an image, and not the device, the memory or the pipeline."""
-    return bool(_ABOUT_AN_IMAGE.search(text)) and not (_CUDA.search(text) or _NO_MEMORY.search(text))
+    return bool(_ABOUT_AN_IMAGE.search(text)) and not (
+        _CUDA.search(text) or _NO_MEMORY.search(text)
+    )
 
 
 def explain_failure(text: str) -> str:
@@ -155,7 +169,11 @@ def explain_failure(text: str) -> str:
     if found is not None and found.problem:
         return f"decoder='dali': {found.problem}; {found.advice}"
     if re.search(r"driver.*insufficient|cudaErrorInsufficientDriver", text):
-        what, advice = _old_driver(found, driver or "in use") if found else ("the driver is too old", "update it")
+        what, advice = (
+            _old_driver(found, driver or "in use")
+            if found
+            else ("the driver is too old", "update it")
+        )
     elif _NO_MEMORY.search(text):
         what = "there is no memory left to decode in"
         advice = "take a smaller batch_size, leave the decoder some of the GPU's memory, or take decoder='turbo'"
@@ -166,20 +184,32 @@ def explain_failure(text: str) -> str:
             "if decoder='turbo' runs without it, the decoder caused it"
         )
     else:
-        what, advice = "NVIDIA DALI fails, and not because of an image", "take decoder='turbo', and run fuelrail doctor"
+        what, advice = (
+            "NVIDIA DALI fails, and not because of an image",
+            "take decoder='turbo', and run fuelrail doctor",
+        )
     return f"decoder='dali': {what}: {advice}; {found or 'DALI'} says: {short(text)}"
 
 
 def short(text: str) -> str:
     """Return DALI's message without its stack of operators."""
-    reason = text.split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
+    reason = text.split("encountered:")[-1].replace(
+        "Current pipeline object is no longer valid.", ""
+    )
     return " ".join(reason.split())[:500]
 
 
 def _old_driver(found: InstalledDali, driver: str) -> tuple[str, str]:
     needed = _dotted(found.min_driver)
-    other = "" if found.package == "nvidia-dali-cuda120" else ", or pip install 'fuelrail[dali]' (CUDA 12) in its place"
-    return f"the NVIDIA driver {driver} is older than {needed}, which {found.package} needs", f"update it{other}"
+    other = (
+        ""
+        if found.package == "nvidia-dali-cuda120"
+        else ", or pip install 'fuelrail[dali]' (CUDA 12) in its place"
+    )
+    return (
+        f"the NVIDIA driver {driver} is older than {needed}, which {found.package} needs",
+        f"update it{other}",
+    )
 
 
 def what_to_install() -> str:

@@ -71,7 +71,13 @@ class Key(NamedTuple):
     @classmethod
     def of(cls, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> Key:
         """Return that of jobs, which must be alike, and an output [B, 3, height, width]."""
-        return cls(interpolation, jobs[0].is_aligned, int(out.shape[3]), int(out.shape[2]), len(jobs[0].views))
+        return cls(
+            interpolation,
+            jobs[0].is_aligned,
+            int(out.shape[3]),
+            int(out.shape[2]),
+            len(jobs[0].views),
+        )
 
 
 class Prepared(NamedTuple):
@@ -151,7 +157,9 @@ def prepare(
 def _of_rows(job: Job, spliced: SplicedRows) -> Job:
     """Return the job for some rows of its image."""
     top, left, bottom, right = job.window
-    return job._replace(encoded=spliced.encoded, window=(top - spliced.top, left, bottom - spliced.top, right))
+    return job._replace(
+        encoded=spliced.encoded, window=(top - spliced.top, left, bottom - spliced.top, right)
+    )
 
 
 def lens_views(
@@ -160,7 +168,9 @@ def lens_views(
     """Return places that libjpeg-turbo decodes, those of one image with a lens together: they come from one decode."""
     found: dict[tuple[int, int], list[int]] = {}
     for at in places:
-        found.setdefault((id(encoded[at]), at if image_maps[at].lens is None else -1), []).append(at)
+        found.setdefault((id(encoded[at]), at if image_maps[at].lens is None else -1), []).append(
+            at
+        )
     return list(found.values())
 
 
@@ -168,12 +178,21 @@ def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
     """Return the parameters of one image; None if its map sees nothing of it."""
     width, height = image_map.source_wh
     out_width, out_height = image_map.out_wh
-    is_aligned = image_map.is_axis_aligned and image_map.covered_output() == (0, 0, out_width, out_height)
+    is_aligned = image_map.is_axis_aligned and image_map.covered_output() == (
+        0,
+        0,
+        out_width,
+        out_height,
+    )
     if is_aligned:
         a, _, tx, _, d, ty = image_map.inverse_coefficients()
         x0, x1, y0, y1 = tx, a * out_width + tx, ty, d * out_height + ty
         # A map may end within half an output pixel outside of the image; a box of DALI's may not.
-        is_aligned = min(x0, x1, y0, y1) >= -1e-6 and max(x0, x1) <= width + 1e-6 and max(y0, y1) <= height + 1e-6
+        is_aligned = (
+            min(x0, x1, y0, y1) >= -1e-6
+            and max(x0, x1) <= width + 1e-6
+            and max(y0, y1) <= height + 1e-6
+        )
     matrix: tuple[float, ...] = ()
     if is_aligned:
         left, top, right, bottom = image_map.source_roi(_REACH_PX / min(1.0, image_map.max_scale))
@@ -196,7 +215,9 @@ def inputs(jobs: Sequence[Job], *, is_whole: bool) -> dict[str, Any]:
 
     A graph with ``is_whole`` decodes whole images, so for two views it has no window to decode.
     """
-    from nvidia.dali.tensors import TensorCPU  # which DALI makes of other kinds of arrays in twice the time
+    from nvidia.dali.tensors import (
+        TensorCPU,
+    )  # which DALI makes of other kinds of arrays in twice the time
 
     fed: dict[str, Any] = {"encoded": [TensorCPU(job.encoded) for job in jobs]}
     views = list(zip(*(job.views for job in jobs), strict=True))
@@ -209,7 +230,9 @@ def inputs(jobs: Sequence[Job], *, is_whole: bool) -> dict[str, Any]:
             fed[f"window{number}"] = windows[number]
         fed[f"box{number}"] = np.array([job.box for job in of_view], np.float32)
         if not jobs[0].is_aligned:
-            fed[f"matrix{number}"] = np.array([job.matrix for job in of_view], np.float32).reshape(-1, 2, 3)
+            fed[f"matrix{number}"] = np.array([job.matrix for job in of_view], np.float32).reshape(
+                -1, 2, 3
+            )
     return fed
 
 
@@ -233,7 +256,9 @@ def psnr_of_means(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the PSNR in dB of two uint8 images (3, height, width), each averaged over 4 x 4 pixels."""
     width, height = -(-first.shape[2] // 4), -(-first.shape[1] // 4)
     differences = [
-        cv2.absdiff(*(cv2.resize(plane, (width, height), interpolation=cv2.INTER_AREA) for plane in planes))
+        cv2.absdiff(
+            *(cv2.resize(plane, (width, height), interpolation=cv2.INTER_AREA) for plane in planes)
+        )
         for planes in zip(first.numpy(), second.numpy(), strict=True)
     ]
     error = float(np.mean(np.square(differences, dtype=np.float64)))
@@ -254,7 +279,9 @@ def stretches(jobs: Sequence[Job]) -> list[tuple[slice, slice]]:
     return found
 
 
-def black_out_unseen(jobs: Sequence[Job], image_maps: Sequence[ImageMap], out: torch.Tensor) -> None:
+def black_out_unseen(
+    jobs: Sequence[Job], image_maps: Sequence[ImageMap], out: torch.Tensor
+) -> None:
     """Set the pixels black that the maps let see nothing: one small copy to the device for all images."""
     height, width = int(out.shape[2]), int(out.shape[3])
     limited = [image_maps[job.at].visible_columns() for job in jobs]

@@ -48,7 +48,9 @@ class UnusualSamplingError(ImageError):
     """A valid JPEG whose sampling factors libjpeg-turbo's own API has no name for."""
 
 
-def decode_jpeg(encoded: Buffer, info: ImageInfo, factor: int, scratch: Scratch, lead: int = 0) -> Picture:
+def decode_jpeg(
+    encoded: Buffer, info: ImageInfo, factor: int, scratch: Scratch, lead: int = 0
+) -> Picture:
     """Return the picture, decoded at 1/factor: (h, w, 4) RGBX in the thread's scratch, or RGB (h, w, 3) of CMYK.
 
     ``lead`` rows without meaning come first, for who needs the picture to begin at a certain row. Not for CMYK. Raises
@@ -72,7 +74,9 @@ def decode_jpeg(encoded: Buffer, info: ImageInfo, factor: int, scratch: Scratch,
             ) from error
         raise ImageError(f"JPEG cannot be decoded: {error}") from error
     if image.shape != (height, width, 4):
-        raise ImageError(f"JPEG decoded to {image.shape[1]}x{image.shape[0]}, expected {width}x{height}")
+        raise ImageError(
+            f"JPEG decoded to {image.shape[1]}x{image.shape[0]}, expected {width}x{height}"
+        )
     if not info.is_cmyk:
         return room
     # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 means no ink.

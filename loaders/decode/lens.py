@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
-from fuelrail.pipeline.transforms.lens import OWN, UNBENT, Lens, Matrix3, read_lens, rectified_places, source_places
+from fuelrail.pipeline.transforms.lens import (
+    OWN,
+    UNBENT,
+    Lens,
+    Matrix3,
+    read_lens,
+    rectified_places,
+    source_places,
+)
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Sample
@@ -65,17 +73,25 @@ def _chosen_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     """Return K between that of the largest rectangle within the straightened image and that of the one around it."""
     corner = np.array(wh) - 1.0
     grid = np.stack(np.meshgrid(*(np.linspace(0.0, end, _GRID) for end in corner)), -1)
-    flat = rectified_places(grid.reshape(-1, 2), dataclasses.replace(lens, rectified=_UNIT)).reshape(grid.shape)
-    inner = np.array([flat[:, 0].max(0)[0], flat[0].max(0)[1], flat[:, -1].min(0)[0], flat[-1].min(0)[1]])
+    flat = rectified_places(
+        grid.reshape(-1, 2), dataclasses.replace(lens, rectified=_UNIT)
+    ).reshape(grid.shape)
+    inner = np.array(
+        [flat[:, 0].max(0)[0], flat[0].max(0)[1], flat[:, -1].min(0)[0], flat[-1].min(0)[1]]
+    )
     outer = np.concatenate([flat.min((0, 1)), flat.max((0, 1))])
     (fx, fy), (cx, cy) = (
         (1.0 - alpha) * one + alpha * other
-        for one, other in zip(_rectangle_camera(inner, corner), _rectangle_camera(outer, corner), strict=True)
+        for one, other in zip(
+            _rectangle_camera(inner, corner), _rectangle_camera(outer, corner), strict=True
+        )
     )
     return ((fx, 0.0, cx), (0.0, fy, cy), (0.0, 0.0, 1.0))
 
 
-def _rectangle_camera(sides: NDArray[np.float64], corner: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+def _rectangle_camera(
+    sides: NDArray[np.float64], corner: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], ...]:
     """Return focal lengths and centre that show a rectangle (left, top, right, bottom) of rays as a whole image."""
     focal = corner / (sides[2:] - sides[:2])
     return focal, -focal * sides[:2]
@@ -101,21 +117,31 @@ def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int
     if not np.isfinite(y).all():
         return 0, height
     # Between the coarse places the lens bends by less than from one of them to the next.
-    bend = max((float(np.abs(np.diff(y, 2, axis)).max(initial=0.0)) for axis in (0, 1)), default=0.0)
+    bend = max(
+        (float(np.abs(np.diff(y, 2, axis)).max(initial=0.0)) for axis in (0, 1)), default=0.0
+    )
     margin = support_px + bend + 1.0
-    top, bottom = math.floor(float(y.min()) + 0.5 - margin), math.ceil(float(y.max()) + 0.5 + margin)
+    top, bottom = (
+        math.floor(float(y.min()) + 0.5 - margin),
+        math.ceil(float(y.max()) + 0.5 + margin),
+    )
     return max(0, min(top, height)), max(0, min(bottom, height))
 
 
 @functools.lru_cache(maxsize=256)
-def _coarse_places(image_map: ImageMap, lens: Lens) -> tuple[NDArray[np.float32], NDArray[np.float32], float, float]:
+def _coarse_places(
+    image_map: ImageMap, lens: Lens
+) -> tuple[NDArray[np.float32], NDArray[np.float32], float, float]:
     """Return stored places of about every 16th output pixel, the outermost included, and their steps across and down.
 
     Shared, not to be written to.
     """
     width, height = (max(2, -(-side // _COARSE_PX)) for side in image_map.out_wh)
     # A map of its own, shrunk about the first pixel's centre.
-    step_x, step_y = (image_map.out_wh[0] - 1) / (width - 1), (image_map.out_wh[1] - 1) / (height - 1)
+    step_x, step_y = (
+        (image_map.out_wh[0] - 1) / (width - 1),
+        (image_map.out_wh[1] - 1) / (height - 1),
+    )
     shrink = np.diag((1.0 / max(step_x, 1e-9), 1.0 / max(step_y, 1e-9), 1.0))
     x, y = source_places(shrink @ _centre_matrix(image_map), lens, (width, height))
     return x, y, step_x, step_y
@@ -139,9 +165,16 @@ def sampling(
         if factor != 1.0:
             places *= factor
             places += 0.5 * factor - 0.5
-    seen = (x >= -0.5) & (x <= width * sx - 0.5) & (y >= -top * sy - 0.5) & (y <= (height - top) * sy - 0.5)
+    seen = (
+        (x >= -0.5)
+        & (x <= width * sx - 0.5)
+        & (y >= -top * sy - 0.5)
+        & (y <= (height - top) * sy - 0.5)
+    )
     columns = image_map.visible_columns()
-    if columns is not None:  # the rectified image's own border, and what crops before a rotation left out
+    if (
+        columns is not None
+    ):  # the rectified image's own border, and what crops before a rotation left out
         at = np.arange(x.shape[1])
         seen &= (at >= columns[0][:, None]) & (at < columns[1][:, None])
     if seen.all():
@@ -192,7 +225,9 @@ class Undistort(Settings, frozen=True):
             if lens is None:
                 continue
             if self.alpha is not None:
-                lens = dataclasses.replace(lens, rectified=rectified_camera(lens, maps[at].source_wh, self.alpha))
+                lens = dataclasses.replace(
+                    lens, rectified=rectified_camera(lens, maps[at].source_wh, self.alpha)
+                )
             bent[at] = dataclasses.replace(maps[at], lens=lens)
             intrinsics[at], dist[at] = lens.rectified, np.nan
         geometry = dataclasses.replace(geometry, intrinsics=intrinsics, dist=dist)

@@ -15,7 +15,12 @@ import numpy as np
 
 from fuelrail.loaders.decode.jpeg import Picture, Scratch, UnusualSamplingError, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
-from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
+from fuelrail.loaders.decode.protocol import (
+    Interpolation,
+    black_out_unseen,
+    check_output,
+    check_source,
+)
 from fuelrail.loaders.decode.resample import two_steps
 from fuelrail.loaders.decode.splice import splice_rows, splice_views
 from fuelrail.pipeline.errors import ImageError, needs
@@ -77,16 +82,25 @@ class PillowDecoder:
             self._rectify(encoded, info, image_maps, outs, interpolation)
             return
         if info.restart_interval:
-            reach = [(_REACH[interpolation] + 1.0) / min(1.0, image_map.max_scale) for image_map in image_maps]
-            rois = [image_map.source_roi(far) for image_map, far in zip(image_maps, reach, strict=True)]
+            reach = [
+                (_REACH[interpolation] + 1.0) / min(1.0, image_map.max_scale)
+                for image_map in image_maps
+            ]
+            rois = [
+                image_map.source_roi(far) for image_map, far in zip(image_maps, reach, strict=True)
+            ]
             top, bottom = min(roi[1] for roi in rois), max(roi[3] for roi in rois)
             spliced = splice_rows(encoded, info, top, bottom, scratch=self._scratch)
             if spliced is not None:
                 encoded, info = spliced.encoded, info._replace(height=spliced.height)
-                image_maps = [image_map.of_rows(spliced.top, spliced.height) for image_map in image_maps]
+                image_maps = [
+                    image_map.of_rows(spliced.top, spliced.height) for image_map in image_maps
+                ]
         source = self._decode(encoded, info)
         for image_map, out in zip(image_maps, outs, strict=True):
-            (_resize if image_map.is_axis_aligned else _rotate)(source, image_map, out, interpolation)
+            (_resize if image_map.is_axis_aligned else _rotate)(
+                source, image_map, out, interpolation
+            )
 
     def _rectify(
         self,
@@ -106,15 +120,25 @@ class PillowDecoder:
             encoded, top, height, parts = splice_views(encoded, info, rows, 1, self._scratch)
             info = info._replace(height=height)
         whole = self._decode(encoded, info)
-        for image_map, lens, scale, (begin, end), out in zip(image_maps, lenses, scales, parts, outs, strict=True):
-            image = whole if (begin, end) == (0, info.height) else whole.crop((0, begin, info.width, end))
+        for image_map, lens, scale, (begin, end), out in zip(
+            image_maps, lenses, scales, parts, outs, strict=True
+        ):
+            image = (
+                whole
+                if (begin, end) == (0, info.height)
+                else whole.crop((0, begin, info.width, end))
+            )
             size = max(1, math.ceil(image.width * scale)), max(1, math.ceil(image.height * scale))
             scaled = (size[0] / image.width, size[1] / image.height)
             if size != image.size:
                 image = image.resize(size, _FILTERS[interpolation])
             places = sampling(image_map, lens, scaled, size, top + begin)
             remapped = cv2.remap(
-                np.asarray(image), places.x, places.y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE
+                np.asarray(image),
+                places.x,
+                places.y,
+                cv2.INTER_LINEAR,
+                borderMode=cv2.BORDER_REPLICATE,
             )
             _split(remapped, out)
             if places.unseen is not None:
@@ -133,18 +157,24 @@ class PillowDecoder:
         return Image.frombuffer("RGBX", (info.width, info.height), picture, "raw", "RGBX", 0, 1)
 
 
-def _decode_by_pillow(plugin: type[ImageFile.ImageFile], encoded: Buffer, info: ImageInfo) -> Image.Image:
+def _decode_by_pillow(
+    plugin: type[ImageFile.ImageFile], encoded: Buffer, info: ImageInfo
+) -> Image.Image:
     # The plugins are called by name: Image.open would try other formats, and warn about limits that probe has checked.
     try:
         image = plugin(io.BytesIO(encoded)).convert("RGB")
     except Exception as error:  # hostile bytes make the plugins raise any error
         raise ImageError(f"image cannot be decoded: {error}") from error
     if image.size != (info.width, info.height):
-        raise ImageError(f"image decoded to {image.size[0]}x{image.size[1]}, header says {info.width}x{info.height}")
+        raise ImageError(
+            f"image decoded to {image.size[0]}x{image.size[1]}, header says {info.width}x{info.height}"
+        )
     return image
 
 
-def _resize(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
+def _resize(
+    source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str
+) -> None:
     a, _, tx, _, d, ty = image_map.coefficients
     left, top, right, bottom = image_map.covered_output()
     if left >= right or top >= bottom:
@@ -160,7 +190,12 @@ def _resize(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
         edged = np.pad(np.asarray(source)[..., :3], ((pad, pad), (pad, pad), (0, 0)), mode="edge")
         source = Image.fromarray(edged)
         x0, x1, y0, y1 = x0 + pad, x1 + pad, y0 + pad, y1 + pad
-    box = (max(0.0, x0), max(0.0, y0), min(x1, float(source.size[0])), min(y1, float(source.size[1])))
+    box = (
+        max(0.0, x0),
+        max(0.0, y0),
+        min(x1, float(source.size[0])),
+        min(y1, float(source.size[1])),
+    )
     image = source.resize((right - left, bottom - top), _FILTERS[interpolation], box=box)
     if a < 0:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -171,7 +206,9 @@ def _resize(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
     _split(image, out[:, top:bottom, left:right])
 
 
-def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
+def _rotate(
+    source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str
+) -> None:
     steps = two_steps(image_map, _REACH[interpolation] + 1.0)
     if steps is None:
         out[:] = 0

@@ -12,7 +12,9 @@ from fuelrail.pipeline.transforms.pixels import NO_CHANGE, GridHoles, PixelChang
 _scratch = Scratch()
 
 
-def change_pixels(planes: NDArray[np.uint8], change: PixelChange, fill: tuple[int, int, int]) -> None:
+def change_pixels(
+    planes: NDArray[np.uint8], change: PixelChange, fill: tuple[int, int, int]
+) -> None:
     """Apply a change to uint8 (3, height, width) RGB planes, whose rows are contiguous, in place.
 
     Computed in float32 without clipping in between, as mmdet3d does, then rounded and clipped once. ``fill`` is the

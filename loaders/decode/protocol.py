@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    get_args,
+    runtime_checkable,
+)
 
 import numpy as np
 from msgspec import Meta
@@ -158,13 +167,20 @@ def black_out_unseen(image_map: ImageMap, out: NDArray[np.uint8]) -> None:
 def check_output(image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
     """Refuse an output array or a filter that the protocol does not allow; raises ConfigError."""
     width, height = image_map.out_wh
-    if out.shape != (3, height, width) or out.dtype != "uint8" or out.strides[2] != 1 or not out.flags.writeable:
+    if (
+        out.shape != (3, height, width)
+        or out.dtype != "uint8"
+        or out.strides[2] != 1
+        or not out.flags.writeable
+    ):
         raise ConfigError(
             f"out must be a writable uint8 array of shape (3, {height}, {width}) with contiguous rows, "
             f"got {out.dtype} {out.shape} with strides {out.strides}"
         )
     if interpolation not in INTERPOLATIONS:
-        raise ConfigError(f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}")
+        raise ConfigError(
+            f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}"
+        )
 
 
 def check_source(info: ImageInfo, image_map: ImageMap) -> None:

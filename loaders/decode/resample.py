@@ -75,7 +75,10 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
     rows = _aligned_span(d, ty, y0, y1, image_map.source_wh[1], reach)
     if columns is None or rows is None:
         return None
-    same_size = columns.num_lines == columns.stop - columns.start and rows.num_lines == rows.stop - rows.start
+    same_size = (
+        columns.num_lines == columns.stop - columns.start
+        and rows.num_lines == rows.stop - rows.start
+    )
     if same_size and (a, d) != (1.0, 1.0):
         return None  # OpenCV copies where the rounded size is the same, for any factors
     flip = (-1 if flip_y else 1) if flip_x else (0 if flip_y else None)
@@ -98,7 +101,9 @@ def bilinear_rows(image_map: ImageMap) -> tuple[int, int]:
     return max(0, low - 1), min(last, high + 2) + 1
 
 
-def _aligned_span(scale: float, offset: float, first: int, last: int, size: int, reach: int) -> Span | None:
+def _aligned_span(
+    scale: float, offset: float, first: int, last: int, size: int, reach: int
+) -> Span | None:
     """Find the source lines to resize for output lines [first, last), on one axis with out = scale * in + offset.
 
     None if no start meets the output's grid closely enough.

@@ -66,11 +66,18 @@ def _choose_rows(info: ImageInfo, top: int, bottom: int, factor: int = 1) -> _Cu
     first, last = max(0, top // mcu[1] - context), min(num_rows, -(-bottom // mcu[1]) + context)
     if last - first in (0, num_rows) or last < first:
         return None
-    return _Cut(first, last, num_rows, first * mcu[1], min(info.height, last * mcu[1]) - first * mcu[1])
+    return _Cut(
+        first, last, num_rows, first * mcu[1], min(info.height, last * mcu[1]) - first * mcu[1]
+    )
 
 
 def splice_rows(
-    encoded: Buffer, info: ImageInfo, top: int, bottom: int, factor: int = 1, scratch: Scratch | None = None
+    encoded: Buffer,
+    info: ImageInfo,
+    top: int,
+    bottom: int,
+    factor: int = 1,
+    scratch: Scratch | None = None,
 ) -> SplicedRows | None:
     """Return the pixel rows [top, bottom) of a JPEG, and up to two rows of MCUs more on each side.
 
@@ -95,7 +102,11 @@ def splice_rows(
     start = info.scan_at if cut.first == 0 else int(markers[cut.first - 1]) + 2
     end = int(markers[cut.last - 1]) if cut.last < cut.num_rows else len(encoded)
     num_bytes = info.scan_at + end - start
-    spliced = np.empty(num_bytes + 2, np.uint8) if scratch is None else scratch.take("spliced", 1, num_bytes + 2, 1)
+    spliced = (
+        np.empty(num_bytes + 2, np.uint8)
+        if scratch is None
+        else scratch.take("spliced", 1, num_bytes + 2, 1)
+    )
     spliced = spliced.ravel()
     whole = np.frombuffer(encoded, np.uint8)
     spliced[: info.scan_at] = whole[: info.scan_at]
@@ -127,7 +138,12 @@ def splice_views(
     Arguments as in `splice_rows`. A part is sampled as the view's own JPEG is, to the bit, for any neighbour.
     """
     spliced = splice_rows(
-        encoded, info, min(top for top, _ in rows), max(bottom for _, bottom in rows), factor, scratch
+        encoded,
+        info,
+        min(top for top, _ in rows),
+        max(bottom for _, bottom in rows),
+        factor,
+        scratch,
     )
     cuts = [_choose_rows(info, *one, factor) for one in rows]
     if spliced is None:
@@ -148,7 +164,9 @@ class RowsWanted(NamedTuple):
     bottom: int
 
 
-def splice_batch(wanted: Sequence[RowsWanted], scratch: Scratch, native: CameraJpeg | None) -> list[SplicedRows | None]:
+def splice_batch(
+    wanted: Sequence[RowsWanted], scratch: Scratch, native: CameraJpeg | None
+) -> list[SplicedRows | None]:
     """Return what `splice_rows` returns for each file; with the native library by one call without the GIL.
 
     The results lie in ``scratch`` and are valid until its thread's next call.
@@ -156,7 +174,11 @@ def splice_batch(wanted: Sequence[RowsWanted], scratch: Scratch, native: CameraJ
     if native is None:
         return [splice_rows(*rows) for rows in wanted]
     found: list[SplicedRows | None] = [None] * len(wanted)
-    cuts = [(at, rows, cut) for at, rows in enumerate(wanted) if (cut := _choose_rows(*rows[1:])) is not None]
+    cuts = [
+        (at, rows, cut)
+        for at, rows in enumerate(wanted)
+        if (cut := _choose_rows(*rows[1:])) is not None
+    ]
     if not cuts:
         return found
     starts = np.cumsum([0, *(len(rows.encoded) + 2 for _, rows, _ in cuts)])
@@ -165,16 +187,27 @@ def splice_batch(wanted: Sequence[RowsWanted], scratch: Scratch, native: CameraJ
     table = np.array(
         [
             (
-                array.__array_interface__["data"][0], array.size, 0, info.frame_at, info.scan_at, info.num_components,
-                cut.num_rows, cut.first, cut.last, cut.height, 0,
+                array.__array_interface__["data"][0],
+                array.size,
+                0,
+                info.frame_at,
+                info.scan_at,
+                info.num_components,
+                cut.num_rows,
+                cut.first,
+                cut.last,
+                cut.height,
+                0,
             )
             for array, (_, (_, info, _, _), cut) in zip(arrays, cuts, strict=True)
         ],
         np.int64,
-    )  # fmt: skip
+    )
     table[:, 2] = room.ctypes.data + starts[:-1]
     native.cut_rows(table)
-    for (at, _, cut), start, num_bytes in zip(cuts, starts.tolist(), table[:, -1].tolist(), strict=False):
+    for (at, _, cut), start, num_bytes in zip(
+        cuts, starts.tolist(), table[:, -1].tolist(), strict=False
+    ):
         if num_bytes:
             found[at] = SplicedRows(room[start : start + num_bytes].data, cut.top, cut.height)
     return found

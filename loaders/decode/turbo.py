@@ -26,7 +26,12 @@ from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.native import CameraJpeg, ScaledImage
 from fuelrail.loaders.decode.native import load as load_native
-from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
+from fuelrail.loaders.decode.protocol import (
+    Interpolation,
+    black_out_unseen,
+    check_output,
+    check_source,
+)
 from fuelrail.loaders.decode.resample import REACH, ResizeGrid, bilinear_rows, resize_grid
 from fuelrail.loaders.decode.splice import SplicedViews, splice_rows, splice_views
 from fuelrail.pipeline.errors import ImageError
@@ -111,11 +116,17 @@ class TurboDecoder:
                     self._rectify(one, info, [image_map], [out], interpolation)
                     continue
             except ImageError as error:
-                errors[number] = error.with_traceback(None)  # which would hold this frame, which holds the error
+                errors[number] = error.with_traceback(
+                    None
+                )  # which would hold this frame, which holds the error
                 continue
             factor = _dct_factor(info, image_map.max_scale)
             numbers.append(number)
-            images.append(ScaledImage(one, info, factor, image_map.of_scaled(factor) if factor > 1 else image_map, out))
+            images.append(
+                ScaledImage(
+                    one, info, factor, image_map.of_scaled(factor) if factor > 1 else image_map, out
+                )
+            )
         native = self._native if interpolation == "bilinear" else None
         done = [False] * len(images) if native is None else native.resize(images, self._scratch)
         for number, image, is_done in zip(numbers, images, done, strict=True):
@@ -129,16 +140,24 @@ class TurboDecoder:
     def _decode_then_sample(self, scaled: ScaledImage, interpolation: Interpolation) -> None:
         """Decode an image that is not resampled while it is decoded."""
         encoded, info, factor, image_map, out = scaled
-        native = self._native if self._native is not None and self._native.takes(info, factor) else None
+        native = (
+            self._native if self._native is not None and self._native.takes(info, factor) else None
+        )
         grid = resize_grid(image_map, interpolation)
         rows = _rows(image_map, grid, interpolation)
-        image = native.picture(encoded, info, factor, rows, self._scratch) if native is not None else None
+        image = (
+            native.picture(encoded, info, factor, rows, self._scratch)
+            if native is not None
+            else None
+        )
         if image is not None:
             top = 0
         elif info.format == "jpeg":
             top = lead = 0
             if info.restart_interval:
-                spliced = splice_rows(encoded, info, rows[0] * factor, rows[1] * factor, factor, self._scratch)
+                spliced = splice_rows(
+                    encoded, info, rows[0] * factor, rows[1] * factor, factor, self._scratch
+                )
                 if spliced is not None:
                     encoded, info = spliced.encoded, info._replace(height=spliced.height)
                     top = spliced.top // factor  # rows of MCUs are whole in every DCT scaling
@@ -172,7 +191,10 @@ class TurboDecoder:
         if factor > 1:
             image_maps = [image_map.of_scaled(factor) for image_map in image_maps]
         grids = [resize_grid(image_map, interpolation) for image_map in image_maps]
-        needed = [_rows(image_map, grid, interpolation) for image_map, grid in zip(image_maps, grids, strict=True)]
+        needed = [
+            _rows(image_map, grid, interpolation)
+            for image_map, grid in zip(image_maps, grids, strict=True)
+        ]
         rows = min(first for first, _ in needed), max(last for _, last in needed)
         image = None
         if self._native is not None and self._native.takes(info, factor):
@@ -207,7 +229,9 @@ class TurboDecoder:
                 self._warp(image, image_map, out, interpolation)
         except cv2.error as error:
             size = f"{image.shape[1]}x{image.shape[0]}"
-            raise ImageError(f"image, decoded to {size} pixels, cannot be resampled: {error}") from error
+            raise ImageError(
+                f"image, decoded to {size} pixels, cannot be resampled: {error}"
+            ) from error
 
     def _rectify(
         self,
@@ -222,7 +246,9 @@ class TurboDecoder:
         for image_map, out in zip(image_maps, outs, strict=True):
             assert image_map.lens is not None
             max_scale = largest_scale(image_map, image_map.lens)
-            rows = source_rows(image_map, image_map.lens, (REACH[interpolation] + 1.0) / min(1.0, max_scale))
+            rows = source_rows(
+                image_map, image_map.lens, (REACH[interpolation] + 1.0) / min(1.0, max_scale)
+            )
             views.append(_Straightened(image_map, image_map.lens, max_scale, rows, out))
         factor = min(_dct_factor(info, view.max_scale) for view in views)
         image, first = None, min(view.rows[0] for view in views)
@@ -233,9 +259,13 @@ class TurboDecoder:
         if image is None and info.format == "jpeg":
             cut = SplicedViews(encoded, 0, info.height, parts)
             if info.restart_interval:
-                cut = splice_views(encoded, info, [view.rows for view in views], factor, self._scratch)
+                cut = splice_views(
+                    encoded, info, [view.rows for view in views], factor, self._scratch
+                )
             top, parts = cut.top, cut.parts
-            image = decode_jpeg(cut.encoded, info._replace(height=cut.height), factor, self._scratch)
+            image = decode_jpeg(
+                cut.encoded, info._replace(height=cut.height), factor, self._scratch
+            )
         elif image is None:
             image = _decode_png(encoded, info)
             views = [view._replace(out=view.out[::-1]) for view in views]
@@ -244,7 +274,9 @@ class TurboDecoder:
             part = image[begin // factor : scaled_size(end, 1, factor)]
             self._straighten(part, top + begin, factor, view, interpolation)
 
-    def _straighten(self, image: Picture, top: int, factor: int, view: _Straightened, interpolation: str) -> None:
+    def _straighten(
+        self, image: Picture, top: int, factor: int, view: _Straightened, interpolation: str
+    ) -> None:
         """Undo the lens and sample the map by one `cv2.remap`; ``image`` is at 1/factor, and starts at row ``top``."""
         image_map, out = view.image_map, view.out
         blocks = math.floor(1.0 / (view.max_scale * factor) + 1e-9)
@@ -255,33 +287,47 @@ class TurboDecoder:
         width, height = image_map.out_wh
         picture = self._scratch.take("resized", height, width, image.shape[2])
         try:
-            cv2.remap(image, places.x, places.y, _FILTERS[interpolation], picture, cv2.BORDER_REPLICATE)
+            cv2.remap(
+                image, places.x, places.y, _FILTERS[interpolation], picture, cv2.BORDER_REPLICATE
+            )
         except cv2.error as error:
             whole = image_map.source_wh
-            raise ImageError(f"image of {whole[0]}x{whole[1]} pixels cannot be resampled: {error}") from error
+            raise ImageError(
+                f"image of {whole[0]}x{whole[1]} pixels cannot be resampled: {error}"
+            ) from error
         self._split(picture, out)
         if places.unseen is not None:
             out[:, places.unseen] = 0
 
-    def _resize(self, image: Picture, top: int, grid: ResizeGrid, out: NDArray[np.uint8], interpolation: str) -> None:
+    def _resize(
+        self, image: Picture, top: int, grid: ResizeGrid, out: NDArray[np.uint8], interpolation: str
+    ) -> None:
         """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what the grid speaks of."""
         x0, y0, x1, y1 = grid.covered
         if x0 < x1:
             columns, rows = grid.columns, grid.rows
             region = image[rows.start - top : rows.stop - top, columns.start : columns.stop]
-            resized: Picture = self._scratch.take("resized", rows.num_lines, columns.num_lines, image.shape[2])
-            resized = cv2.resize(region, None, resized, grid.scale[0], grid.scale[1], _FILTERS[interpolation])
+            resized: Picture = self._scratch.take(
+                "resized", rows.num_lines, columns.num_lines, image.shape[2]
+            )
+            resized = cv2.resize(
+                region, None, resized, grid.scale[0], grid.scale[1], _FILTERS[interpolation]
+            )
             skip_x, skip_y = columns.skip, rows.skip
             resized = resized[skip_y : skip_y + y1 - y0, skip_x : skip_x + x1 - x0]
             if grid.flip is not None:
-                resized = cv2.flip(resized, grid.flip, self._scratch.take("flipped", *resized.shape))
+                resized = cv2.flip(
+                    resized, grid.flip, self._scratch.take("flipped", *resized.shape)
+                )
         if grid.covered != (0, 0, out.shape[2], out.shape[1]):
             out[:] = 0
             out = out[:, y0:y1, x0:x1]
         if x0 < x1:
             self._split(resized, out)
 
-    def _warp(self, image: Picture, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
+    def _warp(
+        self, image: Picture, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str
+    ) -> None:
         """Sample any map by `cv2.warpAffine`."""
         left, top, right, bottom = image_map.source_roi(_WARP_REACH)
         if left >= right or top >= bottom:
@@ -289,7 +335,8 @@ class TurboDecoder:
             return
         a, b, tx, c, d, ty = image_map.inverse_coefficients()
         to_region = np.array(
-            ((a, b, (a + b) / 2 + tx - 0.5 - left), (c, d, (c + d) / 2 + ty - 0.5 - top)), dtype=np.float64
+            ((a, b, (a + b) / 2 + tx - 0.5 - left), (c, d, (c + d) / 2 + ty - 0.5 - top)),
+            dtype=np.float64,
         )
         width, height = image_map.out_wh
         warped = cv2.warpAffine(
@@ -339,9 +386,16 @@ def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:
     a, b, tx, c, d, ty = image_map.coefficients
     tx, ty = tx + a * left + b * top, ty + c * left + d * top
     v = image_map.visible
-    visible = ((v[0] - left) / factor, (v[1] - top) / factor, (v[2] - left) / factor, (v[3] - top) / factor)
+    visible = (
+        (v[0] - left) / factor,
+        (v[1] - top) / factor,
+        (v[2] - left) / factor,
+        (v[3] - top) / factor,
+    )
     coefficients = (a * factor, b * factor, tx, c * factor, d * factor, ty)
-    return small, ImageMap(coefficients, (small.shape[1], small.shape[0]), image_map.out_wh, visible)
+    return small, ImageMap(
+        coefficients, (small.shape[1], small.shape[0]), image_map.out_wh, visible
+    )
 
 
 def _average_blocks(image: Picture, factor: int) -> Picture:
@@ -349,7 +403,9 @@ def _average_blocks(image: Picture, factor: int) -> Picture:
     pad_y, pad_x = -image.shape[0] % factor, -image.shape[1] % factor
     if pad_y or pad_x:
         image = cv2.copyMakeBorder(image, 0, pad_y, 0, pad_x, cv2.BORDER_REPLICATE)
-    return cv2.resize(image, (image.shape[1] // factor, image.shape[0] // factor), interpolation=cv2.INTER_AREA)
+    return cv2.resize(
+        image, (image.shape[1] // factor, image.shape[0] // factor), interpolation=cv2.INTER_AREA
+    )
 
 
 def _decode_png(encoded: Buffer, info: ImageInfo) -> Picture:

@@ -49,22 +49,34 @@ class MapView(TorchDataset[Any]):
         table = dataset.table if attributes else None
         for name in attributes:
             assert table is not None, "it is read where there are names"
-            if name not in table.column_names or name in {channel.name for channel in dataset.manifest.channels}:
+            if name not in table.column_names or name in {
+                channel.name for channel in dataset.manifest.channels
+            }:
                 known = ", ".join(table.column_names)
-                raise ConfigError(f"attributes={list(attributes)}: {name!r} must be an attribute's name: {known}")
+                raise ConfigError(
+                    f"attributes={list(attributes)}: {name!r} must be an attribute's name: {known}"
+                )
         self._attributes = {} if table is None else {name: table[name] for name in attributes}
         self._dataset, self._transform = dataset, transform
-        self._channels = None if channels is None else tuple([channels] if isinstance(channels, str) else channels)
+        self._channels = (
+            None
+            if channels is None
+            else tuple([channels] if isinstance(channels, str) else channels)
+        )
         self._cameras = {camera.channel for camera in dataset.manifest.cameras}
         self._decoder: ImageDecoder | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, which: SupportsIndex | str) -> Any:  # noqa: ANN401 - what the transform returns
+    def __getitem__(self, which: SupportsIndex | str) -> Any:
         number = self._dataset.position(which)
         facts = {name: column[number].as_py() for name, column in self._attributes.items()}
-        item = {"key": self._dataset.index.row(number).key, **facts, **self._dataset.read(number, self._channels)}
+        item = {
+            "key": self._dataset.index.row(number).key,
+            **facts,
+            **self._dataset.read(number, self._channels),
+        }
         for channel, value in item.items():
             if channel in self._cameras:
                 item[channel] = self._decoded(value)

@@ -72,7 +72,11 @@ def img_inputs(batch: Mapping[str, Any]) -> ImgInputs:
     rotations[..., :2, :2], rotations[..., 2, 2] = ida[..., :2, :2], 1.0
     translations = torch.zeros_like(ida[..., :3, 2])
     translations[..., :2] = ida[..., :2, 2]
-    poses = batch["ego2global"] @ bda.double() if "ego2global" in batch else torch.eye(4).to(bda).expand_as(bda)
+    poses = (
+        batch["ego2global"] @ bda.double()
+        if "ego2global" in batch
+        else torch.eye(4).to(bda).expand_as(bda)
+    )
     return ImgInputs(
         imgs=batch["img"],
         sensor2ego=torch.linalg.inv(bda)[:, None] @ batch["cam2keyego"],
@@ -113,8 +117,17 @@ def mmdet3d_samples(
     found = []
     for at in range(len(batch["sample_key"])):
         boxes, labels = _boxes(batch, at, point_range)
-        found.append({"gt_bboxes_3d": boxes, "gt_labels_3d": labels, "metainfo": _facts(batch, at, box_frame)})
-    return {"inputs": inputs, "data_samples": [_data_sample(one) for one in found] if as_data_samples else found}
+        found.append(
+            {
+                "gt_bboxes_3d": boxes,
+                "gt_labels_3d": labels,
+                "metainfo": _facts(batch, at, box_frame),
+            }
+        )
+    return {
+        "inputs": inputs,
+        "data_samples": [_data_sample(one) for one in found] if as_data_samples else found,
+    }
 
 
 def _require_one_stack(batch: Mapping[str, Any]) -> None:
@@ -129,7 +142,9 @@ def _require_one_stack(batch: Mapping[str, Any]) -> None:
             "without a temporal window; give them one frame at a time"
         )
     if "intrinsics" not in batch:
-        raise ConfigError("the adapters for mmdetection3d need calibrated cameras: the dataset knows no calibration")
+        raise ConfigError(
+            "the adapters for mmdetection3d need calibrated cameras: the dataset knows no calibration"
+        )
 
 
 def _points(batch: Mapping[str, Any], box_frame: BoxFrame) -> list[torch.Tensor]:
@@ -142,7 +157,9 @@ def _points(batch: Mapping[str, Any], box_frame: BoxFrame) -> list[torch.Tensor]
     return moved
 
 
-def _boxes(batch: Mapping[str, Any], at: int, point_range: Sequence[float] | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _boxes(
+    batch: Mapping[str, Any], at: int, point_range: Sequence[float] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     boxes, labels = batch["gt_boxes_3d"][at], batch["gt_labels_3d"][at]
     velocity = torch.nan_to_num(batch["gt_velocity"][at][:, :2], nan=0.0)
     keep = (labels >= 0) & batch["gt_valid"][at]
@@ -175,13 +192,14 @@ def _facts(batch: Mapping[str, Any], at: int, box_frame: BoxFrame) -> dict[str, 
     }
 
 
-def _data_sample(sample: dict[str, Any]) -> Any:  # noqa: ANN401 - mmdetection3d has no types
+def _data_sample(sample: dict[str, Any]) -> Any:
     from mmdet3d.structures import Det3DDataSample, LiDARInstance3DBoxes
     from mmengine.structures import InstanceData
 
     boxes = sample["gt_bboxes_3d"]
     made = Det3DDataSample(metainfo={**sample["metainfo"], "box_type_3d": LiDARInstance3DBoxes})
     made.gt_instances_3d = InstanceData(
-        bboxes_3d=LiDARInstance3DBoxes(boxes, box_dim=boxes.shape[1]), labels_3d=sample["gt_labels_3d"]
+        bboxes_3d=LiDARInstance3DBoxes(boxes, box_dim=boxes.shape[1]),
+        labels_3d=sample["gt_labels_3d"],
     )
     return made

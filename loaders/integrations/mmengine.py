@@ -48,7 +48,9 @@ _NUMPY = (getattr(np, "_core", None) or np.core).multiarray  # type: ignore[attr
 def _statistic(owner: object, name: str) -> object:
     """Return what a checkpoint looks up by ``getattr``: the statistics of a HistoryBuffer, which it stores by name."""
     if owner is not HistoryBuffer or name not in _STATISTICS:
-        raise AttributeError(f"a checkpoint asks for the attribute {name!r:.50}; allowed: {', '.join(_STATISTICS)}")
+        raise AttributeError(
+            f"a checkpoint asks for the attribute {name!r:.50}; allowed: {', '.join(_STATISTICS)}"
+        )
     return getattr(HistoryBuffer, name)
 
 
@@ -77,7 +79,7 @@ class FuelrailDataset(IterableView):
 
 
 @FUNCTIONS.register_module()  # type: ignore[untyped-decorator, unused-ignore]
-def fuelrail_batch(batch: Any) -> Any:  # noqa: ANN401
+def fuelrail_batch(batch: Any) -> Any:
     """Return the batch as it is, where MMEngine would collate samples."""
     return batch
 
@@ -100,10 +102,12 @@ class FuelrailStateHook(Hook):  # type: ignore[misc, unused-ignore]
 class FuelrailTrainLoop(IterBasedTrainLoop):  # type: ignore[misc, unused-ignore]
     """MMEngine's loop of iterations, over a loader that knows its position: a resume loads nothing twice."""
 
-    def run(self) -> Any:  # noqa: ANN401
+    def run(self) -> Any:
         """Train to the last iteration."""
         # The base class asks for every batch before the resumed one, to throw it away.
-        self.dataloader_iterator = itertools.chain(itertools.repeat(None, self._iter), self._batches())
+        self.dataloader_iterator = itertools.chain(
+            itertools.repeat(None, self._iter), self._batches()
+        )
         return super().run()
 
     def _batches(self) -> Iterator[Any]:

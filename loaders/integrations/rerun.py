@@ -57,7 +57,9 @@ class RecordReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def record_clip(dataset: str | os.PathLike[str], key: str | None, output: str | os.PathLike[str]) -> RecordReport:
+def record_clip(
+    dataset: str | os.PathLike[str], key: str | None, output: str | os.PathLike[str]
+) -> RecordReport:
     """Write the clip of a sample (None: of the first one) to an ``.rrd`` file; frames in their order.
 
     Images are as stored: where a lens bends lines, boxes and image differ by that. Raises ConfigError without rerun-sdk
@@ -67,17 +69,24 @@ def record_clip(dataset: str | os.PathLike[str], key: str | None, output: str | 
         import rerun as rr
     opened = open_dataset(dataset)
     reader = SampleReader(opened)
-    clip_ids, frames = opened.index.texts("clip_id").to_numpy(zero_copy_only=False), opened.index.column("frame")
+    clip_ids, frames = (
+        opened.index.texts("clip_id").to_numpy(zero_copy_only=False),
+        opened.index.column("frame"),
+    )
     clip_id = clip_ids[0 if key is None else reader.find(key)]
     rows = np.flatnonzero(clip_ids == clip_id)
     rows = rows[np.argsort(frames[rows], kind="stable")]
-    recording = rr.RecordingStream("fuelrail", recording_id=f"{opened.manifest.fingerprint}-{clip_id}")
+    recording = rr.RecordingStream(
+        "fuelrail", recording_id=f"{opened.manifest.fingerprint}-{clip_id}"
+    )
     try:
         recording.save(str(output))
     except Exception as error:  # rerun has no class of its own
         raise ConfigError(f"output '{output}' cannot be written: {error}") from error
     names = [(number, name) for number, name in enumerate(opened.manifest.classes)]
-    recording.log("world", rr.ViewCoordinates.RIGHT_HAND_Z_UP, rr.AnnotationContext(names), static=True)
+    recording.log(
+        "world", rr.ViewCoordinates.RIGHT_HAND_Z_UP, rr.AnnotationContext(names), static=True
+    )
     origin: NDArray[np.float64] | None = None
     path, counts = [], np.zeros(3, np.int64)
     cameras = [camera.channel for camera in opened.manifest.cameras]
@@ -88,16 +97,22 @@ def record_clip(dataset: str | os.PathLike[str], key: str | None, output: str | 
         path.append(ego2world[:3, 3])
         recording.set_time("time", timestamp=np.datetime64(sample.meta.timestamp_ns, "ns"))
         recording.set_time("frame", sequence=sample.meta.frame_idx)
-        recording.log("world/ego", rr.Transform3D(translation=ego2world[:3, 3], mat3x3=ego2world[:3, :3]))
+        recording.log(
+            "world/ego", rr.Transform3D(translation=ego2world[:3, 3], mat3x3=ego2world[:3, :3])
+        )
         counts += _log_sample(rr, recording, sample, cameras)
     recording.log("world/path", rr.LineStrips3D([np.array(path)]), static=True)
     recording.flush()
     recording.disconnect()
     images, boxes, points = counts.tolist()
-    return RecordReport(clip_id=clip_id, num_frames=len(rows), num_images=images, num_boxes=boxes, num_points=points)
+    return RecordReport(
+        clip_id=clip_id, num_frames=len(rows), num_images=images, num_boxes=boxes, num_points=points
+    )
 
 
-def _log_sample(rr: Any, recording: Any, sample: Sample, cameras: list[str]) -> tuple[int, int, int]:  # noqa: ANN401
+def _log_sample(
+    rr: Any, recording: Any, sample: Sample, cameras: list[str]
+) -> tuple[int, int, int]:
     """Log images, boxes and points of one sample, in ego; return the number of each."""
     geometry, cam2keyego = sample.geometry, sample.geometry.cam2keyego()
     for number, channel in enumerate(cameras):
@@ -115,7 +130,9 @@ def _log_sample(rr: Any, recording: Any, sample: Sample, cameras: list[str]) -> 
                 resolution=geometry.img_wh[number],
                 camera_xyz=rr.ViewCoordinates.RDF,
             ),
-            rr.EncodedImage(contents=image, media_type="image/png" if image[:4] == b"\x89PNG" else "image/jpeg"),
+            rr.EncodedImage(
+                contents=image, media_type="image/png" if image[:4] == b"\x89PNG" else "image/jpeg"
+            ),
         )
     boxes = sample.boxes
     if boxes is not None:
@@ -145,4 +162,6 @@ def _points_in_ego(sample: Sample) -> NDArray[np.floating[Any]]:
 def _by_height(points: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
     """Return colours [P, 3] from blue on the ground to yellow three metres above it."""
     share = np.clip((points[:, 2:3] + 0.5) / 3.5, 0.0, 1.0)
-    return np.asarray([60, 90, 200] + share * (np.array([250, 220, 60]) - [60, 90, 200])).astype(np.uint8)
+    return np.asarray([60, 90, 200] + share * (np.array([250, 220, 60]) - [60, 90, 200])).astype(
+        np.uint8
+    )

@@ -92,9 +92,13 @@ class BatchSampler:
     ) -> None:
         spec = OrderSpec() if spec is None else spec
         if window is not None and window.pad != "drop" and not entries:
-            raise OrderError(f"window with pad={window.pad!r} needs entries=True: row numbers alone have no frames")
+            raise OrderError(
+                f"window with pad={window.pad!r} needs entries=True: row numbers alone have no frames"
+            )
         self._rows = OrderedRows(data, spec, blocks, mix, window, global_batch, entries=entries)
-        self._batching = order_batching(self._rows.order, global_batch, _find_world(world), drop_last=drop_last)
+        self._batching = order_batching(
+            self._rows.order, global_batch, _find_world(world), drop_last=drop_last
+        )
         self._identity = Identity(
             dataset=self._rows.described,
             split="rows",
@@ -155,7 +159,9 @@ class BatchSampler:
 
     def _refuse_partial(self) -> None:
         if self._uncounted == _PART:
-            raise OrderError(f"the last iteration of this sampler drew {_PART}, and was not counted; {_HOW}")
+            raise OrderError(
+                f"the last iteration of this sampler drew {_PART}, and was not counted; {_HOW}"
+            )
 
     def _walk(self) -> Walk:
         """Return the steps from the position on."""
@@ -190,8 +196,14 @@ class BatchSampler:
     def receive(self, counting: CountedLoader, walk: Walk, num_steps: int) -> None:
         """Note that the trainer has received ``num_steps`` batches of a pass; raise OrderError for an older pass."""
         if self._pass is not counting or self._expects_pass:
-            what = "draws no batch from this sampler" if self._expects_pass else "is not the newest of its sampler"
-            raise OrderError(f"a counted iteration {what}; make a sampler and a loader for each iteration")
+            what = (
+                "draws no batch from this sampler"
+                if self._expects_pass
+                else "is not the newest of its sampler"
+            )
+            raise OrderError(
+                f"a counted iteration {what}; make a sampler and a loader for each iteration"
+            )
         if self._ledger.is_kept:
             self._ledger.hand_out(walk.after(num_steps - 1), walk.after(num_steps), None)
         self._origin, self._num_received = walk.start, num_steps
@@ -267,7 +279,9 @@ class Sampler(BatchSampler):
     Raises OrderError for an order in packs, whose batches differ in their number of rows.
     """
 
-    def __init__(self, data: Data, spec: OrderSpec | None = None, **options: Any) -> None:  # those of BatchSampler
+    def __init__(
+        self, data: Data, spec: OrderSpec | None = None, **options: Any
+    ) -> None:  # those of BatchSampler
         if spec is not None and spec.pack is not None:
             raise OrderError("batches of packs differ in their number of rows: use BatchSampler")
         super().__init__(data, spec, **options)
@@ -307,7 +321,9 @@ class CountedLoader:
         Raises OrderError where another iteration has started since, and at the end where the loader has not handed out
         each batch of the sampler as one.
         """
-        counting = CountedLoader(self.sampler, self.loader)  # this pass, apart from others of this loader
+        counting = CountedLoader(
+            self.sampler, self.loader
+        )  # this pass, apart from others of this loader
         walk, number = self.sampler.begin(counting), 0
         try:
             for number, batch in enumerate(self.loader, 1):

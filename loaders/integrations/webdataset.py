@@ -43,7 +43,7 @@ from fuelrail.pipeline.sample.image_header import unpack_png
 _IMAGE_STARTS: Final = {".jpg": b"\xff\xd8\xff", ".png": b"\x89PNG\r\n\x1a\n"}
 
 
-def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = None) -> Any:  # noqa: ANN401 - what webdataset asks of a handler
+def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = None) -> Any:
     """Decode one member; a handler for ``WebDataset.decode``.
 
     ``name`` is the field as webdataset names it, with a dot in front: ``.lidar_top.npy.p20.zst``. The storage codec is
@@ -61,9 +61,14 @@ def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = 
     ending = field[field.rfind(".") :]
     if ending == ".safetensors":
         return read_tensors(raw)
-    if ending in _IMAGE_STARTS and bytes(raw[:8])[: len(_IMAGE_STARTS[ending])] != _IMAGE_STARTS[ending]:
+    if (
+        ending in _IMAGE_STARTS
+        and bytes(raw[:8])[: len(_IMAGE_STARTS[ending])] != _IMAGE_STARTS[ending]
+    ):
         # webdataset opens it with Pillow, which chooses by the content: PostScript would start Ghostscript.
-        raise ImageError(f"{field[1:]!r} is not a {ending[1:]} image: it starts with bytes {bytes(raw[:8]).hex(' ')}")
+        raise ImageError(
+            f"{field[1:]!r} is not a {ending[1:]} image: it starts with bytes {bytes(raw[:8]).hex(' ')}"
+        )
     if ending == ".png" and bytes(raw[24:25]) == b"\x10":  # bits of a value, in the header
         return _pixels(raw)
     if ending in {".json", ".npy", *_IMAGE_STARTS}:
@@ -73,7 +78,9 @@ def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = 
 
 def _pixels(png: Buffer) -> NDArray[np.uint16]:
     """Decode a PNG of 16 bits to uint16 [H, W] or, RGB, [H, W, 3]; raises ImageError for a damaged one."""
-    pixels = cv2.imdecode(np.frombuffer(unpack_png(png, bits=(16,)), np.uint8), cv2.IMREAD_UNCHANGED)
+    pixels = cv2.imdecode(
+        np.frombuffer(unpack_png(png, bits=(16,)), np.uint8), cv2.IMREAD_UNCHANGED
+    )
     if pixels is None:
         raise ImageError("a PNG of 16 bits cannot be decoded: its pixel data are broken")
     return np.ascontiguousarray(pixels if pixels.ndim == 2 else pixels[..., ::-1], np.uint16)

@@ -54,7 +54,9 @@ class BadSamplePolicy(CheckedSettings, frozen=True):
     Raises ConfigError for values out of range.
     """
 
-    on_error: Annotated[Literal["raise", "substitute"], must_be("one of raise, substitute")] = "raise"
+    on_error: Annotated[Literal["raise", "substitute"], must_be("one of raise, substitute")] = (
+        "raise"
+    )
     max_bad: Annotated[int, Meta(ge=0), must_be("an integer >= 0")] = 100
     file: Annotated[PathText | None, must_be("a path or None")] = "fuelrail-quarantine.jsonl"
 
@@ -62,7 +64,13 @@ class BadSamplePolicy(CheckedSettings, frozen=True):
 class BadSamples:
     """The bad samples of one loader. Thread-safe. ``count`` is the number of distinct ones so far."""
 
-    def __init__(self, policy: BadSamplePolicy, sources: Sequence[Source], where: PositionIndex, rank: int = 0) -> None:
+    def __init__(
+        self,
+        policy: BadSamplePolicy,
+        sources: Sequence[Source],
+        where: PositionIndex,
+        rank: int = 0,
+    ) -> None:
         self._policy, self._sources, self._where, self._rank = policy, sources, where, rank
         self.note: Callable[[int, int, str | None, str], None] | None = None
         """Called for each sample that takes another's place: epoch, position, and the keys of both."""
@@ -79,7 +87,9 @@ class BadSamples:
         """Numbers of the bad samples so far, over all datasets."""
         return frozenset(self._bad)
 
-    def add(self, numbers: Collection[int], replaced: Sequence[tuple[int, int, str | None, str]]) -> None:
+    def add(
+        self, numbers: Collection[int], replaced: Sequence[tuple[int, int, str | None, str]]
+    ) -> None:
         """Note bad samples that another process found, and what took their places."""
         with self._lock:
             self._bad.update(numbers)
@@ -102,10 +112,15 @@ class BadSamples:
         source = self._sources[int(parts[0])]
         storage = source.storage
         entries = source.reader.rows(rows[0].tolist())
-        takes = [partial(storage.span, row, entry) for row, entry in zip(rows[0].tolist(), entries, strict=True)]
+        takes = [
+            partial(storage.span, row, entry)
+            for row, entry in zip(rows[0].tolist(), entries, strict=True)
+        ]
         replaced = task._replace(
             source=source,
-            frames=tuple(map(type(task.frames[0]), rows[0].tolist(), present[0].tolist(), entries, takes)),
+            frames=tuple(
+                map(type(task.frames[0]), rows[0].tolist(), present[0].tolist(), entries, takes)
+            ),
             position=position,
             num_replaced=task.num_replaced + 1,
         )
@@ -117,7 +132,9 @@ class BadSamples:
                 self._note(task, frame, error, entries[task.current].key)
             if self.note is not None:
                 bad = task.frames[task.current].entry
-                self.note(task.slot.epoch, task.position, bad and bad.key, entries[task.current].key)
+                self.note(
+                    task.slot.epoch, task.position, bad and bad.key, entries[task.current].key
+                )
             if len(self._bad) > self._policy.max_bad:
                 raise BadSamplesError(
                     f"{len(self._bad)} bad samples, max_bad={self._policy.max_bad} are allowed; the last: {error}"
@@ -144,8 +161,12 @@ class BadSamples:
         }
         _LOG.warning(
             "bad sample %s (shard %s, offset %s) replaced by %s: %s",
-            line["key"], line["shard"], line["offset"], replaced_by, error,
-        )  # fmt: skip
+            line["key"],
+            line["shard"],
+            line["offset"],
+            replaced_by,
+            error,
+        )
         if self._policy.file is None:
             return
         try:

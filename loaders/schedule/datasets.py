@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
-_STORED_ONLY: Final = frozenset({"field", "codec", "optional", "sizes", "source_name", "description"})
+_STORED_ONLY: Final = frozenset(
+    {"field", "codec", "optional", "sizes", "source_name", "description"}
+)
 
 DatasetLike: TypeAlias = "str | os.PathLike[str] | Dataset"
 
@@ -74,7 +76,9 @@ def open_all(
         single = opened(dataset)
         return {single.manifest.name: single}
     if not dataset or not all(isinstance(name, str) and name for name in dataset):
-        raise ConfigError(f"dataset={dataset!r}: a mix needs at least one dataset, each with a name")
+        raise ConfigError(
+            f"dataset={dataset!r}: a mix needs at least one dataset, each with a name"
+        )
     return {name: opened(one) for name, one in dataset.items()}
 
 
@@ -90,7 +94,9 @@ def check_compatible(
     """
     (first, one), *others = datasets.items()
     for name, other in others:
-        entries = [(*chosen[which].channels, *chosen[which].attributes.channels) for which in (first, name)]
+        entries = [
+            (*chosen[which].channels, *chosen[which].attributes.channels) for which in (first, name)
+        ]
         here, there = ({channel.name for channel in of_one} for of_one in entries)
         if lacking := sorted(here ^ there):
             raise ConfigError(
@@ -98,8 +104,13 @@ def check_compatible(
                 f"{(first if lacking[0] in here else name)!r} has {lacking[0]!r}; give both such a layer, or select "
                 "channels that both have (Transforms.channels)"
             )
-        cameras = [list(chosen[which].shown or chosen[which].cameras or ()) for which in (first, name)]
-        facts: dict[str, Sequence[object]] = {"cameras": cameras, **_facts(one, other, points=points)}
+        cameras = [
+            list(chosen[which].shown or chosen[which].cameras or ()) for which in (first, name)
+        ]
+        facts: dict[str, Sequence[object]] = {
+            "cameras": cameras,
+            **_facts(one, other, points=points),
+        }
         facts |= _channel_facts(*entries)
         for what, sides in facts.items():
             if sides[0] != sides[1]:
@@ -114,13 +125,17 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
         return fact(one), fact(other)
 
     def columns(dataset: Dataset) -> object:
-        return [f"{lidar.channel}: {', '.join(lidar.columns)}" for lidar in dataset.manifest.lidars[:1]]
+        return [
+            f"{lidar.channel}: {', '.join(lidar.columns)}" for lidar in dataset.manifest.lidars[:1]
+        ]
 
     facts = {
         "classes": both(lambda dataset: list(dataset.manifest.classes)),
         "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
         "ego poses": both(lambda dataset: "poses" if dataset.manifest.has_poses else "no poses"),
-        "calibrations": both(lambda dataset: "a calibration" if dataset.manifest.has_calibration else "none"),
+        "calibrations": both(
+            lambda dataset: "a calibration" if dataset.manifest.has_calibration else "none"
+        ),
         "origins of the ego frame": both(lambda dataset: dataset.manifest.ego_origin),
         # A batch has the matrices from and to the lidar for all of its samples or for none.
         "lidars": both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
@@ -128,7 +143,9 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
     return {**facts, "lidars' columns": both(columns)} if points else facts
 
 
-def _channel_facts(current: Sequence[Channel], others: Sequence[Channel]) -> dict[str, tuple[object, object]]:
+def _channel_facts(
+    current: Sequence[Channel], others: Sequence[Channel]
+) -> dict[str, tuple[object, object]]:
     """Return what differs in the entries of the same channels; what only says how they are stored may differ."""
     by_name = {channel.name: channel for channel in others}
     facts: dict[str, tuple[object, object]] = {}
@@ -142,7 +159,10 @@ def _channel_facts(current: Sequence[Channel], others: Sequence[Channel]) -> dic
 def unknown_to(sources: Sequence[Source]) -> frozenset[str]:
     """Return which of "poses" and "calibration" the datasets of these sources do not know."""
     manifests = [source.dataset.manifest for source in sources]
-    known = {"poses": [one.has_poses for one in manifests], "calibration": [one.has_calibration for one in manifests]}
+    known = {
+        "poses": [one.has_poses for one in manifests],
+        "calibration": [one.has_calibration for one in manifests],
+    }
     return frozenset(name for name, are_known in known.items() if not all(are_known))
 
 
@@ -172,11 +192,19 @@ def make_sources(
     base = 0
     for name, dataset in datasets.items():
         of = chosen.get(name, Chosen())
-        storage = with_layers(open_storage(dataset), layers.get(name, ()), of.channels, open_storage)
+        storage = with_layers(
+            open_storage(dataset), layers.get(name, ()), of.channels, open_storage
+        )
         reader = SampleReader(
-            dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=of.channels,
-            cameras=of.cameras, shown=of.shown,
-        )  # fmt: skip
+            dataset,
+            storage=storage,
+            points=points,
+            sweeps=sweeps,
+            extra=False,
+            channels=of.channels,
+            cameras=of.cameras,
+            shown=of.shown,
+        )
         first_row, own_name = dataset.split(split).first_sample, name if named else None
         sources.append(Source(own_name, dataset, first_row, base, storage, reader, of.attributes))
         base += len(dataset.index)
@@ -209,11 +237,17 @@ def image_facts(sources: Sequence[Source]) -> ImageFacts:
     is_baseline = []
     for source in sources:
         num_samples = len(source.dataset.index)
-        for at in sorted({number * num_samples // _NUM_LOOKED_AT for number in range(_NUM_LOOKED_AT)}):
+        for at in sorted(
+            {number * num_samples // _NUM_LOOKED_AT for number in range(_NUM_LOOKED_AT)}
+        ):
             try:
                 images = source.reader.sample(at).images.values()
-                is_baseline += [info.format == "jpeg" and not info.progressive for info in map(probe, images)]
+                is_baseline += [
+                    info.format == "jpeg" and not info.progressive for info in map(probe, images)
+                ]
             except FuelrailError:
                 continue  # a bad sample is handled when its turn comes
     share = sum(is_baseline) / len(is_baseline) if is_baseline else 1.0
-    return ImageFacts((max((w for w, _ in sizes), default=0), max((h for _, h in sizes), default=0)), share)
+    return ImageFacts(
+        (max((w for w, _ in sizes), default=0), max((h for _, h in sizes), default=0)), share
+    )

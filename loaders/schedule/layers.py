@@ -22,7 +22,9 @@ Layers = Mapping[str, "tuple[Layer, ...]"]
 _OF_A_VIEW = ("image", "camera_groups", "ego", "pixels", "undistort", "two_views")
 """What decides the view of a sample: settings that only change dtypes or frames of reference are not among them."""
 
-_FORM: Final = 'layers={!r:.200} must map names to folders, URLs or LayerOptions: {{"teacher": PATH}}'
+_FORM: Final = (
+    'layers={!r:.200} must map names to folders, URLs or LayerOptions: {{"teacher": PATH}}'
+)
 
 
 class LayerOptions(CheckedSettings, frozen=True):
@@ -92,7 +94,11 @@ def open_layers(
 
 def fingerprints_of(layers: Layers, *, is_mix: bool) -> dict[str, Any] | None:
     """Return the fingerprints for the loader's state: by layer, of a mix by dataset and layer; None without layers."""
-    found = {name: {one.name: one.manifest.fingerprint for one in of_one} for name, of_one in layers.items() if of_one}
+    found = {
+        name: {one.name: one.manifest.fingerprint for one in of_one}
+        for name, of_one in layers.items()
+        if of_one
+    }
     if not found:
         return None
     return dict(found) if is_mix else next(iter(found.values()))
@@ -113,7 +119,11 @@ def check_views(
     settings = view_settings(seed, content)
     for layer in _of_views(layers):
         view = layer.manifest.view
-        if is_mix or isinstance(window, TimeWindow) or (window is not None and len(window.frames) > 1):
+        if (
+            is_mix
+            or isinstance(window, TimeWindow)
+            or (window is not None and len(window.frames) > 1)
+        ):
             raise ConfigError(
                 f"layer '{layer.name}' holds values of single augmented views (per_view), and "
                 f"{'a mix' if is_mix else 'a window'} augments its frames otherwise; make the layer with view 'fixed'"
@@ -138,4 +148,6 @@ def check_epoch(layers: Layers, epoch: int) -> None:
 
 
 def _of_views(layers: Layers) -> Sequence[Layer]:
-    return [one for of_one in layers.values() for one in of_one if one.manifest.view.kind == "per_view"]
+    return [
+        one for of_one in layers.values() for one in of_one if one.manifest.view.kind == "per_view"
+    ]

@@ -44,7 +44,16 @@ RECORDED: Final = (
 _FUNCTIONS: Final = ("transform", "batch_transform", "collate_fn")
 
 _PACKAGES: Final = (
-    *("fuelrail", "numpy", "torch", "simplejpeg", "opencv-python-headless", "opencv-python", "pillow", "pillow-simd"),
+    *(
+        "fuelrail",
+        "numpy",
+        "torch",
+        "simplejpeg",
+        "opencv-python-headless",
+        "opencv-python",
+        "pillow",
+        "pillow-simd",
+    ),
     *("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cuda110"),
 )
 
@@ -60,12 +69,16 @@ class LedgerOptions(CheckedSettings, frozen=True):
     """
 
     path: Annotated[PathText, must_be("a path")]
-    digest_every: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    digest_every: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)] | None, must_be("an integer >= 1, or None")
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if "://" in str(self.path):
-            raise ConfigError(f"ledger path={str(self.path)!r} must be a local file, for a ledger is appended to")
+            raise ConfigError(
+                f"ledger path={str(self.path)!r} must be a local file, for a ledger is appended to"
+            )
 
 
 def ledger_options(given: object) -> LedgerOptions | None:
@@ -76,7 +89,9 @@ def ledger_options(given: object) -> LedgerOptions | None:
         return as_settings(given, LedgerOptions, "ledger")
     if isinstance(given, str | os.PathLike):
         return LedgerOptions(path=given)
-    raise ConfigError(f"ledger={given!r} must be a path, a LedgerOptions, a dict of its fields, or None")
+    raise ConfigError(
+        f"ledger={given!r} must be a path, a LedgerOptions, a dict of its fields, or None"
+    )
 
 
 class RunLedger:
@@ -107,11 +122,15 @@ class RunLedger:
             raise ConfigError("a ledger cannot record an order with bucket: leave out one of them")
         self._every = options.digest_every
         self._number = _process_number(batching.world)
-        self._file = LedgerFile(f"{options.path}.rank{self._number:05d}" if self._number else options.path)
+        self._file = LedgerFile(
+            f"{options.path}.rank{self._number:05d}" if self._number else options.path
+        )
         self._reached: Cursor | None = None
         """The place of the newest record, where it is of a state."""
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity))
-        self._setup = RunSetup(LEDGER_VERSION, plain, batching.epoch_length, None, decoder, package_versions())
+        self._setup = RunSetup(
+            LEDGER_VERSION, plain, batching.epoch_length, None, decoder, package_versions()
+        )
         setups = [record for record in self._file.records if isinstance(record, RunSetup)]
         starts = [record for record in self._file.records if isinstance(record, SegmentStart)]
         self._last_setup = setups[-1] if setups else None
@@ -119,12 +138,16 @@ class RunLedger:
             last = starts[-1]
             found = identity_of(self._last_setup, options.path)
             try:
-                decode_state(state_at(found, Cursor(*last.place), last.global_batch), identity, strict=False)
+                decode_state(
+                    state_at(found, Cursor(*last.place), last.global_batch), identity, strict=False
+                )
             except StateMismatchError as error:
                 whose = f"ledger '{options.path}' is of another run: give this one its own"
                 raise StateMismatchError(f"{whose}; {error}") from error
 
-    def records_loader(self, arguments: msgspec.Struct, datasets: Mapping[str, Dataset], order: OrderSpec) -> None:
+    def records_loader(
+        self, arguments: msgspec.Struct, datasets: Mapping[str, Dataset], order: OrderSpec
+    ) -> None:
         """Also record what a loader is made of, so that an equal one can be made.
 
         Functions are named, for there is no more to keep of them.
@@ -189,7 +212,9 @@ class RunLedger:
         ):
             xxh3 = f"{digest() % 2**64:016x}"
             with _WRITING:
-                self._file.append(BatchDigest(place, batching.world.rank, batching.world.size, xxh3), sync=False)
+                self._file.append(
+                    BatchDigest(place, batching.world.rank, batching.world.size, xxh3), sync=False
+                )
                 self._reached = None
         self._following = after.rolled(batching)
         if self._following.epoch > after.epoch:
@@ -206,18 +231,24 @@ class RunLedger:
         last, place = self._file.records[-1], (here.epoch, here.samples_consumed)
         if isinstance(last, PlaceReached) and last.place == place:
             return
-        if why == "end" and not self._file.is_newest():  # another loader has taken over, before this one was closed
+        if (
+            why == "end" and not self._file.is_newest()
+        ):  # another loader has taken over, before this one was closed
             return
         before = self._reached
         # States after steps in a row are asked for, and not all saved: the newest one is kept.
         is_dense = (
-            why == "state" and before is not None and before.epoch == here.epoch
+            why == "state"
+            and before is not None
+            and before.epoch == here.epoch
             and here.samples_consumed - before.samples_consumed <= self._batching.global_batch
-        )  # fmt: skip
+        )
         # A mark is lost at worst with a crash of the machine; syncing it at every step would cost more than the step.
         varies = why == "epoch" and self._batching.lengths is not None
         length = self._batching.of_epoch(here.epoch - 1).epoch_length if varies else None
-        self._file.append(PlaceReached(place, why, length), in_place_of_last=is_dense, sync=not is_dense)
+        self._file.append(
+            PlaceReached(place, why, length), in_place_of_last=is_dense, sync=not is_dense
+        )
         self._reached = here if why == "state" else None
 
     def replaced(self, epoch: int, position: int, key: str | None, replaced_by: str) -> None:
@@ -235,7 +266,9 @@ def identity_of(setup: RunSetup, path: str | os.PathLike[str]) -> Identity:
     try:
         return msgspec.convert(setup.identity, Identity)
     except msgspec.ValidationError as error:
-        raise LedgerError(f"ledger '{path}': the identity of a setup is of no known form: {error}") from error
+        raise LedgerError(
+            f"ledger '{path}': the identity of a setup is of no known form: {error}"
+        ) from error
 
 
 def _process_number(world: World) -> int:
@@ -252,7 +285,10 @@ def _process_number(world: World) -> int:
 @cache
 def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that decide the content of samples, and Python's."""
-    from importlib.metadata import PackageNotFoundError, version  # slow to import, and most loaders have no ledger
+    from importlib.metadata import (
+        PackageNotFoundError,
+        version,
+    )  # slow to import, and most loaders have no ledger
 
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _PACKAGES:

@@ -64,7 +64,9 @@ class PositionIndex:
         self.order = order
         self._windows = [part.window for part in parts]
         left = windows_without(self._windows, order)
-        self._parts = tuple(part._replace(window=one) for part, one in zip(parts, left, strict=True))
+        self._parts = tuple(
+            part._replace(window=one) for part, one in zip(parts, left, strict=True)
+        )
         window = self._parts[0].window
         self.frames = 1 if window is None else window.num_rows
         # Epochs cost time to set up, and callers use one or two neighbouring ones.
@@ -94,7 +96,9 @@ class PositionIndex:
         sample; each (k,).
         """
         lookup = self._parts[part].window
-        which, centres = (np.arange(len(samples)), samples) if lookup is None else lookup.find(samples)
+        which, centres = (
+            (np.arange(len(samples)), samples) if lookup is None else lookup.find(samples)
+        )
         found, positions = self._epoch(epoch).find(centres, part)
         which, is_own = which[found], centres[found] == samples[which[found]]
         by_sample = np.lexsort((positions, which))

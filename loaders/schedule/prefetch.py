@@ -37,7 +37,9 @@ class RequestStream(NamedTuple):
     numbers: RequestNumbers | None = None
 
 
-def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_bytes: int) -> Iterator[Requested]:
+def prefetch(
+    coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_bytes: int
+) -> Iterator[Requested]:
     """Yield the coming samples, each requested when less than ``max_bytes`` of samples before it are outstanding.
 
     So ``max_bytes`` and one sample are outstanding at most. Requests are sent in bundles of a quarter of that, so that
@@ -53,7 +55,11 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
                 lengths: list[int] = []
                 broken: tuple[Scheduled, FuelrailError] | None = None
                 size = MAX_SAMPLES if filled else EARLY_BUNDLE if window else FIRST_BUNDLE
-                while waiting < max_bytes and len(window) + len(bundle) < MAX_SAMPLES and len(bundle) < size:
+                while (
+                    waiting < max_bytes
+                    and len(window) + len(bundle) < MAX_SAMPLES
+                    and len(bundle) < size
+                ):
                     scheduled = next(coming, None)
                     if scheduled is None:
                         more = False
@@ -62,7 +68,12 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
                         reader, session, _ = streams[scheduled.part]
                         entries = reader.rows(scheduled.rows)
                         by_row = dict(zip(scheduled.rows, entries, strict=True))
-                        length = sum([entry.length + session.look_up(row, entry) for row, entry in by_row.items()])
+                        length = sum(
+                            [
+                                entry.length + session.look_up(row, entry)
+                                for row, entry in by_row.items()
+                            ]
+                        )
                     except FuelrailError as failure:
                         # Raised when its turn comes, so that the outcome does not depend on the look-ahead.
                         broken, more = (scheduled, failure), False
@@ -71,13 +82,19 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
                     lengths.append(length)
                     waiting += length
                 requests = _request(bundle, streams, num_requested)
-                for (scheduled, entries), length, reads in zip(bundle, lengths, requests, strict=True):
+                for (scheduled, entries), length, reads in zip(
+                    bundle, lengths, requests, strict=True
+                ):
                     window.append((Requested(scheduled, entries, reads), length))
                     num_requested += len(entries)
-                filled = filled or waiting > max_bytes * 3 // 4 or len(window) > MAX_SAMPLES * 3 // 4
+                filled = (
+                    filled or waiting > max_bytes * 3 // 4 or len(window) > MAX_SAMPLES * 3 // 4
+                )
                 if broken is not None:
                     scheduled, error = broken
-                    window.append((Requested(scheduled, (), (partial(raise_at_its_turn, error),)), 0))
+                    window.append(
+                        (Requested(scheduled, (), (partial(raise_at_its_turn, error),)), 0)
+                    )
             if not window:
                 break
             requested, length = window.popleft()
@@ -90,7 +107,9 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
 
 
 def _request(
-    bundle: list[tuple[Scheduled, tuple[IndexRow, ...]]], streams: Sequence[RequestStream], num_requested: int
+    bundle: list[tuple[Scheduled, tuple[IndexRow, ...]]],
+    streams: Sequence[RequestStream],
+    num_requested: int,
 ) -> list[tuple[PendingSample, ...]]:
     """Request these samples from their datasets, in their order.
 

@@ -71,7 +71,11 @@ class Schedule(NamedTuple):
             # Which samples a step has, and in which turn, is known when its turn comes: the cache keeps what it has.
             return RequestStream(source.reader, source.storage.session())
         # Samples that channels of other times need are often the same ones, and then requested once.
-        numbers = RequestNumbers() if len(self.sources) > 1 or source.reader.num_frames is not None else None
+        numbers = (
+            RequestNumbers()
+            if len(self.sources) > 1 or source.reader.num_frames is not None
+            else None
+        )
         only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
         uses = build_future_uses(self.where.numbers, walk, self.where.frames, only)
         return RequestStream(source.reader, source.storage.session(*uses), numbers)
@@ -104,33 +108,57 @@ def make_schedule(
         dataset.split(split)  # an unknown split is an error before anything is computed
     times = isinstance(window, TimeWindow)
     clips = {
-        name: None if window is None else ClipTable.of_split(one, split, times=times) for name, one in datasets.items()
+        name: None if window is None else ClipTable.of_split(one, split, times=times)
+        for name, one in datasets.items()
     }
     order: EndlessOrder
     if mix is None:
         ((name, dataset),) = datasets.items()
         order = compile_order(
-            spec, dataset, split, global_batch=global_batch, window=window, clips=clips[name], layers=layers[name]
+            spec,
+            dataset,
+            split,
+            global_batch=global_batch,
+            window=window,
+            clips=clips[name],
+            layers=layers[name],
         )
         fingerprints: str | dict[str, str] = dataset.manifest.fingerprint
     else:
         tables = list(clips.values())
         order = compile_mix(
-            mix, spec, datasets, split, global_batch=global_batch, window=window, clips=tables, layers=layers
+            mix,
+            spec,
+            datasets,
+            split,
+            global_batch=global_batch,
+            window=window,
+            clips=tables,
+            layers=layers,
         )
         fingerprints = {name: one.manifest.fingerprint for name, one in datasets.items()}
     sources = make_sources(
-        datasets, split, open_storage,
-        points=points, sweeps=sweeps, chosen=chosen, layers=layers, named=mix is not None,
-    )  # fmt: skip
+        datasets,
+        split,
+        open_storage,
+        points=points,
+        sweeps=sweeps,
+        chosen=chosen,
+        layers=layers,
+        named=mix is not None,
+    )
     parts = [
         Part(source.first_row, source.base, _lookup(window, table, source))
         for source, table in zip(sources, clips.values(), strict=True)
     ]
     identity = Identity(
-        dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=plain(window),
+        dataset=fingerprints,
+        split=split,
+        order=order.identity,
+        drop_last=drop_last,
+        frames=plain(window),
         layers=fingerprints_of(layers, is_mix=mix is not None),
-    )  # fmt: skip
+    )
     return Schedule(sources, PositionIndex(order, parts), identity, layers)
 
 

@@ -65,7 +65,9 @@ def _plain(value: object) -> object:
     if not isinstance(value, msgspec.Struct):
         return value
     # Conversion makes an integer in a float field a float, so that equal settings are equal texts.
-    return msgspec.json.decode(msgspec.json.encode(msgspec.convert(msgspec.to_builtins(value), type(value))))
+    return msgspec.json.decode(
+        msgspec.json.encode(msgspec.convert(msgspec.to_builtins(value), type(value)))
+    )
 
 
 class LoaderState(Settings, frozen=True):
@@ -109,10 +111,14 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
     dict is not a loader state. Without ``strict`` the settings may differ, and nothing else.
     """
     if not isinstance(encoded, Mapping):
-        raise StateMismatchError(f"not a Fuelrail loader state: a dict is needed, got {type(encoded).__name__}")
+        raise StateMismatchError(
+            f"not a Fuelrail loader state: a dict is needed, got {type(encoded).__name__}"
+        )
     version = encoded.get("version")
     if version != STATE_VERSION:
-        raise StateMismatchError(f"loader state has version {version!r}; this Fuelrail reads {STATE_VERSION}")
+        raise StateMismatchError(
+            f"loader state has version {version!r}; this Fuelrail reads {STATE_VERSION}"
+        )
     try:
         plain = dict(encoded)
         if isinstance(plain.get("identity"), str):
@@ -125,7 +131,8 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
     differing = [
         f"{name}: state has {other!r}, loader has {current!r}"
         for name in Identity.__struct_fields__
-        if name != "settings" and (other := getattr(theirs, name)) != (current := getattr(ours, name))
+        if name != "settings"
+        and (other := getattr(theirs, name)) != (current := getattr(ours, name))
     ]
     if differing:
         raise StateMismatchError(
@@ -157,15 +164,30 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
     left_out = state.identity.order.get("without", [])
     if isinstance(left_out, list) and isinstance(ours := order.get("without"), list):
         kept = ours[: len(left_out)]
-        order = {name: one for name, one in order.items() if name != "without"} | ({"without": kept} if kept else {})
+        order = {name: one for name, one in order.items() if name != "without"} | (
+            {"without": kept} if kept else {}
+        )
     if left_out:  # whose positions are not those of the stages
         return msgspec.structs.replace(identity, order=order)
     try:
-        stages, position = order["stages"], state.epoch * order["epoch_length"] + state.samples_consumed
-        current = [stage["until"] is None or stage["until"] >= position for stage in stages].index(True)
+        stages, position = (
+            order["stages"],
+            state.epoch * order["epoch_length"] + state.samples_consumed,
+        )
+        current = [stage["until"] is None or stage["until"] >= position for stage in stages].index(
+            True
+        )
         last = current + stages[current]["ramp"]
-        order = {**order, "stages": [*stages[:last], {**stages[last], "until": None, "ramp": False}]}
-    except (KeyError, TypeError, ValueError, IndexError):  # an order without stages, or what is not a state of ours
+        order = {
+            **order,
+            "stages": [*stages[:last], {**stages[last], "until": None, "ramp": False}],
+        }
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ):  # an order without stages, or what is not a state of ours
         return msgspec.structs.replace(identity, order=order)
     layers = {name: one for name, one in (identity.layers or {}).items() if name in known}
     return msgspec.structs.replace(identity, order=order, layers=layers or None)
@@ -183,7 +205,9 @@ def _check_numbers(state: LoaderState) -> None:
         )
 
 
-def settings_that_differ(other: Mapping[str, Any] | None, current: Mapping[str, Any], whose: str) -> str:
+def settings_that_differ(
+    other: Mapping[str, Any] | None, current: Mapping[str, Any], whose: str
+) -> str:
     """Return both sides of each setting, and of a struct of each entry, that differs; ``whose`` are the first ones."""
     if other is None:
         return f"settings: {whose} names none"
@@ -191,7 +215,8 @@ def settings_that_differ(other: Mapping[str, Any] | None, current: Mapping[str, 
     names = [name for name in {**left, **right} if left.get(name, _NONE) != right.get(name, _NONE)]
     shown = [name for name in names if name != "digest"] or names
     return "; ".join(
-        f"{name}: {whose} has {left.get(name, _NONE)}, loader has {right.get(name, _NONE)}" for name in shown
+        f"{name}: {whose} has {left.get(name, _NONE)}, loader has {right.get(name, _NONE)}"
+        for name in shown
     )
 
 

@@ -20,7 +20,17 @@ from fuelrail.loaders.serving.counts import Counts
 from fuelrail.loaders.serving.memory import MappedMemory
 from fuelrail.loaders.serving.node import connect_node
 from fuelrail.loaders.serving.ray_workers import RemoteWorkers, StepClient
-from fuelrail.loaders.serving.server import Block, Failed, Forget, Made, Received, Setup, Start, Stop, serve_one
+from fuelrail.loaders.serving.server import (
+    Block,
+    Failed,
+    Forget,
+    Made,
+    Received,
+    Setup,
+    Start,
+    Stop,
+    serve_one,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import default_memory_bytes
 from fuelrail.pipeline.runtime.workers import check_main_guard
@@ -59,7 +69,9 @@ def serve_elsewhere(
     if arguments.where is None:
         return None
     if arguments.where == "node" and arguments.budget is not None:
-        raise ConfigError("where='node' has one number of threads for several ranks: give num_workers a number")
+        raise ConfigError(
+            "where='node' has one number of threads for several ranks: give num_workers a number"
+        )
     own = msgspec.structs.replace(
         arguments,
         **dict.fromkeys(("device", "trace", "ledger", "where")),
@@ -79,7 +91,9 @@ def serve_elsewhere(
         is_traced=arguments.trace is not None,
     )
     if isinstance(arguments.where, RemoteWorkers):
-        return StepClient(arguments.where, pickled_setup(setup), Counts(bad, arguments.trace), pinned=pinned)
+        return StepClient(
+            arguments.where, pickled_setup(setup), Counts(bad, arguments.trace), pinned=pinned
+        )
     connect = connect_own if arguments.where == "process" else connect_node()
     return BatchClient(setup, connect, bad, arguments.trace, pinned=pinned)
 
@@ -88,7 +102,9 @@ def connect_own() -> tuple[Any, Any]:
     """Start a process for this loader alone."""
     check_main_guard()
     if multiprocessing.current_process().daemon:
-        raise ConfigError("where='process' cannot be used in a process that may have no children: leave it out there")
+        raise ConfigError(
+            "where='process' cannot be used in a process that may have no children: leave it out there"
+        )
     return start_process(serve_one, "fuelrail-batches")
 
 
@@ -101,7 +117,9 @@ class _Link:
         self.memory = MappedMemory(pinned=pinned)
         self.lock = threading.Lock()
         # Before multiprocessing terminates what is left, and only in the process that started it.
-        self.end = multiprocessing.util.Finalize(self, _end, (self.process, self.connection), exitpriority=10)
+        self.end = multiprocessing.util.Finalize(
+            self, _end, (self.process, self.connection), exitpriority=10
+        )
         with _losses():
             self.connection.send_bytes(setup)
             refused = self.connection.recv()
@@ -114,14 +132,16 @@ class _Link:
         with _losses(), self.lock:
             self.connection.send(message)
 
-    def receive(self) -> Any:  # noqa: ANN401
+    def receive(self) -> Any:
         """Return the next message, with the file descriptor of a new block; None for none for some time."""
         with _losses():
             if not self.connection.poll(_POLL_S):
                 return None
             message = self.connection.recv()
             if isinstance(message, Block):
-                self.memory.add(message.number, reduction.recv_handle(self.connection), message.num_bytes)
+                self.memory.add(
+                    message.number, reduction.recv_handle(self.connection), message.num_bytes
+                )
             return message
 
 
@@ -137,7 +157,7 @@ def _losses() -> Iterator[None]:
         raise _LostError from error
 
 
-def _end(process: Any, connection: Any) -> None:  # noqa: ANN401
+def _end(process: Any, connection: Any) -> None:
     connection.close()
     if process is not None:
         process.join(_JOIN_S)
@@ -164,7 +184,13 @@ class BatchClient:
     """
 
     def __init__(
-        self, setup: Setup, connect: Connect, bad: BadSamples, observer: Observer | None, *, pinned: bool
+        self,
+        setup: Setup,
+        connect: Connect,
+        bad: BadSamples,
+        observer: Observer | None,
+        *,
+        pinned: bool,
     ) -> None:
         self._setup = pickled_setup(setup)
         self._connect, self._pinned, self.counts = connect, pinned, Counts(bad, observer)
@@ -185,7 +211,9 @@ class BatchClient:
                 link = self._linked()
                 link.send(Start(self._iterations, walk.start, received))
                 for made in self._messages(link, is_stopped):
-                    if made.number < received:  # made for a rank that shares the batch and had not received it
+                    if (
+                        made.number < received
+                    ):  # made for a rank that shares the batch and had not received it
                         link.send(Received(1, sorted(made.batch.blocks())))
                         continue
                     batch = link.memory.open(made.batch)
@@ -217,7 +245,9 @@ class BatchClient:
                 raise error from cause
 
     def _linked(self) -> _Link:
-        if self._link is None or self._link.pid != os.getpid():  # a fork cannot talk to its parent's process
+        if (
+            self._link is None or self._link.pid != os.getpid()
+        ):  # a fork cannot talk to its parent's process
             self._link = _Link(self._connect, self._setup, pinned=self._pinned)
         return self._link
 
@@ -228,9 +258,7 @@ class BatchClient:
             link.end()
         what = f"the process that makes the batches ended before batch {received} of this iteration"
         if link is not None and link.process is not None:
-            what += (
-                f" with exit code {link.process.exitcode} (negative: killed by that signal, as -9 for lack of memory)"
-            )
+            what += f" with exit code {link.process.exitcode} (negative: killed by that signal, as -9 for lack of memory)"  # noqa: E501
         if attempts >= _ATTEMPTS:
             raise ChildProcessError(f"{what}, {attempts} times in a row") from error
         _LOG.warning("%s; another one is started", what)

@@ -46,7 +46,9 @@ class Counts:
     def clocks(self) -> tuple[StageClock, ...]:
         """Return the clocks of the stages that ran there."""
         nothing: tuple[StageClock, ...] = ()
-        return functools.reduce(add_clocks, [facts.clocks for facts in self._newest.values()], nothing)
+        return functools.reduce(
+            add_clocks, [facts.clocks for facts in self._newest.values()], nothing
+        )
 
     def storage(self) -> list[StorageStats]:
         """Return what storages did there, in one or no record."""

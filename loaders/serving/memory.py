@@ -52,7 +52,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(out, protocol)
         self.tensors: list[torch.Tensor] = []
 
-    def persistent_id(self, value: Any) -> int | None:  # noqa: ANN401
+    def persistent_id(self, value: Any) -> int | None:
         if not is_plain(value):
             return None
         self.tensors.append(value)
@@ -68,18 +68,20 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[number]
 
 
-def dump(batch: Any) -> tuple[bytes, list[torch.Tensor]]:  # noqa: ANN401
+def dump(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Pickle a batch without its plain tensors, and return these; raise ConfigError for what cannot be pickled."""
     out = io.BytesIO()
     pickler = _Pickler(out, pickle.HIGHEST_PROTOCOL)
     try:
         pickler.dump(batch)
     except Exception as error:
-        raise ConfigError(f"a batch holds what cannot be pickled, which where= needs: {error}") from error
+        raise ConfigError(
+            f"a batch holds what cannot be pickled, which where= needs: {error}"
+        ) from error
     return out.getvalue(), pickler.tensors
 
 
-def load_with(payload: bytes, tensors: Sequence[torch.Tensor]) -> Any:  # noqa: ANN401
+def load_with(payload: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the batch that `dump` pickled, with these tensors."""
     return _Unpickler(io.BytesIO(payload), tensors).load()
 
@@ -138,7 +140,7 @@ class SharedMemory:
         offset = (address - start) // tensor.itemsize
         return number, Piece(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
-    def export(self, batch: Any) -> tuple[Exported, dict[int, torch.Tensor]]:  # noqa: ANN401
+    def export(self, batch: Any) -> tuple[Exported, dict[int, torch.Tensor]]:
         """Return a batch for other processes, and what keeps each of its blocks from being used again.
 
         Raises ConfigError for a batch that cannot be pickled.
@@ -146,7 +148,11 @@ class SharedMemory:
         payload, tensors = dump(batch)
         found = [self.find(tensor) for tensor in tensors]
         small = [tensor for tensor, place in zip(tensors, found, strict=True) if place is None]
-        held = {place[0]: tensor for tensor, place in zip(tensors, found, strict=True) if place is not None}
+        held = {
+            place[0]: tensor
+            for tensor, place in zip(tensors, found, strict=True)
+            if place is not None
+        }
         if small:
             packed = pack(small, self._buffers.take)
             place = self.find(packed.block)
@@ -182,10 +188,13 @@ class MappedMemory:
         for number in numbers:
             del self._bases[number]
 
-    def open(self, exported: Exported) -> Any:  # noqa: ANN401
+    def open(self, exported: Exported) -> Any:
         """Return a batch whose tensors are views of the blocks."""
         # An array on a memoryview for each batch: all views of it refer to it, so its end is the last view's.
-        lent = {number: np.frombuffer(self._bases[number].data, np.uint8) for number in exported.blocks()}
+        lent = {
+            number: np.frombuffer(self._bases[number].data, np.uint8)
+            for number in exported.blocks()
+        }
         for number, array in lent.items():
             ref = weakref.ref(array, self._returned.append)
             self._lent[id(ref)] = ref, number

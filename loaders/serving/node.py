@@ -86,15 +86,25 @@ def connect_node() -> Callable[[], tuple[None, Connection]]:
 
 def _start(name: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", __name__, name, str(ranks_on_host())]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+    )
 
 
 def _check_peer(channel: socket.socket) -> None:
-    _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, user, _ = struct.unpack(
+        "3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     if user != os.getuid():
         channel.close()
-        raise PermissionError(f"the other end of this host's batches belongs to user {user}, not to {os.getuid()}")
+        raise PermissionError(
+            f"the other end of this host's batches belongs to user {user}, not to {os.getuid()}"
+        )
 
 
 class _Host:
@@ -182,7 +192,9 @@ def main(name: str, num_ranks: int) -> None:
                 channel, _address = listening.accept()
                 _check_peer(channel)
                 channel.setblocking(True)
-                threading.Thread(target=host.admit, args=(Connection(channel.detach()),), daemon=True).start()
+                threading.Thread(
+                    target=host.admit, args=(Connection(channel.detach()),), daemon=True
+                ).start()
                 accepted += 1
     host.has_begun.wait(_START_S)
     for thread in host.threads:

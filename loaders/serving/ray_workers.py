@@ -69,7 +69,9 @@ class RemoteWorkers(CheckedSettings, frozen=True):
 
     address: Annotated[str | None, must_be("a text or None")] = None
     num_workers: Annotated[int, Meta(ge=1), _COUNT] = 2
-    min_workers: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    min_workers: Annotated[
+        Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")
+    ] = None
     cpus: Annotated[int, Meta(ge=1), _COUNT] = 1
 
 
@@ -110,14 +112,16 @@ class _Step:
 class _Actor:
     """An actor, and the steps that are asked of it."""
 
-    def __init__(self, handle: Any) -> None:  # noqa: ANN401 - Ray's, which has no types for it
+    def __init__(self, handle: Any) -> None:
         self.handle, self.num_asked, self.has_made = handle, 0, False
 
 
 class StepClient:
     """Batches of a loader that Ray actors make; they are started at the first iteration. See `BatchClient`."""
 
-    def __init__(self, options: RemoteWorkers, setup: bytes, counts: Counts, *, pinned: bool) -> None:
+    def __init__(
+        self, options: RemoteWorkers, setup: bytes, counts: Counts, *, pinned: bool
+    ) -> None:
         with needs("where=RemoteWorkers(...)", "fuelrail[ray]"):
             import ray
         self._ray: Any = ray
@@ -133,7 +137,11 @@ class StepClient:
     def items(self, walk: Walk) -> Iterator[Any]:
         """Yield the batches of a walk without end; raise what an actor raises for them."""
         options = self._options
-        connect_ray(self._ray, options.address, max(options.num_workers * options.cpus, len(os.sched_getaffinity(0))))
+        connect_ray(
+            self._ray,
+            options.address,
+            max(options.num_workers * options.cpus, len(os.sched_getaffinity(0))),
+        )
         self._is_stopped = threading.Event()
         return self._items(walk, self._is_stopped)
 
@@ -177,10 +185,14 @@ class StepClient:
         One that has made none may have no node: it gets a second step only where all are such.
         """
         if len(self._actors) < self._wanted:
-            kind = self._ray.remote(StepMaker).options(num_cpus=self._options.cpus, scheduling_strategy="SPREAD")
+            kind = self._ray.remote(StepMaker).options(
+                num_cpus=self._options.cpus, scheduling_strategy="SPREAD"
+            )
             self._actors.append(_Actor(kind.remote(self._setup)))
         if self._late:
-            for reference in self._ray.wait(list(self._late), num_returns=len(self._late), timeout=0)[0]:
+            for reference in self._ray.wait(
+                list(self._late), num_returns=len(self._late), timeout=0
+            )[0]:
                 self._late.pop(reference).num_asked -= 1
         asked = list(step.asked.values())
         rank = lambda one: (not one.has_made and one.num_asked > 0, one.num_asked)  # noqa: E731
@@ -200,7 +212,9 @@ class StepClient:
         waiting_s = time.monotonic()
         while not is_stopped.is_set():
             done, _ = ray.wait(list(step.asked), timeout=_POLL_S)
-            late_s = max(_LATE_S, _LATE * statistics.median(self._times)) if self._times else _START_S
+            late_s = (
+                max(_LATE_S, _LATE * statistics.median(self._times)) if self._times else _START_S
+            )
             if not done and time.monotonic() - waiting_s > late_s * len(step.asked):
                 self._ask(step, place)
             for reference in done:
@@ -220,7 +234,7 @@ class StepClient:
                 return result
         return None
 
-    def _lost(self, step: _Step, reference: Any, error: Exception) -> None:  # noqa: ANN401 - Ray's
+    def _lost(self, step: _Step, reference: Any, error: Exception) -> None:
         """Forget an actor that is gone, whose steps are asked for again in their turn."""
         actor = step.asked.pop(reference)
         actor.num_asked -= 1
@@ -241,7 +255,7 @@ class StepClient:
             self._wanted -= 1
             self._actors.remove(min(self._actors, key=lambda one: one.num_asked))
 
-    def _open(self, result: _Result) -> Any:  # noqa: ANN401
+    def _open(self, result: _Result) -> Any:
         """Copy a batch's tensors into the loader's memory, for the object store's is read-only."""
         made: list[torch.Tensor] = []
         for content, dtype, shape in result.tensors:

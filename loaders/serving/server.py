@@ -107,7 +107,7 @@ class Forget(NamedTuple):
 class Client:
     """The server's end of one connection."""
 
-    def __init__(self, connection: Any, changed: threading.Condition) -> None:  # noqa: ANN401
+    def __init__(self, connection: Any, changed: threading.Condition) -> None:
         self.connection, self._changed = connection, changed
         self.start: Start | None = None
         self.room = 1
@@ -116,7 +116,7 @@ class Client:
         self._held: dict[int, torch.Tensor] = {}
         self._known: set[int] = set()
 
-    def listen(self, tune: Any) -> None:  # noqa: ANN401
+    def listen(self, tune: Any) -> None:
         """Take messages until the client is gone."""
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -175,7 +175,7 @@ class RankServer:
         self._done = 0
         """The last iteration that was ended."""
 
-    def join(self, connection: Any) -> None:  # noqa: ANN401
+    def join(self, connection: Any) -> None:
         """Make a connection a client."""
         client = Client(connection, self.changed)
         with self.changed:
@@ -216,7 +216,9 @@ class RankServer:
     def _run(self, start: Start) -> None:
         made = start.received
         try:
-            with contextlib.closing(self._loader.batches_from(start.place, start.received)) as batches:
+            with contextlib.closing(
+                self._loader.batches_from(start.place, start.received)
+            ) as batches:
                 for batch in batches:
                     exported, held = self._memory.export(batch)
                     del batch
@@ -233,7 +235,11 @@ class RankServer:
         """Send a batch to all who have asked for it, when each has room; return whether anybody still has."""
 
         def receivers() -> list[Client]:
-            return [one for one in self._connected() if one.start is not None and one.start.number == made.start]
+            return [
+                one
+                for one in self._connected()
+                if one.start is not None and one.start.number == made.start
+            ]
 
         with self.changed:
             self.changed.wait_for(lambda: all(client.room > 0 for client in receivers()))
@@ -242,7 +248,7 @@ class RankServer:
             client.send(made, held, self._memory)
         return bool(clients)
 
-    def make(self, place: Cursor, number: int) -> Any:  # noqa: ANN401
+    def make(self, place: Cursor, number: int) -> Any:
         """Make the step with this number after a place of the order, and no other."""
         (step,) = self._loader.make_steps(place, number)
         return step
@@ -252,14 +258,22 @@ class RankServer:
         stats = self._loader.stats()
         replaced, events = self._replaced[:], self._events[:]
         del self._replaced[: len(replaced)], self._events[: len(events)]
-        return Facts(self._name, stats.stages, stats.storage, stats.refused_images, self._bad.numbers, replaced, events)
+        return Facts(
+            self._name,
+            stats.stages,
+            stats.storage,
+            stats.refused_images,
+            self._bad.numbers,
+            replaced,
+            events,
+        )
 
     def tune(self, tuning: Tuning) -> None:
         """Change the loader's numbers of threads and of ready batches."""
         self._loader.tune(tuning)
 
 
-def serve_one(connection: Any) -> None:  # noqa: ANN401
+def serve_one(connection: Any) -> None:
     """Run in the process of ``where="process"``: serve the one client that started it."""
     set_up_worker()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -48,11 +48,15 @@ def open_storage(
     if backend not in BACKENDS:
         raise ConfigError(f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
     if cache_dir is None and cache_size is not None:
-        raise ConfigError(f"cache_size={cache_size!r} needs cache_dir: give the folder of the cache")
+        raise ConfigError(
+            f"cache_size={cache_size!r} needs cache_dir: give the folder of the cache"
+        )
     local = dataset.url is None
     if backend == "pread":
         if not local:
-            raise ConfigError(f"backend={backend!r} reads local files; the dataset is at '{dataset.location}'")
+            raise ConfigError(
+                f"backend={backend!r} reads local files; the dataset is at '{dataset.location}'"
+            )
         if cache_dir is not None:
             raise ConfigError(f"cache_dir needs backend 'remote' or 'auto', got {backend!r}")
     if backend == "pread" or (backend == "auto" and local and cache_dir is None):
@@ -68,5 +72,7 @@ def open_storage(
         verify=verify,
         storage_options=storage_options,
         retry=retry,
-        make_cache=None if cache_dir is None else partial(SpanCache.open_or_warn, dataset, cache_dir, cache_size),
+        make_cache=None
+        if cache_dir is None
+        else partial(SpanCache.open_or_warn, dataset, cache_dir, cache_size),
     )

@@ -39,7 +39,11 @@ class Buffers:
     """
 
     def __init__(
-        self, memory: Memory = pageable, *, keep_bytes: int, rounded: Callable[[int], int] = rounded_up
+        self,
+        memory: Memory = pageable,
+        *,
+        keep_bytes: int,
+        rounded: Callable[[int], int] = rounded_up,
     ) -> None:
         self._memory, self._keep_bytes, self._rounded = memory, keep_bytes, rounded
         self._free: dict[int, list[NDArray[np.uint8]]] = collections.defaultdict(list)
@@ -80,7 +84,11 @@ class Buffers:
     def _new(self, size: int) -> NDArray[np.uint8]:
         try:
             return self._memory(size)
-        except (MemoryError, RuntimeError, ValueError) as error:  # numpy's, torch's, and numpy's beyond all addresses
+        except (
+            MemoryError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # numpy's, torch's, and numpy's beyond all addresses
             raise ConfigError(
                 f"no memory for a buffer of {size} bytes: take a smaller batch_size, prefetch_factor or image size, or "
                 f"fewer frames ({error})"

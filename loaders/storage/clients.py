@@ -58,7 +58,7 @@ class FsspecClient:
 
     kind = "fsspec"
 
-    def __init__(self, fs: Any, path: str) -> None:  # noqa: ANN401
+    def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
         self._read = _read_local if isinstance(fs, LocalFileSystem) else fs.cat_file
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
@@ -66,7 +66,9 @@ class FsspecClient:
             if hasattr(fs, "retries"):
                 fs.retries = 1  # s3fs's own, which know neither our deadline nor hedging
         else:
-            self._threads = concurrent.futures.ThreadPoolExecutor(_BLOCKING_THREADS, "fuelrail-read")
+            self._threads = concurrent.futures.ThreadPoolExecutor(
+                _BLOCKING_THREADS, "fuelrail-read"
+            )
 
     async def get(self, name: str, start: int, end: int) -> Buffer:
         """See RangeClient."""
@@ -105,7 +107,9 @@ class ObstoreClient:
         credentials = None
         if not config.get("skip_signature") and "access_key_id" not in config:
             credentials = _boto_credentials()
-        options: dict[str, Any] = {"credential_provider": credentials} if credentials is not None else {}
+        options: dict[str, Any] = (
+            {"credential_provider": credentials} if credentials is not None else {}
+        )
         plain_http = str(config.get("endpoint", "")).startswith("http://")
         self._store = S3Store(
             bucket,
@@ -128,7 +132,9 @@ class ObstoreClient:
         """See RangeClient."""
 
 
-def make_client(url: str, storage_options: Mapping[str, Any] | None = None, *, kind: str = "auto") -> RangeClient:
+def make_client(
+    url: str, storage_options: Mapping[str, Any] | None = None, *, kind: str = "auto"
+) -> RangeClient:
     """Make the client for a dataset's URL; ``auto``: obstore for S3 if installed and if it supports all options.
 
     ``kind`` may also be "fsspec" or "obstore". Raises ConfigError for a missing library and wrong options.
@@ -139,14 +145,18 @@ def make_client(url: str, storage_options: Mapping[str, Any] | None = None, *, k
     config = _obstore_config(storage_options or {})
     if config is None:
         if kind == "obstore":
-            raise ConfigError(f"obstore cannot read '{shown_url(url)}' with these storage_options; use 'fsspec'")
+            raise ConfigError(
+                f"obstore cannot read '{shown_url(url)}' with these storage_options; use 'fsspec'"
+            )
         return FsspecClient(fs, path)
     bucket, _, prefix = path.partition("/")
     try:
         return ObstoreClient(bucket, prefix, config)
     except ImportError as error:
         if kind == "obstore":
-            raise ConfigError(f"the client obstore needs {error.name}: pip install 'fuelrail[s3]'") from error
+            raise ConfigError(
+                f"the client obstore needs {error.name}: pip install 'fuelrail[s3]'"
+            ) from error
         _LOG.info("obstore is not installed; reading S3 through s3fs, which costs more CPU time")
         return FsspecClient(fs, path)
 
@@ -181,7 +191,9 @@ def _obstore_config(storage_options: Mapping[str, Any]) -> dict[str, Any] | None
         return None
     config.setdefault("region", region or "us-east-1")
     endpoint = (
-        os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or profile.get("endpoint_url")
+        os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or profile.get("endpoint_url")
     )
     if endpoint:
         config.setdefault("endpoint", endpoint)
@@ -191,7 +203,7 @@ def _obstore_config(storage_options: Mapping[str, Any]) -> dict[str, Any] | None
 class _BotoCredentials:
     """Credentials as boto finds them (environment, profiles, SSO, instance roles), refreshed by boto."""
 
-    def __init__(self, credentials: Any) -> None:  # noqa: ANN401
+    def __init__(self, credentials: Any) -> None:
         self._credentials = credentials
 
     def __call__(self) -> dict[str, Any]:

@@ -44,7 +44,9 @@ class OpenShards(Generic[T]):
 
     def __getitem__(self, number: int) -> T:
         shard = self._shards.get(number)
-        if shard is not None and len(self._shards) < self._limit:  # nothing is evicted, so the uses do not matter
+        if (
+            shard is not None and len(self._shards) < self._limit
+        ):  # nothing is evicted, so the uses do not matter
             return shard
         with self._lock:
             shard = self._shards.get(number)
@@ -88,7 +90,10 @@ class ShardFile:
         self._byte = [bytearray(1)]
         if self._opened.st_size != expected_bytes:
             kind = TruncatedShardError if self._opened.st_size < expected_bytes else ShardError
-            raise kind(f"has {self._opened.st_size} bytes, the manifest says {expected_bytes}", shard=path.name)
+            raise kind(
+                f"has {self._opened.st_size} bytes, the manifest says {expected_bytes}",
+                shard=path.name,
+            )
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -109,7 +114,9 @@ class ShardFile:
     def read_ahead(self, start: int, length: int) -> None:
         """Have the kernel read a range into the page cache, without waiting for it. Raises OSError."""
         for at in range(start, start + length, _ADVISED_BYTES):
-            os.posix_fadvise(self.fd, at, min(_ADVISED_BYTES, start + length - at), os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(
+                self.fd, at, min(_ADVISED_BYTES, start + length - at), os.POSIX_FADV_WILLNEED
+            )
 
     def was_replaced(self) -> bool:
         """Return whether the name now leads to another file, or the file was written to since it was opened."""
@@ -118,10 +125,16 @@ class ShardFile:
         except OSError:
             return True
         then = self._opened
-        return (now.st_ino, now.st_size, now.st_mtime_ns) != (then.st_ino, then.st_size, then.st_mtime_ns)
+        return (now.st_ino, now.st_size, now.st_mtime_ns) != (
+            then.st_ino,
+            then.st_size,
+            then.st_mtime_ns,
+        )
 
 
-def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFile | None = None) -> ShardError:
+def explained(
+    dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFile | None = None
+) -> ShardError:
     """Return the error with the sample's address, and whether dataset or shard was replaced since it was opened."""
     try:
         fingerprint = load_manifest(dataset.root, EITHER).fingerprint

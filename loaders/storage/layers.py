@@ -22,7 +22,13 @@ from fuelrail.loaders.storage.protocol import (
     StoredRow,
     add_stats,
 )
-from fuelrail.pipeline.errors import FuelrailError, IndexFileError, MemberError, OrderError, ShardError
+from fuelrail.pipeline.errors import (
+    FuelrailError,
+    IndexFileError,
+    MemberError,
+    OrderError,
+    ShardError,
+)
 from fuelrail.pipeline.format.dataset import Dataset, read_members
 
 if TYPE_CHECKING:
@@ -71,7 +77,9 @@ class LayerPart(NamedTuple):
             message = f"layer '{self.layer.name}': {error.message}"
             raise type(error)(message, key=error.key, member=error.member) from error
         except IndexFileError as error:
-            raise IndexFileError(f"layer '{self.layer.name}' ('{data.location}'): {error}") from error
+            raise IndexFileError(
+                f"layer '{self.layer.name}' ('{data.location}'): {error}"
+            ) from error
         return {self.fields[field]: content for field, content in found.items()}
 
     def stored(self, row: IndexRow, read: PendingSpan) -> StoredRow:
@@ -80,7 +88,9 @@ class LayerPart(NamedTuple):
             return StoredRow(row, read())
         except ShardError as error:
             message = f"layer '{self.layer.name}': {error.message}"
-            raise type(error)(message, shard=error.shard, offset=error.offset, key=error.key) from error
+            raise type(error)(
+                message, shard=error.shard, offset=error.offset, key=error.key
+            ) from error
 
 
 def with_layers(
@@ -105,7 +115,10 @@ class LayeredStorage:
 
     def __init__(self, base: Storage, parts: Sequence[LayerPart] = ()) -> None:
         self._base, self.parts = base, tuple(parts)
-        self.look_ahead_bytes, self.needs_whole_spans = base.look_ahead_bytes, base.needs_whole_spans
+        self.look_ahead_bytes, self.needs_whole_spans = (
+            base.look_ahead_bytes,
+            base.needs_whole_spans,
+        )
 
     def span(self, index: int, row: IndexRow) -> LayeredSpan:
         """Return one sample's bytes and those of its layers, now. Raise ShardError with shard, offset and key."""
@@ -115,10 +128,14 @@ class LayeredStorage:
             found = part.find(index, row.key)
             if isinstance(found, FuelrailError):
                 raise found
-            layers.append(None if found is None else part.stored(found[1], partial(part.storage.span, *found)))
+            layers.append(
+                None if found is None else part.stored(found[1], partial(part.storage.span, *found))
+            )
         return LayeredSpan(base, tuple(layers))
 
-    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> LayeredSession:
+    def session(
+        self, future_uses: FutureUses | None = None, uses_per_step: int = 0
+    ) -> LayeredSession:
         """Start a stream of requests to the base and to all layers."""
         parts = [_PartSession(part, future_uses, uses_per_step) for part in self.parts]
         return LayeredSession(self._base.session(future_uses, uses_per_step), parts)
@@ -151,7 +168,8 @@ class LayeredSession:
         """Ask for the spans of the base and of the layers' rows for these samples."""
         base = self._base.request(rows)
         found = [
-            self._found.pop(index, []) or [one.part.find(index, row.key) for one in self._parts] for index, row in rows
+            self._found.pop(index, []) or [one.part.find(index, row.key) for one in self._parts]
+            for index, row in rows
         ]
         both = zip(self._parts, zip(*found, strict=True), strict=True) if found else ()
         layers = [one.request(of_layer, self._num_requested) for one, of_layer in both]
@@ -172,7 +190,11 @@ class _PartSession:
         self.part = part
         # A complete layer is asked whenever the base is.
         self._numbers = None if future_uses is None or part.layer.is_complete else RequestNumbers()
-        uses = None if future_uses is None else future_uses.of_other_rows(part.layer.rows_at, self._numbers)
+        uses = (
+            None
+            if future_uses is None
+            else future_uses.of_other_rows(part.layer.rows_at, self._numbers)
+        )
         self.session = part.storage.session(uses, uses_per_step)
 
     def request(self, found: Sequence[_Found], first: int) -> list[Callable[[], StoredRow | None]]:
@@ -183,7 +205,9 @@ class _PartSession:
                     self._numbers.note(number)
         pending = iter(self.session.request([one for one in found if isinstance(one, tuple)]))
         return [
-            partial(self.part.stored, one[1], next(pending)) if isinstance(one, tuple) else partial(_raise_if, one)
+            partial(self.part.stored, one[1], next(pending))
+            if isinstance(one, tuple)
+            else partial(_raise_if, one)
             for one in found
         ]
 

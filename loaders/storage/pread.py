@@ -71,7 +71,9 @@ class PreadShards:
         def give_up(fault: Fault, pause_s: float | None) -> None:
             name = self._dataset.shards.name(row.shard)
             if pause_s is None:
-                raise StorageError(f"cannot be read: {fault.text}", shard=name, offset=row.offset, key=row.key)
+                raise StorageError(
+                    f"cannot be read: {fault.text}", shard=name, offset=row.offset, key=row.key
+                )
             _LOG.warning("shard %s, offset %d: %s; trying again", name, row.offset, fault.text)
             self._retries += 1
             self._files.drop(row.shard)
@@ -86,13 +88,19 @@ class PreadShards:
         self._span_bytes += row.length
         return span
 
-    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002
+    def session(
+        self,
+        future_uses: FutureUses | None = None,  # noqa: ARG002
+        uses_per_step: int = 0,  # noqa: ARG002
+    ) -> _PreadSession:
         """Return a stream of requests, with the kernel's read-ahead."""
         return _PreadSession(self, self._files, self._residency)
 
     def stats(self) -> StorageStats:
         """Return the numbers of spans handed out and of spans read again."""
-        return StorageStats("pread", self._spans, self._span_bytes, retries=self._retries, refetched=self._refetched)
+        return StorageStats(
+            "pread", self._spans, self._span_bytes, retries=self._retries, refetched=self._refetched
+        )
 
     def close(self) -> None:
         """Close all files."""
@@ -128,7 +136,9 @@ class PreadShards:
             raise explained(self._dataset, row, error, file) from error
         except OSError as error:
             name = self._dataset.shards.name(row.shard)
-            raise StorageError(f"cannot be read: {error}", shard=name, offset=row.offset, key=row.key) from error
+            raise StorageError(
+                f"cannot be read: {error}", shard=name, offset=row.offset, key=row.key
+            ) from error
 
 
 # No method: the files would refer to the storage that holds them, and stay open until the garbage collector comes.
@@ -138,7 +148,9 @@ def _open(dataset: Dataset, number: int) -> ShardFile:
 
 
 class _PreadSession:
-    def __init__(self, storage: PreadShards, files: OpenShards[ShardFile], residency: Residency) -> None:
+    def __init__(
+        self, storage: PreadShards, files: OpenShards[ShardFile], residency: Residency
+    ) -> None:
         self._storage, self._files, self._residency = storage, files, residency
 
     def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
@@ -160,7 +172,9 @@ class _PreadSession:
         span = self._storage.span(index, row)
         if not self._residency.keeps(row):
             with contextlib.suppress(OSError, ShardError):  # advice only
-                os.posix_fadvise(self._files[row.shard].fd, row.offset, row.length, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(
+                    self._files[row.shard].fd, row.offset, row.length, os.POSIX_FADV_DONTNEED
+                )
         return span
 
 
@@ -173,7 +187,9 @@ class Residency:
     def __init__(self, dataset: Dataset, memory_bytes: int | None = None) -> None:
         room = page_cache_room_bytes() if memory_bytes is None else memory_bytes
         total = dataset.manifest.num_bytes
-        self._digests_below = 1 << 64 if total <= room else int(_KEEP_OF_MEMORY * room / total * 2**64)
+        self._digests_below = (
+            1 << 64 if total <= room else int(_KEEP_OF_MEMORY * room / total * 2**64)
+        )
 
     def keeps(self, row: IndexRow) -> bool:
         """Return whether a sample's pages stay."""

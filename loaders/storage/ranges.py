@@ -37,7 +37,10 @@ class PlannedRange(NamedTuple):
 
 
 def plan_ranges(
-    wanted: Sequence[WantedSpan], *, max_gap_bytes: int = MAX_GAP_BYTES, max_range_bytes: int = MAX_RANGE_BYTES
+    wanted: Sequence[WantedSpan],
+    *,
+    max_gap_bytes: int = MAX_GAP_BYTES,
+    max_range_bytes: int = MAX_RANGE_BYTES,
 ) -> list[PlannedRange]:
     """Merge wanted spans into ranges, in the order in which their first members are needed.
 
@@ -55,7 +58,12 @@ def plan_ranges(
     for number in sorted(range(len(wanted)), key=wanted.__getitem__):
         span = wanted[number]
         far = max(end, span.offset + span.length)
-        if members and span.shard == shard and span.offset - end <= max_gap_bytes and far - start <= max_range_bytes:
+        if (
+            members
+            and span.shard == shard
+            and span.offset - end <= max_gap_bytes
+            and far - start <= max_range_bytes
+        ):
             members.append(number)
             end = far
             continue

@@ -16,7 +16,14 @@ from fuelrail.pipeline.errors import OrderError, SchemaError
 from fuelrail.pipeline.format.dataset import Dataset, read_members
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.zstd_frames import is_framed
-from fuelrail.pipeline.sample.schema import GEOMETRY, META, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
+from fuelrail.pipeline.sample.schema import (
+    GEOMETRY,
+    META,
+    SWEEPS_FIELD,
+    Sample,
+    decode_sample,
+    lidar_channel,
+)
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage.protocol import LayeredSpan
@@ -84,7 +91,9 @@ class SampleReader:
             and (sweeps or not name.endswith(SWEEPS_FIELD))
             and (extra or not name.startswith("x_"))
             and (name not in rig.fields or name in self._fields)
-            and (name in rig.fields or name.partition(".")[0] not in {*rig.cameras} - {*self.cameras})
+            and (
+                name in rig.fields or name.partition(".")[0] not in {*rig.cameras} - {*self.cameras}
+            )
         )
         whole = self.storage.needs_whole_spans
         self._left_out = frozenset() if whole else frozenset(dataset.index.names) - self._wanted
@@ -114,7 +123,9 @@ class SampleReader:
         for index in indices[len(indices) if self.num_frames is None else self.num_frames :]:
             if index not in found:
                 row = self._dataset.index.row(index)
-                is_whole = self.storage.needs_whole_spans or is_framed(self._dataset.shards.name_of(row))
+                is_whole = self.storage.needs_whole_spans or is_framed(
+                    self._dataset.shards.name_of(row)
+                )
                 part = row if is_whole else row.only(fields)
                 found[index] = part if is_whole or part is not row else row.only((META,))
         return tuple([found[index] for index in indices])
@@ -122,13 +133,21 @@ class SampleReader:
     def values(self, fetched: FetchedSpan) -> dict[str, Value | None]:
         """Return the values of ``timed`` of a sample by name, None for one that it lacks; raises MemberError."""
         fields = {channel.field for channel in self.timed}
-        return decode_values(self._members(fetched, fields), self.timed, fetched.row.key) if fields else {}
+        return (
+            decode_values(self._members(fetched, fields), self.timed, fetched.row.key)
+            if fields
+            else {}
+        )
 
     def _members(self, fetched: FetchedSpan, wanted: Collection[str]) -> dict[str, memoryview]:
         """Return raw members by field name, those of layers too."""
         row, (span, layers) = fetched.row, fetched.span
         members = read_members(
-            row, span, self._dataset.shards.name_of(row), wanted, dictionary=self._dataset.dictionary
+            row,
+            span,
+            self._dataset.shards.name_of(row),
+            wanted,
+            dictionary=self._dataset.dictionary,
         )
         for part, stored in zip(self.storage.parts, layers, strict=True):
             if stored is not None:
@@ -166,6 +185,8 @@ class SampleReader:
         """Return the row of the sample with this key; raise OrderError where there is none."""
         index = self._dataset.find(key)
         if index is None:
-            there = f"the first of its {len(self._dataset.index)} is '{self._dataset.index.row(0).key}'"
+            there = (
+                f"the first of its {len(self._dataset.index)} is '{self._dataset.index.row(0).key}'"
+            )
             raise OrderError(f"dataset '{self._dataset.root}' has no sample '{key}'; {there}")
         return index

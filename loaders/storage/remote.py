@@ -97,7 +97,9 @@ class RemoteShards:
         self._ensure_process()
         return _RemoteSession(self).request([(index, row)])[0]()
 
-    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _RemoteSession:
+    def session(
+        self, future_uses: FutureUses | None = None, uses_per_step: int = 0
+    ) -> _RemoteSession:
         """Return a stream of requests, whose future the cache may know."""
         self._ensure_process()
         if self.cache is not None:
@@ -108,9 +110,17 @@ class RemoteShards:
         """Return the counters so far."""
         made = self.requester
         stats = StorageStats(
-            self.client.kind, self._spans, self._span_bytes, made.requests, made.request_bytes, made.retries,
-            made.hedges, made.hedges_won, self._refetched, made.width,
-        )  # fmt: skip
+            self.client.kind,
+            self._spans,
+            self._span_bytes,
+            made.requests,
+            made.request_bytes,
+            made.retries,
+            made.hedges,
+            made.hedges_won,
+            self._refetched,
+            made.width,
+        )
         return stats if self.cache is None else self.cache.add_stats(stats)
 
     def close(self) -> None:
@@ -125,7 +135,9 @@ class RemoteShards:
         get = partial(self.client.get, name, start, end)
         return asyncio.run_coroutine_threadsafe(self.requester.fetch(get, end - start), self.loop)
 
-    def fetched_again(self, row: IndexRow, future: concurrent.futures.Future[memoryview]) -> memoryview:
+    def fetched_again(
+        self, row: IndexRow, future: concurrent.futures.Future[memoryview]
+    ) -> memoryview:
         """Fetch one span on its own, after its first coming failed a check. Raise what :meth:`span` raises."""
         self._refetched += 1
         try:
@@ -161,13 +173,19 @@ class RemoteShards:
         """Raise the error of a request that failed after all retries, for this sample."""
         fault = error.fault
         if fault.kind == "cut":
-            self._explain(row, TruncatedShardError, f"the shard ends before the sample does: {fault.text}")
+            self._explain(
+                row, TruncatedShardError, f"the shard ends before the sample does: {fault.text}"
+            )
         if fault.kind == "missing":
-            self._explain(row, StorageError, f"'{shown_url(self._url)}': the shard is not there; {fault.text}")
+            self._explain(
+                row, StorageError, f"'{shown_url(self._url)}': the shard is not there; {fault.text}"
+            )
         reason = {
             "refused": "access is refused: check credentials, profile and endpoint (environment or storage_options)",
             "invalid": "the request was rejected",
-        }.get(fault.kind, f"no answer after {error.num_attempts} attempts in {error.elapsed_s:.0f} s")
+        }.get(
+            fault.kind, f"no answer after {error.num_attempts} attempts in {error.elapsed_s:.0f} s"
+        )
         raise StorageError(
             f"'{shown_url(self._url)}': {reason}; {fault.text}",
             shard=self.shard_name(row),
@@ -182,9 +200,15 @@ class RemoteShards:
     def _explain(self, row: IndexRow, kind: type[ShardError], what: str) -> NoReturn:
         """Raise ``kind``, saying whether the dataset at the URL is another one by now."""
         try:
-            fingerprint = RemoteFolder(self._url, self._options, _EXPLAIN).manifest(EITHER)[1].fingerprint
+            fingerprint = (
+                RemoteFolder(self._url, self._options, _EXPLAIN).manifest(EITHER)[1].fingerprint
+            )
         except (FuelrailError, OSError) as error:
-            fingerprint = f"unknown ({type(error).__name__})" if isinstance(error, DatasetError) else "unknown"
+            fingerprint = (
+                f"unknown ({type(error).__name__})"
+                if isinstance(error, DatasetError)
+                else "unknown"
+            )
         if fingerprint != self.dataset.manifest.fingerprint:
             what = f"{what}; {replaced(self.dataset, fingerprint)}"
         raise kind(what, shard=self.shard_name(row), offset=row.offset, key=row.key)
@@ -198,7 +222,9 @@ class _Range:
 
     __slots__ = ("__weakref__", "future", "is_single", "start")
 
-    def __init__(self, future: concurrent.futures.Future[memoryview], start: int, *, is_single: bool) -> None:
+    def __init__(
+        self, future: concurrent.futures.Future[memoryview], start: int, *, is_single: bool
+    ) -> None:
         self.future, self.start, self.is_single = future, start, is_single
 
 
@@ -209,7 +235,9 @@ class _RemoteSession:
         self._storage, self._future_uses = storage, future_uses
         self._asked = 0
         # By part of a sample. In a small dataset, and about an epoch's end, it is asked for again before it was taken.
-        self._ranges: weakref.WeakValueDictionary[tuple[int, int, int], _Range] = weakref.WeakValueDictionary()
+        self._ranges: weakref.WeakValueDictionary[tuple[int, int, int], _Range] = (
+            weakref.WeakValueDictionary()
+        )
         self._lock = threading.Lock()
         self._under_way: set[concurrent.futures.Future[memoryview]] = set()
         self._closed = False
@@ -219,7 +247,9 @@ class _RemoteSession:
         storage, cache = self._storage, self._storage.cache
         pending: dict[int, PendingSpan] = {}
         first, self._asked = self._asked, self._asked + len(rows)
-        new: dict[tuple[int, int, int], list[int]] = {}  # by part of a sample: where in rows, the first time and again
+        new: dict[
+            tuple[int, int, int], list[int]
+        ] = {}  # by part of a sample: where in rows, the first time and again
         for number, (index, row) in enumerate(rows):
             try:
                 storage.shard_name(row)
@@ -240,7 +270,10 @@ class _RemoteSession:
             else:
                 new[part] = [number]
         missing = list(new.values())
-        wanted = [WantedSpan(row.shard, row.offset, row.length) for row in (rows[places[0]][1] for places in missing)]
+        wanted = [
+            WantedSpan(row.shard, row.offset, row.length)
+            for row in (rows[places[0]][1] for places in missing)
+        ]
         for planned in plan_ranges(wanted):
             future = self._start(planned.shard, planned.start, planned.end)
             asked = _Range(future, planned.start, is_single=len(planned.members) == 1)
@@ -285,7 +318,11 @@ class _RemoteSession:
                 key=row.key,
             ) from None
         if storage.cache is not None:
-            storage.cache.put(index, span, None if self._future_uses is None else self._future_uses.time_of(number))
+            storage.cache.put(
+                index,
+                span,
+                None if self._future_uses is None else self._future_uses.time_of(number),
+            )
         return storage.handed_out(span)
 
     def _wait(self, asked: _Range, row: IndexRow) -> memoryview:
@@ -302,9 +339,13 @@ class _RemoteSession:
             if storage.is_good(row, span):
                 return span
         # Wrong bytes, or a shard that was cut, perhaps behind this sample.
-        return storage.fetched_again(row, self._start(row.shard, row.offset, row.offset + row.length))
+        return storage.fetched_again(
+            row, self._start(row.shard, row.offset, row.offset + row.length)
+        )
 
-    def _take_cached(self, cached: CachedSpan, number: int, index: int, row: IndexRow) -> memoryview:
+    def _take_cached(
+        self, cached: CachedSpan, number: int, index: int, row: IndexRow
+    ) -> memoryview:
         storage = self._storage
         span = cached.read()
         assert storage.cache is not None

@@ -104,7 +104,9 @@ class Requester:
         self._extra = _EXTRA_REQUESTS
         self.requests = self.request_bytes = self.retries = self.hedges = self.hedges_won = 0
 
-    async def fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
+    async def fetch(
+        self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int
+    ) -> memoryview:
         """Return the ``length`` bytes that ``get()`` brings. Raise FetchFailedError."""
         await self._place.acquire()
         self._num_taken += 1
@@ -114,7 +116,9 @@ class Requester:
             self._num_taken -= 1
             self._give_back(1)
 
-    async def _fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
+    async def _fetch(
+        self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int
+    ) -> memoryview:
         loop = asyncio.get_running_loop()
         started = loop.time()  # the deadline is for storage, not for the queue in front of it
         failures = short = 0
@@ -144,7 +148,9 @@ class Requester:
                 self._on_fault(fault)
             await asyncio.sleep(pause_s)
 
-    async def _attempt(self, get: Callable[[], Coroutine[Any, Any, Buffer]], deadline: float) -> Buffer:
+    async def _attempt(
+        self, get: Callable[[], Coroutine[Any, Any, Buffer]], deadline: float
+    ) -> Buffer:
         """Make one request and perhaps its hedges; the first answer counts, the others are given up."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -171,7 +177,9 @@ class Requester:
                     look_at = now + usual_s
                 # By then more may be known of what is usual.
                 timeout_s = min(look_at, end, now + _LOOK_AGAIN_S) - now
-                done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in done:
                     tasks.discard(task)
                     if task.exception() is None:
@@ -229,7 +237,10 @@ class Requester:
 
 def _wrong_length(got: int, wanted: int, num_short: int) -> Fault:
     if got > wanted:
-        return Fault("invalid", f"the server sent {got} bytes for a range of {wanted}: it does not serve byte ranges")
+        return Fault(
+            "invalid",
+            f"the server sent {got} bytes for a range of {wanted}: it does not serve byte ranges",
+        )
     kind: FaultKind = "transient" if num_short < _SHORT_ANSWERS else "cut"
     return Fault(kind, f"the answer came short: {got} of {wanted} bytes")
 

@@ -88,7 +88,9 @@ class LoaderDisplay(ABC):
         if samples < 1:
             raise ConfigError(f"samples={samples} must be 1 or more")
         if missing := [name for name in _NEEDED if name not in found]:
-            raise ConfigError(f"a batch without {missing[0]!r} cannot be drawn: let transform and collate_fn keep it")
+            raise ConfigError(
+                f"a batch without {missing[0]!r} cannot be drawn: let transform and collate_fn keep it"
+            )
         sheets = []
         for at in range(min(samples, len(found["sample_key"]))):
             title = f"{found['sample_key'][at]}   epoch {found['epoch']}, step {found['step']}"
@@ -98,7 +100,9 @@ class LoaderDisplay(ABC):
     def _next_batch(self) -> dict[str, Any]:
         """Load the first batch of the next iteration by a loader of its own."""
         make, (arguments, datasets), place = self.__reduce__()
-        with make(msgspec.structs.replace(arguments, check_ranks=False, trace=None, ledger=None), datasets) as other:
+        with make(
+            msgspec.structs.replace(arguments, check_ranks=False, trace=None, ledger=None), datasets
+        ) as other:
             other.__setstate__(place)
             batch = next(iter(other), None)
         if not isinstance(batch, dict):
@@ -125,7 +129,9 @@ class _Frames:
         value = _array(self._batch[name][self._at])
         return value if self._has_windows else value[None]
 
-    def images(self, cameras: Sequence[str], transforms: Transforms) -> list[list[NDArray[np.uint8]]]:
+    def images(
+        self, cameras: Sequence[str], transforms: Transforms
+    ) -> list[list[NDArray[np.uint8]]]:
         """Return the images, uint8 [3, H, W], frame by frame and camera by camera."""
         img, groups = self._batch["img"], transforms.camera_groups
         parts = img if isinstance(img, dict) else {None: img}
@@ -133,7 +139,9 @@ class _Frames:
         for name, part in parts.items():
             of_part = _undo(part[self._at].detach(), transforms.normalize)
             names = cameras if name is None or groups is None else groups[name].cameras
-            for frame, of_frame in zip(found, of_part if self._has_windows else of_part[None], strict=True):
+            for frame, of_frame in zip(
+                found, of_part if self._has_windows else of_part[None], strict=True
+            ):
                 frame.update(zip(names, of_frame, strict=True))
         return [[of_frame[camera] for camera in cameras] for of_frame in found]
 
@@ -143,9 +151,14 @@ class _Frames:
         if "gt_boxes_3d" not in batch:
             return None
         real = _array(batch["gt_mask"][at]) if "gt_mask" in batch else slice(None)
-        boxes3d, label = _array(batch["gt_boxes_3d"][at])[real], _array(batch["gt_labels_3d"][at])[real]
+        boxes3d, label = (
+            _array(batch["gt_boxes_3d"][at])[real],
+            _array(batch["gt_labels_3d"][at])[real],
+        )
         half, zero = boxes3d[:, 6] / 2, np.zeros(len(boxes3d))
-        corners = box_corners(boxes3d, np.stack([np.cos(half), zero, zero, np.sin(half)], 1)).astype(np.float64)
+        corners = box_corners(
+            boxes3d, np.stack([np.cos(half), zero, zero, np.sin(half)], 1)
+        ).astype(np.float64)
         velocity = np.nan_to_num(_array(batch["gt_velocity"][at])[real].astype(np.float64))
         if box_frame == "lidar":
             lidar2ego = self.entry("lidar2ego")[self.key].astype(np.float64)
@@ -154,10 +167,16 @@ class _Frames:
             return [DrawnBoxes(corners, label)]
         if "ego2key" not in batch:  # without ego poses boxes have a place in their own frame alone
             none = DrawnBoxes(corners[:0], label[:0])
-            return [DrawnBoxes(corners, label) if at == self.key else none for at in range(len(self.since_s()))]
+            return [
+                DrawnBoxes(corners, label) if at == self.key else none
+                for at in range(len(self.since_s()))
+            ]
         since = self.since_s()[:, None, None, None] * velocity[:, None]
         key2ego = np.linalg.inv(self.entry("ego2key").astype(np.float64))
-        return [DrawnBoxes(_moved(corners + way, of), label) for way, of in zip(since, key2ego, strict=True)]
+        return [
+            DrawnBoxes(_moved(corners + way, of), label)
+            for way, of in zip(since, key2ego, strict=True)
+        ]
 
     def since_s(self) -> NDArray[np.float64]:
         """Return the seconds of each frame since the sample's own time."""
@@ -171,7 +190,9 @@ class _Frames:
         points = _part(self._batch["points"], self.index)[:, :3]
         if "points_mask" in self._batch:
             points = points[_part(self._batch["points_mask"], self.index)]
-        return _moved(points.astype(np.float64), self.entry("lidar2ego")[self.key].astype(np.float64))
+        return _moved(
+            points.astype(np.float64), self.entry("lidar2ego")[self.key].astype(np.float64)
+        )
 
 
 def draw_sample(batch: Mapping[str, Any], at: int, loader: LoaderDisplay) -> NDArray[np.uint8]:
@@ -184,7 +205,8 @@ def draw_sample(batch: Mapping[str, Any], at: int, loader: LoaderDisplay) -> NDA
     if len(images) > 1:
         valid = frames.entry("frame_valid")
         titles = [
-            f"  {t:+.2f} s{'' if real else '  stand-in'}" for t, real in zip(frames.since_s(), valid, strict=True)
+            f"  {t:+.2f} s{'' if real else '  stand-in'}"
+            for t, real in zip(frames.since_s(), valid, strict=True)
         ]
     drawn = [
         DrawnFrame(images[t], ego2img[t], None if boxes is None else boxes[t], ida_mat[t], title)
@@ -210,12 +232,17 @@ def _undo(img: torch.Tensor, normalize: Normalize | None) -> NDArray[np.uint8]:
         raise ConfigError(
             f"'img' must be uint8 to be drawn, or normalised by Transforms(normalize=...), got {img.dtype}"
         )
-    mean, std = (torch.tensor(levels, device=img.device)[:, None, None] for levels in (normalize.mean, normalize.std))
+    mean, std = (
+        torch.tensor(levels, device=img.device)[:, None, None]
+        for levels in (normalize.mean, normalize.std)
+    )
     levels = (img.float() * std + mean).round().clamp(0, 255).byte()
     return _array(levels.flip(-3) if normalize.channel_order == "bgr" else levels)
 
 
-def values_of(batch: Mapping[str, Any], at: int, channels: Sequence[Channel]) -> list[tuple[Channel, Any]]:
+def values_of(
+    batch: Mapping[str, Any], at: int, channels: Sequence[Channel]
+) -> list[tuple[Channel, Any]]:
     """Return the selected channels that a sample has, in its own frame."""
     if not channels:
         return []
@@ -224,7 +251,7 @@ def values_of(batch: Mapping[str, Any], at: int, channels: Sequence[Channel]) ->
     return [(one, value) for one, value in found if value is not None]
 
 
-def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:  # noqa: ANN401
+def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:
     """Return a sample's value of a selected channel, by its index (sample,) or (sample, frame); None: it has none."""
     valid, value = batch[f"{name}_valid"], batch[name]
     if not valid[index]:
@@ -232,15 +259,21 @@ def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any: 
     if isinstance(value, Packed | Logits) and value.offsets is not None:
         number = int(np.ravel_multi_index(index, valid.shape))
         own = slice(int(value.offsets[number]), int(value.offsets[number + 1]))
-        return value.map(lambda part: _array(part[own])) if isinstance(value, Logits) else _array(value.values[own])
+        return (
+            value.map(lambda part: _array(part[own]))
+            if isinstance(value, Logits)
+            else _array(value.values[own])
+        )
     if isinstance(value, Logits):
         return value.map(lambda part: _part(part, index))
     return (
-        {one: _part(column, index) for one, column in value.items()} if isinstance(value, dict) else _part(value, index)
+        {one: _part(column, index) for one, column in value.items()}
+        if isinstance(value, dict)
+        else _part(value, index)
     )
 
 
-def _part(value: Any, index: tuple[int, ...]) -> Any:  # noqa: ANN401
+def _part(value: Any, index: tuple[int, ...]) -> Any:
     for number in index:
         value = value[number]
     return value if isinstance(value, (str, bytes)) else _array(value)
@@ -253,27 +286,40 @@ class BatchDescription(NamedTuple):
 
     def __str__(self) -> str:
         widths = [max(min(len(entry[column]), 40) for entry in self.entries) for column in (0, 1)]
-        rows = (f"{name:<{widths[0]}}  {form:<{widths[1]}}  {meaning}" for name, form, meaning in self.entries)
+        rows = (
+            f"{name:<{widths[0]}}  {form:<{widths[1]}}  {meaning}"
+            for name, form, meaning in self.entries
+        )
         return "\n".join(row.rstrip() for row in rows)
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.entries)
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+            for row in self.entries
+        )
         return f"<table><tr><th>name</th><th>form</th><th>meaning</th></tr>{rows}</table>"
 
 
-def describe_batch(batch: Mapping[str, Any], channels: Sequence[Channel], box_frame: str) -> BatchDescription:
+def describe_batch(
+    batch: Mapping[str, Any], channels: Sequence[Channel], box_frame: str
+) -> BatchDescription:
     """Return form and meaning of each entry of a batch with these selected channels, and with boxes in this frame."""
     known = {name: meaning for name, (_, meaning) in batch_entries().items()}
     for one in channels:
         frame = f", frame {one.frame}" if one.frame else ""
         known[one.name] = f"channel: {one.kind}{frame}, moved by law {one.law.name}"
         known[f"{one.name}_valid"] = f"the sample has {one.name}"
-    known = {name: text.replace("`box_frame`", f"the {box_frame} frame") for name, text in known.items()}
+    known = {
+        name: text.replace("`box_frame`", f"the {box_frame} frame") for name, text in known.items()
+    }
     return BatchDescription(
-        tuple((name, _form(value), known.get(name, "").replace("`", "")) for name, value in batch.items())
+        tuple(
+            (name, _form(value), known.get(name, "").replace("`", ""))
+            for name, value in batch.items()
+        )
     )
 
 

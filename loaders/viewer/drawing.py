@@ -32,11 +32,26 @@ _EDGES: Final = tuple((a, a | bit) for bit in (1, 2, 4) for a in range(8) if not
 _FRONT: Final = ((0, 3), (1, 2))
 # Colours of equal lightness that stay apart on road scenes, for classes in turn (RGB).
 _PALETTE: Final = (
-    (255, 158, 0), (0, 207, 191), (255, 99, 71), (138, 180, 248), (233, 150, 250),
-    (255, 217, 61), (120, 220, 120), (255, 140, 180), (180, 200, 210), (200, 160, 120),
-)  # fmt: skip
+    (255, 158, 0),
+    (0, 207, 191),
+    (255, 99, 71),
+    (138, 180, 248),
+    (233, 150, 250),
+    (255, 217, 61),
+    (120, 220, 120),
+    (255, 140, 180),
+    (180, 200, 210),
+    (200, 160, 120),
+)
 # Seen from above, the rig unrolled: left to right in front, left to right behind.
-_PLACES: Final = ("cam_front_left", "cam_front", "cam_front_right", "cam_back_left", "cam_back", "cam_back_right")
+_PLACES: Final = (
+    "cam_front_left",
+    "cam_front",
+    "cam_front_right",
+    "cam_back_left",
+    "cam_back",
+    "cam_back_right",
+)
 
 
 class DrawnBoxes(NamedTuple):
@@ -93,7 +108,9 @@ def contact_sheet(
         sheet = _grid([of_frame[channel] for channel in placed for of_frame in tiles], len(frames))
     boxes = frames[key].boxes
     if points is not None:
-        rows = 2 if len(frames) == 1 else len(placed)  # of one frame the pane is as high as the sheet
+        rows = (
+            2 if len(frames) == 1 else len(placed)
+        )  # of one frame the pane is as high as the sheet
         pane = _from_above(min(len(sheet), 2 * len(sheet) // rows), boxes, points)
         pane = np.pad(pane, ((0, len(sheet) - len(pane)), (0, 0), (0, 0)), constant_values=_DARK)
         sheet = np.concatenate([sheet, pane], 1)
@@ -126,7 +143,9 @@ def _tiles(
         for entry, value in values:
             if entry.law.camera == channel and entry.law.name in ON_IMAGES:
                 _draw_value(tile, entry, value)
-        if frame.boxes is not None and np.isfinite(frame.ego2img[number]).all():  # NaN: the clip lacks the camera
+        if (
+            frame.boxes is not None and np.isfinite(frame.ego2img[number]).all()
+        ):  # NaN: the clip lacks the camera
             plain, projection = tile.copy(), frame.ego2img[number].astype(np.float64)
             corners = frame.boxes.corners
             depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]
@@ -164,7 +183,10 @@ def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
 
 
 def _hide_behind(
-    tile: NDArray[np.uint8], plain: NDArray[np.uint8], corners: NDArray[np.float64], ego2img: NDArray[np.float64]
+    tile: NDArray[np.uint8],
+    plain: NDArray[np.uint8],
+    corners: NDArray[np.float64],
+    ego2img: NDArray[np.float64],
 ) -> None:
     """Restore the picture inside a box's outline: what lies behind it is not seen."""
     found = np.append(corners, np.ones((len(corners), 1)), 1) @ ego2img.T
@@ -178,20 +200,28 @@ def _hide_behind(
     tile[inside > 0] = plain[inside > 0]
 
 
-def _from_above(size_px: int, boxes: DrawnBoxes | None, points: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+def _from_above(
+    size_px: int, boxes: DrawnBoxes | None, points: NDArray[np.floating[Any]]
+) -> NDArray[np.uint8]:
     """Draw points and boxes within ``ABOVE_M`` of ego from above: ahead is up, each box with its heading."""
     pane = np.full((size_px, size_px, 3), _DARK, np.uint8)
     scale, middle = size_px / (2 * ABOVE_M), size_px / 2
 
     def pixels(xy: NDArray[np.floating[Any]]) -> NDArray[np.int32]:
-        return np.stack([middle - xy[..., 1] * scale, middle - xy[..., 0] * scale], -1).round().astype(np.int32)
+        return (
+            np.stack([middle - xy[..., 1] * scale, middle - xy[..., 0] * scale], -1)
+            .round()
+            .astype(np.int32)
+        )
 
     near = points[(np.abs(points[:, :2]) < ABOVE_M * 0.999).all(1)]
     at = pixels(near)
     height = np.clip((near[:, 2:3] + 1.0) / 4.0, 0.0, 1.0)  # from the ground to three metres
     pane[np.clip(at[:, 1], 0, size_px - 1), np.clip(at[:, 0], 0, size_px - 1)] = 70 + 150 * height
     for radius in (20, 40):
-        cv2.circle(pane, (int(middle), int(middle)), round(radius * scale), (70, 70, 70), 1, cv2.LINE_AA)
+        cv2.circle(
+            pane, (int(middle), int(middle)), round(radius * scale), (70, 70, 70), 1, cv2.LINE_AA
+        )
         _caption(pane[int(middle - radius * scale) :, int(middle) :], f"{radius} m")
     if boxes is not None:
         for box, label in zip(boxes.corners, boxes.label.tolist(), strict=True):
@@ -208,7 +238,10 @@ def _from_above(size_px: int, boxes: DrawnBoxes | None, points: NDArray[np.float
 
 
 def _draw_box(
-    tile: NDArray[np.uint8], corners: NDArray[np.float64], ego2img: NDArray[np.float64], colour: tuple[int, int, int]
+    tile: NDArray[np.uint8],
+    corners: NDArray[np.float64],
+    ego2img: NDArray[np.float64],
+    colour: tuple[int, int, int],
 ) -> None:
     height, width = tile.shape[:2]
     for a, b in (*_EDGES, *_FRONT):
@@ -220,7 +253,7 @@ def _draw_box(
         cv2.line(tile, first, second, colour, 1, cv2.LINE_AA, shift=4)
 
 
-def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:  # noqa: ANN401
+def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
     """Draw a value of law ``image`` or ``image_points`` on the image that it lies on."""
     if channel.law.name == "image":
         raster = np.asarray(value)
@@ -234,7 +267,15 @@ def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None: 
             cv2.rectangle(tile, (u, v), (right, bottom), _colour(at), 1, cv2.LINE_AA, shift=4)
     for points in _groups(value, channel, "points"):
         for at, point in enumerate(points[np.abs(points).max(-1, initial=0) < limit].tolist()):
-            cv2.circle(tile, (round(point[0] * 16), round(point[1] * 16)), 32, _colour(at), -1, cv2.LINE_AA, shift=4)
+            cv2.circle(
+                tile,
+                (round(point[0] * 16), round(point[1] * 16)),
+                32,
+                _colour(at),
+                -1,
+                cv2.LINE_AA,
+                shift=4,
+            )
 
 
 def _coloured(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
@@ -247,20 +288,24 @@ def _coloured(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.uint8], NDA
     known = raster[seen].astype(np.float64)
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
     share = np.where(seen, (raster - low) / max(high - low, 1e-9), 0.0)
-    coloured = np.asarray(cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO), np.uint8)
+    coloured = np.asarray(
+        cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO), np.uint8
+    )
     return coloured[..., ::-1], seen
 
 
-def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:  # noqa: ANN401
+def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:
     """Yield the groups of columns (M, K) that play a role."""
     for group in channel.law.roles.get(role, ()):
         found = (
-            value[group[0]] if isinstance(value, dict) else value[..., [channel.columns.index(one) for one in group]]
+            value[group[0]]
+            if isinstance(value, dict)
+            else value[..., [channel.columns.index(one) for one in group]]
         )
         yield np.asarray(found, np.float64).reshape(-1, found.shape[-1])
 
 
-def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:  # noqa: ANN401
+def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:
     """Return a strip that names a channel, with its value where it is short."""
     value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, str | list):
@@ -270,14 +315,18 @@ def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:  # noq
     else:
         array = np.asarray(value)
         is_short = array.size <= _SHORT and array.dtype.kind in "biuf"
-        text = str(array.tolist()) if is_short else f"{channel.kind} {array.dtype} {list(array.shape)}"
+        text = (
+            str(array.tolist()) if is_short else f"{channel.kind} {array.dtype} {list(array.shape)}"
+        )
     return _strip(width, f"{channel.name}: {text}")
 
 
 def _strip(width: int, text: str) -> NDArray[np.uint8]:
     strip = np.full((22, width, 3), _DARK, np.uint8)
     ascii_only = text[:_MOST_TEXT].encode("ascii", "replace").decode()
-    cv2.putText(strip, ascii_only, (10, 15), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (230, 230, 230), 1, cv2.LINE_AA)
+    cv2.putText(
+        strip, ascii_only, (10, 15), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (230, 230, 230), 1, cv2.LINE_AA
+    )
     return strip
 
 
@@ -288,14 +337,20 @@ def _colour(label: int) -> tuple[int, int, int]:
 def _caption(tile: NDArray[np.uint8], text: str) -> None:
     (width, height), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.45, 1)
     tile[: height + 9, : width + 10] //= 3
-    cv2.putText(tile, text, (5, height + 4), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (255, 255, 255), 1, cv2.LINE_AA)
+    cv2.putText(
+        tile, text, (5, height + 4), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (255, 255, 255), 1, cv2.LINE_AA
+    )
 
 
 def _grid(tiles: Sequence[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]:
     height, width = (max(tile.shape[axis] for tile in tiles) for axis in (0, 1))
     columns = min(columns, len(tiles))
     rows = math.ceil(len(tiles) / columns)
-    sheet = np.full((rows * (height + _GAP_PX) + _GAP_PX, columns * (width + _GAP_PX) + _GAP_PX, 3), _DARK, np.uint8)
+    sheet = np.full(
+        (rows * (height + _GAP_PX) + _GAP_PX, columns * (width + _GAP_PX) + _GAP_PX, 3),
+        _DARK,
+        np.uint8,
+    )
     for number, tile in enumerate(tiles):
         top = _GAP_PX + number // columns * (height + _GAP_PX)
         left = _GAP_PX + number % columns * (width + _GAP_PX)
@@ -309,6 +364,15 @@ def _legend(width: int, boxes: DrawnBoxes, classes: Sequence[str]) -> NDArray[np
     for label in sorted(set(boxes.label.tolist())):
         text = f"{classes[label] if label >= 0 else 'other'} {int((boxes.label == label).sum())}"
         cv2.rectangle(strip, (left, 7), (left + 12, 19), _colour(label), -1)
-        cv2.putText(strip, text, (left + 18, 18), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (230, 230, 230), 1, cv2.LINE_AA)
+        cv2.putText(
+            strip,
+            text,
+            (left + 18, 18),
+            cv2.FONT_HERSHEY_SIMPLEX,
+            0.45,
+            (230, 230, 230),
+            1,
+            cv2.LINE_AA,
+        )
         left += 18 + cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.45, 1)[0][0] + 24
     return strip

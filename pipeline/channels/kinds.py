@@ -40,9 +40,28 @@ Value = Any
 """What a kind decodes to: the table above."""
 
 BYTES_EXTENSIONS: Final = (
-    "aac", "avif", "bin", "csv", "flac", "geojson", "h264", "h265", "json", "laz", "mp3", "mp4", "ogg", "opus", "pcd",
-    "tif", "tiff", "wav", "webp", "xml", "yaml",
-)  # fmt: skip
+    "aac",
+    "avif",
+    "bin",
+    "csv",
+    "flac",
+    "geojson",
+    "h264",
+    "h265",
+    "json",
+    "laz",
+    "mp3",
+    "mp4",
+    "ogg",
+    "opus",
+    "pcd",
+    "tif",
+    "tiff",
+    "wav",
+    "webp",
+    "xml",
+    "yaml",
+)
 """What members of kind ``bytes`` may end with: data that no usual reader runs."""
 _PNG_BITS: Final = {"uint8": 8, "uint16": 16}
 
@@ -99,8 +118,14 @@ def _check_values(array: NDArray[np.generic], channel: Channel) -> None:
 def _as_array(value: Value, channel: Channel) -> NDArray[Any]:
     try:
         return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # such as a tensor of bfloat16, or on a GPU
-        raise SchemaError(f"channel '{channel.name}': numpy cannot take {type(value).__name__}: {error}") from error
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # such as a tensor of bfloat16, or on a GPU
+        raise SchemaError(
+            f"channel '{channel.name}': numpy cannot take {type(value).__name__}: {error}"
+        ) from error
 
 
 def _encode_array(value: Value, channel: Channel) -> bytes:
@@ -157,7 +182,9 @@ def _encode_tokens(value: Value, channel: Channel) -> bytes:
     return data
 
 
-def _stack(values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]) -> NDArray[np.generic]:
+def _stack(
+    values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+) -> NDArray[np.generic]:
     there = [value for value in values if value is not None]
     dtype = there[0].dtype if there else channel.numpy_dtype
     make = np.empty if len(there) == len(values) else np.zeros
@@ -173,7 +200,9 @@ def _stack(values: Sequence[Value | None], channel: Channel, shape: tuple[int, .
     return out
 
 
-def _collate_tokens(values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
+def _collate_tokens(
+    values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+) -> Any:
     if channel.shape[0] is not None:
         return _stack(values, channel, shape or tuple(side or 0 for side in channel.shape))
     empty = np.empty(0, channel.numpy_dtype)
@@ -183,12 +212,17 @@ def _collate_tokens(values: Sequence[Value | None], channel: Channel, shape: tup
     return Packed(np.concatenate([empty, *rows]), offsets)
 
 
-def _collate_array(values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
+def _collate_array(values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]) -> Any:
     return _stack(values, channel, shape or tuple(side or 0 for side in channel.shape))
 
 
-def _collate_ragged(values: Sequence[Value | None], channel: Channel, _: tuple[int, ...]) -> dict[str, list[Any]]:
-    return {spec.name: [None if value is None else value[spec.name] for value in values] for spec in channel.arrays}
+def _collate_ragged(
+    values: Sequence[Value | None], channel: Channel, _: tuple[int, ...]
+) -> dict[str, list[Any]]:
+    return {
+        spec.name: [None if value is None else value[spec.name] for value in values]
+        for spec in channel.arrays
+    }
 
 
 def _collate_list(values: Sequence[Value | None], _: Channel, __: tuple[int, ...]) -> list[Any]:
@@ -202,7 +236,9 @@ def _broken_ragged(channel: Channel) -> Iterator[str]:
         yield "dtype, shape and columns are in its arrays: leave them out"
 
 
-def _ragged(arrays: dict[str, NDArray[np.generic]], channel: Channel) -> dict[str, NDArray[np.generic]]:
+def _ragged(
+    arrays: dict[str, NDArray[np.generic]], channel: Channel
+) -> dict[str, NDArray[np.generic]]:
     wanted = {spec.name: spec for spec in channel.arrays}
     if arrays.keys() != wanted.keys():
         raise SchemaError(
@@ -211,7 +247,9 @@ def _ragged(arrays: dict[str, NDArray[np.generic]], channel: Channel) -> dict[st
         )
     lengths = {len(array) if array.ndim else -1 for array in arrays.values()}
     if len(lengths) != 1:
-        raise SchemaError(f"arrays of channel '{channel.name}' have the lengths {sorted(lengths)}; they share one")
+        raise SchemaError(
+            f"arrays of channel '{channel.name}' have the lengths {sorted(lengths)}; they share one"
+        )
     for name, array in arrays.items():
         spec = wanted[name]
         if array.dtype != little_endian(spec.dtype) or array.shape[1:] != spec.shape:
@@ -224,7 +262,9 @@ def _ragged(arrays: dict[str, NDArray[np.generic]], channel: Channel) -> dict[st
 
 def _encode_ragged(value: Value, channel: Channel) -> bytes:
     if not isinstance(value, Mapping):
-        raise SchemaError(f"channel '{channel.name}' is {type(value).__name__}; kind 'ragged' takes a dict of arrays")
+        raise SchemaError(
+            f"channel '{channel.name}' is {type(value).__name__}; kind 'ragged' takes a dict of arrays"
+        )
     arrays = _ragged({name: _as_array(array, channel) for name, array in value.items()}, channel)
     for array in arrays.values():
         _check_values(array, channel)
@@ -242,7 +282,9 @@ def _check_ragged(data: Buffer, channel: Channel) -> None:
 
 def _encode_text(value: Value, channel: Channel) -> bytes:
     if not isinstance(value, str):
-        raise SchemaError(f"channel '{channel.name}' is {type(value).__name__}; kind 'text' takes str")
+        raise SchemaError(
+            f"channel '{channel.name}' is {type(value).__name__}; kind 'text' takes str"
+        )
     try:
         return value.encode()
     except UnicodeEncodeError as error:
@@ -251,7 +293,9 @@ def _encode_text(value: Value, channel: Channel) -> bytes:
 
 def _encode_texts(value: Value, channel: Channel) -> bytes:
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-        raise SchemaError(f"channel '{channel.name}' is {value!r:.100}; kind 'texts' takes a list of str")
+        raise SchemaError(
+            f"channel '{channel.name}' is {value!r:.100}; kind 'texts' takes a list of str"
+        )
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError as error:
@@ -260,7 +304,9 @@ def _encode_texts(value: Value, channel: Channel) -> bytes:
 
 def _encode_bytes(value: Value, channel: Channel) -> bytes:
     if not isinstance(value, bytes | bytearray | memoryview):
-        raise SchemaError(f"channel '{channel.name}' is {type(value).__name__}; kind 'bytes' takes bytes")
+        raise SchemaError(
+            f"channel '{channel.name}' is {type(value).__name__}; kind 'bytes' takes bytes"
+        )
     return bytes(value)
 
 
@@ -275,7 +321,9 @@ def _decode_texts(data: Buffer, channel: Channel) -> list[str]:
     try:
         return msgspec.json.decode(data, type=list[str])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SchemaError(f"channel '{channel.name}' is not a JSON array of texts: {error}") from error
+        raise SchemaError(
+            f"channel '{channel.name}' is not a JSON array of texts: {error}"
+        ) from error
 
 
 def _nothing_broken(_: Channel) -> Iterator[str]:
@@ -298,14 +346,18 @@ def _check_image(data: Buffer, channel: Channel) -> None:
     size = image_size(data, channel)
     for side, wanted in zip(size[::-1], channel.shape, strict=False):
         if wanted not in (None, side):
-            raise ImageError(f"channel '{channel.name}' is {size[0]} x {size[1]} pixels; the table has {channel.shape}")
+            raise ImageError(
+                f"channel '{channel.name}' is {size[0]} x {size[1]} pixels; the table has {channel.shape}"
+            )
 
 
 def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
     """Return width and height [px] of an image of the channel; raise ImageError for a header unlike the table."""
     info = probe(data, bits=(_PNG_BITS[channel.dtype],))
     components = 3 if len(channel.shape) == 3 else 1
-    if info.num_components != components or info.format != ("png" if channel.extension == "png" else "jpeg"):
+    if info.num_components != components or info.format != (
+        "png" if channel.extension == "png" else "jpeg"
+    ):
         raise ImageError(
             f"channel '{channel.name}' is a {info.format} of {info.num_components} components; the table has "
             f"'.{channel.extension}' with {components}"
@@ -317,21 +369,29 @@ def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
     import cv2
 
     _check_image(data, channel)
-    whole = unpack_png(data, bits=(_PNG_BITS[channel.dtype],)) if channel.extension == "png" else data
+    whole = (
+        unpack_png(data, bits=(_PNG_BITS[channel.dtype],)) if channel.extension == "png" else data
+    )
     flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
     pixels = cv2.imdecode(np.frombuffer(whole, np.uint8), flags)
     if pixels is None:
         raise ImageError(f"channel '{channel.name}' cannot be decoded: its pixel data are broken")
-    return _checked(pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1]), channel)
+    return _checked(
+        pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1]), channel
+    )
 
 
 def _encode_image(value: Value, channel: Channel) -> bytes:
     import cv2
 
     pixels: NDArray[Any] = _checked(_as_array(value, channel), channel)
-    done, encoded = cv2.imencode(f".{channel.extension}", pixels if pixels.ndim == 2 else pixels[..., ::-1])
+    done, encoded = cv2.imencode(
+        f".{channel.extension}", pixels if pixels.ndim == 2 else pixels[..., ::-1]
+    )
     if not done:
-        raise ImageError(f"channel '{channel.name}' of {list(pixels.shape)} cannot be encoded as {channel.extension}")
+        raise ImageError(
+            f"channel '{channel.name}' of {list(pixels.shape)} cannot be encoded as {channel.extension}"
+        )
     return encoded.tobytes()
 
 
@@ -344,31 +404,80 @@ def _of_values(channel: Channel) -> int:
 
 
 KINDS: Final = Registry(
-    "kind", "fuelrail.kinds",
+    "kind",
+    "fuelrail.kinds",
     {
-        "image": Kind(("png", "jpg"), _broken_image, _encode_image, _decode_image, _check_image, _collate_array),
-        "points": Kind(("npy",), _broken_points, _encode_array, _decode_array, _check_array, _collate_list, _of_rows),
-        "array": Kind(("npy",), _broken_array, _encode_array, _decode_array, _check_array, _collate_array, _of_values),
+        "image": Kind(
+            ("png", "jpg"),
+            _broken_image,
+            _encode_image,
+            _decode_image,
+            _check_image,
+            _collate_array,
+        ),
+        "points": Kind(
+            ("npy",),
+            _broken_points,
+            _encode_array,
+            _decode_array,
+            _check_array,
+            _collate_list,
+            _of_rows,
+        ),
+        "array": Kind(
+            ("npy",),
+            _broken_array,
+            _encode_array,
+            _decode_array,
+            _check_array,
+            _collate_array,
+            _of_values,
+        ),
         "ragged": Kind(
-            ("safetensors",), _broken_ragged, _encode_ragged, _decode_ragged, _check_ragged, _collate_ragged,
+            ("safetensors",),
+            _broken_ragged,
+            _encode_ragged,
+            _decode_ragged,
+            _check_ragged,
+            _collate_ragged,
             lambda _: 0,
         ),
-        "text": Kind(("txt",), _nothing_broken, _encode_text, _decode_text, _decode_text, _collate_list),
+        "text": Kind(
+            ("txt",), _nothing_broken, _encode_text, _decode_text, _decode_text, _collate_list
+        ),
         "texts": Kind(
-            ("json",), _nothing_broken, _encode_texts, _decode_texts, _decode_texts, _collate_list, lambda _: 0
+            ("json",),
+            _nothing_broken,
+            _encode_texts,
+            _decode_texts,
+            _decode_texts,
+            _collate_list,
+            lambda _: 0,
         ),
         "tokens": Kind(
-            ("npy",), _broken_tokens, _encode_tokens, _decode_array, _check_tokens, _collate_tokens, _of_values
+            ("npy",),
+            _broken_tokens,
+            _encode_tokens,
+            _decode_array,
+            _check_tokens,
+            _collate_tokens,
+            _of_values,
         ),
         "bytes": Kind(
-            BYTES_EXTENSIONS, _nothing_broken, _encode_bytes, lambda data, _: bytes(data),
-            lambda _, __: None, _collate_list
+            BYTES_EXTENSIONS,
+            _nothing_broken,
+            _encode_bytes,
+            lambda data, _: bytes(data),
+            lambda _, __: None,
+            _collate_list,
         ),
         **{
-            kind: Kind(("lgt",), logits.broken, logits.encode, logits.decode, logits.decode, logits.collate)
+            kind: Kind(
+                ("lgt",), logits.broken, logits.encode, logits.decode, logits.decode, logits.collate
+            )
             for kind in (logits.TOPK, logits.SAMPLED)
         },
     },
     Kind,
-)  # fmt: skip
+)
 """All kinds by name."""

@@ -90,7 +90,9 @@ class LawCode:
 
     broken: Callable[[Channel, Mapping[str, Channel]], Iterator[str]]
     move: Callable[[Value, Channel, Motion], Value]
-    shape: Callable[[tuple[int, ...], Channel, Motion], tuple[int, ...]] = lambda shape, _, __: shape
+    shape: Callable[[tuple[int, ...], Channel, Motion], tuple[int, ...]] = lambda shape, _, __: (
+        shape
+    )
 
     @property
     def moves(self) -> bool:
@@ -164,7 +166,9 @@ def _broken_fill(channel: Channel) -> Iterator[str]:
         return
     with np.errstate(over="ignore", invalid="ignore"):
         stored = np.float64(fill).astype(channel.dtype)
-    if not np.isfinite(fill) or (float(stored) != fill if stored.dtype.kind in "iub" else np.isinf(stored)):
+    if not np.isfinite(fill) or (
+        float(stored) != fill if stored.dtype.kind in "iub" else np.isinf(stored)
+    ):
         yield f"fill {fill} must be finite and a value of dtype '{channel.dtype}'"
 
 
@@ -188,7 +192,9 @@ def _broken_ego_points(channel: Channel, table: Mapping[str, Channel]) -> Iterat
     yield from _needs_roles(channel, "positions", "vectors")
     frame = channel.frame or ""
     sensor = frame.removeprefix("sensor:")
-    if frame != "ego" and (sensor == frame or sensor not in table or table[sensor].sensor != "lidar"):
+    if frame != "ego" and (
+        sensor == frame or sensor not in table or table[sensor].sensor != "lidar"
+    ):
         yield f"law 'ego_points' needs the frame 'ego' or that of a lidar of the table; it is {channel.frame!r:.80}"
 
 
@@ -216,11 +222,15 @@ def _broken_grid(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
 def _broken_poses(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
     yield from _needs_ego(channel)
     yield from _broken_roles(channel)
-    if not channel.law.roles and (channel.shape[-2:] != (4, 4) or not channel.dtype.startswith("float")):
+    if not channel.law.roles and (
+        channel.shape[-2:] != (4, 4) or not channel.dtype.startswith("float")
+    ):
         yield f"law 'ego_poses' without roles moves 4x4 matrices of floats; the shape is {list(channel.shape)}"
 
 
-def _move_roles(value: Value, channel: Channel, moves: Mapping[str, Callable[[Array], Array]]) -> Value:
+def _move_roles(
+    value: Value, channel: Channel, moves: Mapping[str, Callable[[Array], Array]]
+) -> Value:
     """Return a copy of the value in which each group of columns with a role is moved, in float64."""
     is_dict = isinstance(value, dict)
     moved: Any = dict(value) if is_dict else value.copy()
@@ -235,7 +245,9 @@ def _move_roles(value: Value, channel: Channel, moves: Mapping[str, Callable[[Ar
     return moved
 
 
-def _affine(linear: NDArray[np.float64], shift: NDArray[np.float64] | None = None) -> Callable[[Array], Array]:
+def _affine(
+    linear: NDArray[np.float64], shift: NDArray[np.float64] | None = None
+) -> Callable[[Array], Array]:
     """Return the function that moves points (..., 2 or 3); of two columns the third is 0 and left out."""
 
     def move(points: Array) -> Array:
@@ -252,10 +264,14 @@ def _ego_points(value: Value, channel: Channel, motion: Motion) -> Value:
     frame = channel.frame or "ego"
     sensor = frame.removeprefix("sensor:")
     if frame != "ego" and sensor not in motion.sensor2ego:
-        raise SchemaError(f"channel '{channel.name}' is in the frame of '{sensor}', whose place is unknown")
+        raise SchemaError(
+            f"channel '{channel.name}' is in the frame of '{sensor}', whose place is unknown"
+        )
     frame2ego = np.eye(4) if frame == "ego" else motion.sensor2ego[sensor]
     linear, shift = motion.ego.in_frame(frame2ego)
-    return _move_roles(value, channel, {"positions": _affine(linear, shift), "vectors": _affine(linear)})
+    return _move_roles(
+        value, channel, {"positions": _affine(linear, shift), "vectors": _affine(linear)}
+    )
 
 
 def _ego_boxes(value: Value, channel: Channel, motion: Motion) -> Value:
@@ -296,9 +312,18 @@ def _ego_grid(value: Value, channel: Channel, motion: Motion) -> Value:
         return value
     law = channel.law
     # Turned before cells move: the fill of cells outside the extent is not a vector that was measured.
-    turned = _move_roles(value, channel, {"vectors": _affine(motion.ego.matrix[:3, :3])}) if law.roles else value
+    turned = (
+        _move_roles(value, channel, {"vectors": _affine(motion.ego.matrix[:3, :3])})
+        if law.roles
+        else value
+    )
     return warp_grid(
-        turned, channel.axes, law.extent_m or (), motion.ego, linear=law.interpolation == "linear", fill=law.fill or 0.0
+        turned,
+        channel.axes,
+        law.extent_m or (),
+        motion.ego,
+        linear=law.interpolation == "linear",
+        fill=law.fill or 0.0,
     )
 
 
@@ -306,16 +331,21 @@ def _image_map(channel: Channel, motion: Motion) -> ImageMap:
     camera = channel.law.camera or ""
     found = motion.images.get(camera)
     if found is None:
-        raise SchemaError(f"channel '{channel.name}' moves with the image of camera '{camera}', which has no map here")
+        raise SchemaError(
+            f"channel '{channel.name}' moves with the image of camera '{camera}', which has no map here"
+        )
     return found
 
 
 def _image(value: Value, channel: Channel, motion: Motion) -> Value:
     law = channel.law
     return warp_image(
-        value, _image_map(channel, motion), linear=law.interpolation == "linear", fill=law.fill or 0.0,
+        value,
+        _image_map(channel, motion),
+        linear=law.interpolation == "linear",
+        fill=law.fill or 0.0,
         fraction=law.fraction or 1,
-    )  # fmt: skip
+    )
 
 
 def _image_shape(shape: tuple[int, ...], channel: Channel, motion: Motion) -> tuple[int, ...]:
@@ -346,7 +376,9 @@ def _image_points(value: Value, channel: Channel, motion: Motion) -> Value:
         places = rows.reshape(rows.shape[:-1] if rows.ndim > 1 else rows.shape)
         own = [inside for inside in left if inside.shape[: places.ndim] == places.shape]
         if own:
-            places = places * np.any([inside.any(tuple(range(places.ndim, inside.ndim))) for inside in own], 0)
+            places = places * np.any(
+                [inside.any(tuple(range(places.ndim, inside.ndim))) for inside in own], 0
+            )
         return places.reshape(rows.shape)
 
     return _move_roles(value, channel, {"points": points, "boxes": boxes, "visible": visible})

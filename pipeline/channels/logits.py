@@ -73,11 +73,22 @@ def logits_store(text: str) -> tuple[str, int] | None:
     return None if found is None else (f"logits_{found[1]}", int(found[2]))
 
 
-def logits_entry(name: str, store: tuple[str, int], length: int | None, size: int) -> dict[str, Any]:
+def logits_entry(
+    name: str, store: tuple[str, int], length: int | None, size: int
+) -> dict[str, Any]:
     """Return the entry of the table for logits [length, size], stored as `logits_store` says; None: lengths differ."""
     kind, k = store
-    entry: dict[str, Any] = {"name": name, "kind": kind, "field": f"{name}.lgt", "law": {"name": "fixed"}}
-    entry |= {"axes": ["position", "token"], "shape": [length, k], "vocabulary": {"name": name, "size": size}}
+    entry: dict[str, Any] = {
+        "name": name,
+        "kind": kind,
+        "field": f"{name}.lgt",
+        "law": {"name": "fixed"},
+    }
+    entry |= {
+        "axes": ["position", "token"],
+        "shape": [length, k],
+        "vocabulary": {"name": name, "size": size},
+    }
     return entry | ({"dtype": "uint8"} if kind == TOPK else {})
 
 
@@ -127,27 +138,48 @@ def code_of(channel: Channel) -> _Code:
     value_bytes, more = {"uint8": (k, 4), "float16": (2 * k, 2), "": (0, 0)}[channel.dtype]
     ends = (lows, highs, highs + value_bytes)
     return _Code(
-        channel.name, channel.kind == TOPK, length, k, size, channel.dtype, low, num_unary, ends, ends[-1] + more
+        channel.name,
+        channel.kind == TOPK,
+        length,
+        k,
+        size,
+        channel.dtype,
+        low,
+        num_unary,
+        ends,
+        ends[-1] + more,
     )
 
 
-def encode(value: Any, channel: Channel) -> bytes:  # noqa: ANN401
+def encode(value: Any, channel: Channel) -> bytes:
     """Return the member of a `Logits`; raises SchemaError for one that is not as the table says."""
     if not isinstance(value, Logits):
-        raise SchemaError(f"channel '{channel.name}' is {type(value).__name__}; kind '{channel.kind}' takes fr.Logits")
+        raise SchemaError(
+            f"channel '{channel.name}' is {type(value).__name__}; kind '{channel.kind}' takes fr.Logits"
+        )
     code, number = code_of(channel), len(value.indices)
     indices = _part(value.indices, code, "indices", "iu", (number, code.k))
     if code.length not in (None, number):
-        raise SchemaError(f"channel '{code.name}' has {number} positions; the table has {code.length}")
-    known = np.ones(number, bool) if value.known is None else _part(value.known, code, "known", "b", (number,))
+        raise SchemaError(
+            f"channel '{code.name}' has {number} positions; the table has {code.length}"
+        )
+    known = (
+        np.ones(number, bool)
+        if value.known is None
+        else _part(value.known, code, "known", "b", (number,))
+    )
     indices = indices[known].astype(np.int64)
     order = np.argsort(indices, axis=1, kind="stable")
     indices = np.take_along_axis(indices, order, axis=1)
     _check_indices(indices, code)
     parts = [_packed(indices, code)]
     if code.is_topk:
-        weights = _part(value.weights, code, "weights", "f", (number, code.k))[known].astype(np.float64)
-        tail = None if value.tail is None else _part(value.tail, code, "tail", "f", (number,))[known]
+        weights = _part(value.weights, code, "weights", "f", (number, code.k))[known].astype(
+            np.float64
+        )
+        tail = (
+            None if value.tail is None else _part(value.tail, code, "tail", "f", (number,))[known]
+        )
         parts += _coded(np.take_along_axis(weights, order, axis=1), tail, code)
     head = np.array([number, len(indices)], "<u4").tobytes()
     bitmap = b"" if len(indices) == number else np.packbits(known, bitorder="little").tobytes()
@@ -174,14 +206,22 @@ def decode(data: Buffer, channel: Channel) -> Logits:
     if stored < number:
         known = np.unpackbits(view[_HEAD_BYTES:start], count=number, bitorder="little").view(bool)
         if known.sum() != stored:
-            raise SchemaError(f"channel '{code.name}' marks {known.sum()} positions, and has {stored}")
+            raise SchemaError(
+                f"channel '{code.name}' marks {known.sum()} positions, and has {stored}"
+            )
     rows = view[start:].reshape(stored, code.row_bytes)
     indices = _unpacked(rows, code)
     _check_indices(indices, code)
-    weights, tail = _decoded(rows, code) if code.is_topk else (np.full((stored, code.k), 1 / code.k, np.float32), None)
+    weights, tail = (
+        _decoded(rows, code)
+        if code.is_topk
+        else (np.full((stored, code.k), 1 / code.k, np.float32), None)
+    )
     if stored == number:
         return Logits(indices, weights, tail, known)
-    return Logits(indices, weights, tail).map(lambda part: _spread(part, known))._replace(known=known)
+    return (
+        Logits(indices, weights, tail).map(lambda part: _spread(part, known))._replace(known=known)
+    )
 
 
 def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...]) -> Logits:
@@ -189,15 +229,19 @@ def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...
     code = code_of(channel)
     number = code.length or 0
     none, unknown = np.zeros((number, code.k), np.int32), np.zeros(number, bool)
-    nothing = Logits(none, none.astype(np.float32), unknown.astype(np.float32) if code.is_topk else None, unknown)
+    nothing = Logits(
+        none, none.astype(np.float32), unknown.astype(np.float32) if code.is_topk else None, unknown
+    )
     rows = [nothing if value is None else value for value in values]
     join = np.concatenate if code.length is None else np.stack
     offsets = np.cumsum([0, *(len(row.known) for row in rows)]) if code.length is None else None
     columns = zip(*rows, strict=True)
-    return Logits(*(None if one[0] is None else join(one) for one in columns))._replace(offsets=offsets)
+    return Logits(*(None if one[0] is None else join(one) for one in columns))._replace(
+        offsets=offsets
+    )
 
 
-def _part(part: Any, code: _Code, name: str, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:  # noqa: ANN401
+def _part(part: Any, code: _Code, name: str, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
     array = np.asarray(part)
     if array.dtype.kind not in kinds or array.shape != shape:
         wanted = {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
@@ -216,7 +260,9 @@ def _check_indices(indices: NDArray[Any], code: _Code) -> None:
         )
     steps = np.diff(indices, axis=1)
     if steps.size and steps.min() < code.is_topk:
-        raise SchemaError(f"channel '{code.name}' has a token twice, or out of order, at a position")
+        raise SchemaError(
+            f"channel '{code.name}' has a token twice, or out of order, at a position"
+        )
 
 
 def _packed(indices: NDArray[np.int64], code: _Code) -> NDArray[np.uint8]:
@@ -224,7 +270,9 @@ def _packed(indices: NDArray[np.int64], code: _Code) -> NDArray[np.uint8]:
     unary = np.zeros((len(indices), code.num_unary), np.uint8)
     np.put_along_axis(unary, (indices >> code.low) + np.arange(code.k), 1, axis=1)
     lows = bits.reshape(len(indices), code.k * code.low).astype(np.uint8)
-    return np.concatenate([np.packbits(one, axis=1, bitorder="little") for one in (lows, unary)], axis=1)
+    return np.concatenate(
+        [np.packbits(one, axis=1, bitorder="little") for one in (lows, unary)], axis=1
+    )
 
 
 def _unpacked(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
@@ -234,7 +282,9 @@ def _unpacked(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
     if len(ones) == len(rows) * code.k:
         ones = ones.reshape(-1, code.k) - np.arange(0, unary.size, unary.shape[1])[:, None]
     if ones.ndim == 1 or (ones.size and not (ones.min() >= 0 and ones.max() < unary.shape[1])):
-        raise SchemaError(f"channel '{code.name}' has another number of tokens than {code.k} at a position")
+        raise SchemaError(
+            f"channel '{code.name}' has another number of tokens than {code.k} at a position"
+        )
     high = (ones - np.arange(code.k)).astype(np.int32)
     if not code.low:
         return high
@@ -242,16 +292,25 @@ def _unpacked(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
     first = np.arange(code.k) * code.low
     places = np.minimum((first >> 3)[:, None] + np.arange(4), rows.shape[1] - 1)
     words: NDArray[np.uint32] = np.take(rows, places, axis=1).view("<u4")[..., 0]
-    low: NDArray[np.uint32] = (words >> (first & 7).astype(np.uint32)) & np.uint32((1 << code.low) - 1)
+    low: NDArray[np.uint32] = (words >> (first & 7).astype(np.uint32)) & np.uint32(
+        (1 << code.low) - 1
+    )
     tokens: NDArray[np.int32] = (high << code.low) | low.view(np.int32)
     return tokens
 
 
-def _coded(weights: NDArray[np.float64], tail: NDArray[Any] | None, code: _Code) -> list[NDArray[np.uint8]]:
+def _coded(
+    weights: NDArray[np.float64], tail: NDArray[Any] | None, code: _Code
+) -> list[NDArray[np.uint8]]:
     """Return the columns of bytes of probabilities and tail: logarithms as float16, or as steps below the largest."""
     mass = weights.sum(axis=1)
     tail = np.maximum(1 - mass, 0) if tail is None else tail.astype(np.float64)
-    right = (weights.min(axis=1) >= 0) & (tail >= 0) & (mass > 0) & (np.abs(mass + tail - 1) < _SUM_ERROR)
+    right = (
+        (weights.min(axis=1) >= 0)
+        & (tail >= 0)
+        & (mass > 0)
+        & (np.abs(mass + tail - 1) < _SUM_ERROR)
+    )
     if not right.all():
         at = int(np.argmin(right))
         raise SchemaError(
@@ -269,16 +328,23 @@ def _coded(weights: NDArray[np.float64], tail: NDArray[Any] | None, code: _Code)
     return [codes, step.view(np.uint8), odds]
 
 
-def _decoded(rows: NDArray[np.uint8], code: _Code) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _decoded(
+    rows: NDArray[np.uint8], code: _Code
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     _, begin, end = code.ends
-    values, after = rows[:, begin:end], np.ascontiguousarray(rows[:, end:]).view("<f2").astype(np.float32)
+    values, after = (
+        rows[:, begin:end],
+        np.ascontiguousarray(rows[:, end:]).view("<f2").astype(np.float32),
+    )
     if code.dtype == "uint8":
         logs = values * -after[:, :1]
     else:
         logs = np.ascontiguousarray(values).view("<f2").astype(np.float32)
     odds = after[:, -1]
     if rows.size and not (np.isfinite(logs).all() and logs.max() <= 0 and odds.max() < np.inf):
-        raise SchemaError(f"channel '{code.name}' has NaN, an infinity or a probability above the largest")
+        raise SchemaError(
+            f"channel '{code.name}' has NaN, an infinity or a probability above the largest"
+        )
     weights: NDArray[np.float32] = np.exp(logs)
     weights *= (np.exp(-np.logaddexp(0, odds)) / weights.sum(axis=1))[:, None]
     return weights, np.exp(-np.logaddexp(0, -odds))

@@ -45,7 +45,9 @@ class Registry(dict[str, T]):
         """Return the code of a plug-in; raise ConfigError where the name is unknown."""
         found = self.find(name)
         if found is None:
-            raise ConfigError(f"the {self._what} {name!r:.80} is unknown; known: {', '.join(self.names())}")
+            raise ConfigError(
+                f"the {self._what} {name!r:.80} is unknown; known: {', '.join(self.names())}"
+            )
         return found
 
     def _plugins(self) -> dict[str, EntryPoint]:

@@ -50,7 +50,9 @@ def _broken_code(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str
     yield from law.broken(channel, table)
 
 
-def check_table(channels: Sequence[Channel], where: str, error: type[Exception], *, known_only: bool = False) -> None:
+def check_table(
+    channels: Sequence[Channel], where: str, error: type[Exception], *, known_only: bool = False
+) -> None:
     """Raise ``error``, naming ``where`` and the channel, for the first thing that is wrong with a table."""
     for text in broken_table(channels, known_only=known_only):
         raise error(f"'{where}': {text}")
@@ -65,13 +67,19 @@ def select(channels: Sequence[Channel], names: Sequence[str], where: str) -> tup
     known = {channel.name: channel for channel in channels}
     for name in names:
         if name not in known:
-            raise ConfigError(f"'{where}' has no channel {name!r:.110}; it has: {', '.join(known) or 'none'}")
+            raise ConfigError(
+                f"'{where}' has no channel {name!r:.110}; it has: {', '.join(known) or 'none'}"
+            )
         for text in _broken_code(known[name], known):
-            raise ManifestError(f"'{where}': channel '{name}': {text}; leave it out, or install what knows it")
+            raise ManifestError(
+                f"'{where}': channel '{name}': {text}; leave it out, or install what knows it"
+            )
     return tuple(channel for channel in channels if channel.name in names)
 
 
-def decode_values(members: Mapping[str, Buffer], channels: Sequence[Channel], key: str) -> dict[str, Any]:
+def decode_values(
+    members: Mapping[str, Buffer], channels: Sequence[Channel], key: str
+) -> dict[str, Any]:
     """Return the value of each channel by name, None where the sample lacks an optional one.
 
     ``members`` are raw bytes by field name. Raises SchemaError or ImageError with key and member.
@@ -81,8 +89,12 @@ def decode_values(members: Mapping[str, Buffer], channels: Sequence[Channel], ke
         data = members.get(channel.field)
         try:
             if data is None and not channel.optional:
-                raise SchemaError(f"channel '{channel.name}' is missing, and the table does not say optional")
-            values[channel.name] = None if data is None else KINDS[channel.kind].decode(data, channel)
+                raise SchemaError(
+                    f"channel '{channel.name}' is missing, and the table does not say optional"
+                )
+            values[channel.name] = (
+                None if data is None else KINDS[channel.kind].decode(data, channel)
+            )
         except MemberError as error:
             raise type(error)(error.message, key=key, member=channel.field) from error
     return values
@@ -104,7 +116,10 @@ def check_members(
         data, kind = members.get(channel.field), KINDS.find(channel.kind)
         if data is None:
             if not channel.optional:
-                yield channel.field, f"channel '{channel.name}' is missing, and the table does not say optional"
+                yield (
+                    channel.field,
+                    f"channel '{channel.name}' is missing, and the table does not say optional",
+                )
             continue
         if kind is None:
             continue

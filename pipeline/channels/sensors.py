@@ -23,7 +23,11 @@ BOXES_CHANNEL: Final = Channel(
     field=BOXES,
     law=Law(
         "ego_boxes",
-        roles={"boxes": (("boxes3d",),), "vectors": (("velocity",),), "rotations": (("rotation_wxyz",),)},
+        roles={
+            "boxes": (("boxes3d",),),
+            "vectors": (("velocity",),),
+            "rotations": (("rotation_wxyz",),),
+        },
     ),
     arrays=tuple(
         ArraySpec(name, dtype.name, tuple(side for side in shape if isinstance(side, int)))
@@ -93,7 +97,9 @@ def lidar_channel(lidar: LidarEntry) -> Channel:
     )
 
 
-def choose_cameras(rig: Sequence[str], names: Collection[str] | None, where: str) -> tuple[str, ...]:
+def choose_cameras(
+    rig: Sequence[str], names: Collection[str] | None, where: str
+) -> tuple[str, ...]:
     """Return the cameras of a rig that are asked for by ``cameras=names``, in the order of the rig; None: all of them.
 
     Raises ConfigError, naming ``where``, for no names, for one that comes twice, and for one that is not in the rig.
@@ -107,7 +113,9 @@ def choose_cameras(rig: Sequence[str], names: Collection[str] | None, where: str
                 f"{', '.join(rig) or 'none'}"
             )
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"cameras={list(names)} must name a camera or more, each once; there are: {', '.join(rig)}")
+        raise ConfigError(
+            f"cameras={list(names)} must name a camera or more, each once; there are: {', '.join(rig)}"
+        )
     return tuple(one for one in rig if one in names)
 
 

@@ -49,7 +49,13 @@ def one_of_series(channel: Channel) -> Channel | None:
         return None
     axes = tuple(f"axis{number}" for number in range(len(values.shape)))
     return msgspec.structs.replace(
-        channel, kind="array", field=f"{channel.name}.npy", arrays=(), dtype=values.dtype, axes=axes, shape=values.shape
+        channel,
+        kind="array",
+        field=f"{channel.name}.npy",
+        arrays=(),
+        dtype=values.dtype,
+        axes=axes,
+        shape=values.shape,
     )
 
 
@@ -59,6 +65,8 @@ def parts_of_series(
     """Yield what each sample of a clip has of a series; both times ascend, ``values`` are (M, ...)."""
     array = np.asarray(values)
     begin = np.maximum(np.searchsorted(times_ns, sample_times_ns[:-1], side="right") - 1, 0)
-    end = np.minimum(np.searchsorted(times_ns, sample_times_ns[:-1], side="left") + 1, len(times_ns))
+    end = np.minimum(
+        np.searchsorted(times_ns, sample_times_ns[:-1], side="left") + 1, len(times_ns)
+    )
     for first, last in zip([0, *begin.tolist()], [*end.tolist(), len(times_ns)], strict=True):
         yield {TIMES: times_ns[first:last], VALUES: array[first:last]}

@@ -16,8 +16,19 @@ from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.text import shown
 
 DTYPES: Final = (
-    "bool", "uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32", "uint64", "int64", "float64",
-)  # fmt: skip
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "float16",
+    "uint32",
+    "int32",
+    "float32",
+    "uint64",
+    "int64",
+    "float64",
+)
 """What arrays may hold; stored little-endian."""
 MAX_CHANNELS: Final = 1024
 MAX_RANK: Final = 8
@@ -153,13 +164,26 @@ def broken_entry(channel: Channel) -> Iterator[str]:
     if any(side < 1 for side in sides) or math.prod(sides) > _MOST_SIDE:
         yield f"shape {list(channel.shape)} must have sides from 1, and {_MOST_SIDE} values at most"
     yield from _broken_columns(channel)
-    texts = [channel.codec, channel.source_name, channel.description, channel.frame or "", channel.sensor or ""]
-    texts += [*channel.axes, *channel.columns, *channel.units, *(spec.name for spec in channel.arrays)]
+    texts = [
+        channel.codec,
+        channel.source_name,
+        channel.description,
+        channel.frame or "",
+        channel.sensor or "",
+    ]
+    texts += [
+        *channel.axes,
+        *channel.columns,
+        *channel.units,
+        *(spec.name for spec in channel.arrays),
+    ]
     texts += [channel.law.camera or "", *(spec.unit for spec in channel.arrays)]
     texts += [channel.vocabulary.name] if channel.vocabulary is not None else []
     if max(map(len, texts)) > MAX_TEXT:
         yield f"a text of {max(map(len, texts))} characters, at most {MAX_TEXT} are allowed"
-    if channel.frame not in (None, "ego", "global") and not (channel.frame or "").startswith(("image:", "sensor:")):
+    if channel.frame not in (None, "ego", "global") and not (channel.frame or "").startswith(
+        ("image:", "sensor:")
+    ):
         yield f"frame '{shown(channel.frame)}' is unknown: ego, global, image:CAMERA or sensor:NAME, or leave it out"
 
 
@@ -174,7 +198,11 @@ def _broken_columns(channel: Channel) -> Iterator[str]:
     for spec in channel.arrays:
         if spec.dtype not in DTYPES:
             yield f"array '{shown(spec.name)}' has the unknown dtype '{shown(spec.dtype)}'; known: {', '.join(DTYPES)}"
-        if any(side < 1 for side in spec.shape) or len(spec.shape) >= MAX_RANK or math.prod(spec.shape) > _MOST_SIDE:
+        if (
+            any(side < 1 for side in spec.shape)
+            or len(spec.shape) >= MAX_RANK
+            or math.prod(spec.shape) > _MOST_SIDE
+        ):
             yield f"array '{shown(spec.name)}' has the shape {list(spec.shape)}; sides from 1 are allowed"
     if len({spec.name for spec in channel.arrays}) != len(channel.arrays):
         yield f"arrays {_listed([spec.name for spec in channel.arrays])} must differ"
@@ -184,7 +212,10 @@ def check_shape(array: NDArray[np.generic], channel: Channel) -> str | None:
     """Return why dtype or shape of an array differ from those of the table; None where they do not."""
     fits = array.shape == channel.shape or (
         array.ndim == len(channel.shape)
-        and all(wanted is None or side == wanted for side, wanted in zip(array.shape, channel.shape, strict=False))
+        and all(
+            wanted is None or side == wanted
+            for side, wanted in zip(array.shape, channel.shape, strict=False)
+        )
     )
     if fits and array.dtype == channel.numpy_dtype:
         return None

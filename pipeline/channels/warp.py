@@ -37,7 +37,12 @@ class _Axis(NamedTuple):
 
 
 def warp_image(
-    raster: NDArray[np.generic], image_map: ImageMap, *, linear: bool = False, fill: float = 0.0, fraction: int = 1
+    raster: NDArray[np.generic],
+    image_map: ImageMap,
+    *,
+    linear: bool = False,
+    fill: float = 0.0,
+    fraction: int = 1,
 ) -> NDArray[np.generic]:
     """Return a raster (h, w) or (h, w, C) on a camera's stored image as (H, W[, C]) of the map's output image.
 
@@ -60,7 +65,10 @@ def warp_image(
     seen_x, seen_y = _within(x, left, right), _within(y, top, bottom)
     if image_map.lens is not None:
         true = dataclasses.replace(image_map, published=None).centre_matrix()
-        x, y = (places.astype(np.float64) + 0.5 for places in source_places(true, image_map.lens, image_map.out_wh))
+        x, y = (
+            places.astype(np.float64) + 0.5
+            for places in source_places(true, image_map.lens, image_map.out_wh)
+        )
         seen_x = seen_x & _within(x, 0.0, image_map.source_wh[0])
         seen_y = seen_y & _within(y, 0.0, image_map.source_wh[1])
     rows = _axis(y / fraction, raster.shape[0], seen_y)
@@ -96,13 +104,17 @@ def warp_grid(
     if half == 3:
         found.append(inverse[2, 2] * centres[2] + inverse[2, 3])
     looks = []
-    for at, (low, high, where) in enumerate(zip(extent_m[:half], extent_m[half:], found, strict=True)):
+    for at, (low, high, where) in enumerate(
+        zip(extent_m[:half], extent_m[half:], found, strict=True)
+    ):
         size = moved.shape[at]
         in_cells = (where - low) * (size / (high - low))
         looks.append(_axis(in_cells, size, _within(in_cells, 0.0, size)))
     flat = _look_up(moved, looks[:2], linear=linear, fill=fill)
     if half == 3:
-        flat = np.moveaxis(_look_up(np.moveaxis(flat, 2, 0), looks[2:], linear=linear, fill=fill), 0, 2)
+        flat = np.moveaxis(
+            _look_up(np.moveaxis(flat, 2, 0), looks[2:], linear=linear, fill=fill), 0, 2
+        )
     return np.ascontiguousarray(np.moveaxis(flat, range(len(places)), places))
 
 
@@ -119,7 +131,9 @@ def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> 
     return _Axis(nearest, lower, np.minimum(lower + 1, size - 1), between - lower, inside)
 
 
-def _look_up(raster: NDArray[np.generic], axes: list[_Axis], *, linear: bool, fill: float) -> NDArray[np.generic]:
+def _look_up(
+    raster: NDArray[np.generic], axes: list[_Axis], *, linear: bool, fill: float
+) -> NDArray[np.generic]:
     """Look up elements of the raster's first axes: one axis, or two whose places are a line each or a plane of both."""
     plane = len(axes) == 2 and axes[0].nearest.ndim == 1
     if len(axes) == 1 or plane:  # one axis after the other: a rotation is not in it

@@ -95,7 +95,9 @@ class AttributeColumns(NamedTuple):
         for name, column in zip(table.column_names, table.columns, strict=True):
             dtype = _DTYPES.get(column.type, "")
             kind, field = ("array", f"{name}.npy") if dtype else ("text", f"{name}.txt")
-            channels.append(Channel(name=name, kind=kind, field=field, dtype=dtype, law=Law("fixed")))
+            channels.append(
+                Channel(name=name, kind=kind, field=field, dtype=dtype, law=Law("fixed"))
+            )
             whole = column if dtype else column.dictionary_encode().unify_dictionaries()
             columns.append(pa.concat_arrays(whole.chunks))
         return cls(tuple(channels), tuple(columns), first_row)
@@ -112,7 +114,9 @@ class AttributeColumns(NamedTuple):
 def no_attribute(name: str, known: Collection[str]) -> str:
     """Return a message about an unknown attribute: the nearest names, or all of them."""
     near = difflib.get_close_matches(name, known, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
+    hint = (
+        f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
+    )
     return f"no attribute {name!r}; {hint}"
 
 
@@ -140,7 +144,9 @@ class ClipTable:
         """
         frame = np.asarray(frames, dtype=np.int64)
         if len(frame) and not (frame.min() >= 0 and frame.max() < FRAME_LIMIT):
-            raise IndexFileError(f"frame numbers must be in 0 .. 2**31 - 1, got {frame.min()} .. {frame.max()}")
+            raise IndexFileError(
+                f"frame numbers must be in 0 .. 2**31 - 1, got {frame.min()} .. {frame.max()}"
+            )
         keys = (np.asarray(clips, dtype=np.int64) << _FRAME_BITS) + frame
         small = np.int32 if len(keys) <= np.iinfo(np.int32).max else np.int64
         in_order: NDArray[np.integer] = np.arange(len(keys)).astype(small)
@@ -152,7 +158,9 @@ class ClipTable:
         keys = keys[samples]
         if (twice := np.flatnonzero(keys[1:] == keys[:-1])).size:
             first, second = samples[twice[0]], samples[twice[0] + 1]
-            raise IndexFileError(f"samples {first} and {second} of the split are the same frame of the same clip")
+            raise IndexFileError(
+                f"samples {first} and {second} of the split are the same frame of the same clip"
+            )
         return cls(keys, samples, ranks)
 
     @classmethod
@@ -160,7 +168,9 @@ class ClipTable:
         """Make the table of a split of a dataset; raise ConfigError for an unknown split, IndexFileError as `build`."""
         entry = dataset.split(split)
         first, end = entry.first_sample, entry.first_sample + entry.num_samples
-        table = cls.build(dataset.index.clip_numbers(first, end), dataset.index.column("frame", first, end))
+        table = cls.build(
+            dataset.index.clip_numbers(first, end), dataset.index.column("frame", first, end)
+        )
         return table.at_times(dataset.index.column("timestamp_ns", first, end)) if times else table
 
     def at_times(self, times_ns: ArrayLike) -> Self:
@@ -177,7 +187,9 @@ class ClipTable:
         ranks = np.full_like(self.ranks, -1)
         ranks[self.samples[kept]] = np.arange(kept.sum())
         times_ns = None if self.times_ns is None else self.times_ns[kept]
-        return replace(self, keys=self.keys[kept], samples=self.samples[kept], ranks=ranks, times_ns=times_ns)
+        return replace(
+            self, keys=self.keys[kept], samples=self.samples[kept], ranks=ranks, times_ns=times_ns
+        )
 
     def clip_numbers(self) -> NDArray[np.int64]:
         """Return the number of each position's clip: int64 (n,), ascending."""

@@ -86,7 +86,9 @@ class Zstd(threading.local):
     zstandard's objects must not be used by two threads at once, and making one costs more than a small member.
     """
 
-    def __init__(self, dictionary: zstandard.ZstdCompressionDict | None = None, *, checksum: bool = False) -> None:
+    def __init__(
+        self, dictionary: zstandard.ZstdCompressionDict | None = None, *, checksum: bool = False
+    ) -> None:
         """Frames are of this dictionary, and end with a ``checksum``; they state their content size."""
         self._dictionary, self._checksum = dictionary, checksum
         self._compressors: dict[int, zstandard.ZstdCompressor] = {}
@@ -140,7 +142,9 @@ def stored_name(name: str, codec: str) -> str:
     """
     stored = name + suffix(codec)
     if split_name(stored) != (name, codec):
-        raise ConfigError(f"field name {name!r} is not allowed: stored as {stored!r} it reads as another codec's")
+        raise ConfigError(
+            f"field name {name!r} is not allowed: stored as {stored!r} it reads as another codec's"
+        )
     return stored
 
 
@@ -156,7 +160,13 @@ def split_name(stored_name: str) -> tuple[str, str]:
     return stored_name, RAW
 
 
-def encode(codec: str, raw: Buffer, *, level: int = DEFAULT_ZSTD_LEVEL, dictionary: Dictionary | None = None) -> Buffer:
+def encode(
+    codec: str,
+    raw: Buffer,
+    *,
+    level: int = DEFAULT_ZSTD_LEVEL,
+    dictionary: Dictionary | None = None,
+) -> Buffer:
     """Return the stored form of ``raw``. The same input, codec, level, dictionary and zstd version: the same bytes.
 
     Raises MemberTooLargeError over the cap, ConfigError for an unknown codec or a level that zstd does not have, and
@@ -172,10 +182,20 @@ def encode(codec: str, raw: Buffer, *, level: int = DEFAULT_ZSTD_LEVEL, dictiona
             raise ConfigError(f"codec {ZSTD_DICT!r} needs a dictionary")
         return dictionary.zstd.compressor(level).compress(raw)
     row = _row_bytes(codec)
-    return _compress_planes(_to_planes(raw, row), row, level) if row else _PLAIN.compressor(level).compress(raw)
+    return (
+        _compress_planes(_to_planes(raw, row), row, level)
+        if row
+        else _PLAIN.compressor(level).compress(raw)
+    )
 
 
-def decode(codec: str, stored: Buffer, raw_bytes: int | None = None, *, dictionary: Dictionary | None = None) -> Buffer:
+def decode(
+    codec: str,
+    stored: Buffer,
+    raw_bytes: int | None = None,
+    *,
+    dictionary: Dictionary | None = None,
+) -> Buffer:
     """Return the raw bytes of a stored member.
 
     ``raw_bytes`` is the size that the index promises; without an index (None) the zstd frame's own content size
@@ -198,7 +218,9 @@ def decode(codec: str, stored: Buffer, raw_bytes: int | None = None, *, dictiona
     if stated != expected:
         raise CodecError(f"the zstd frame states {stated} bytes, the index promises {expected}")
     if expected > MAX_MEMBER_BYTES:
-        raise MemberTooLargeError(f"decodes to {expected} bytes, over the cap of {MAX_MEMBER_BYTES}")
+        raise MemberTooLargeError(
+            f"decodes to {expected} bytes, over the cap of {MAX_MEMBER_BYTES}"
+        )
     decompressor = _PLAIN.decompressor
     if codec == ZSTD_DICT:
         if dictionary is None:
@@ -206,7 +228,9 @@ def decode(codec: str, stored: Buffer, raw_bytes: int | None = None, *, dictiona
         dictionary.check_id(stored)
         decompressor = dictionary.zstd.decompressor
     try:
-        raw: bytes = decompressor.decompress(stored, max_output_size=expected, allow_extra_data=False)
+        raw: bytes = decompressor.decompress(
+            stored, max_output_size=expected, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         raise CodecError(f"damaged zstd frame: {error}") from error
     if len(raw) != expected:
@@ -253,7 +277,11 @@ def _compress_planes(shuffled: memoryview, row: int, level: int) -> bytes:
     for begin, end in zip([0, *ends], ends, strict=False):
         parts.append(frame.compress(shuffled[begin:end]))
         parts.append(
-            frame.flush(zstandard.COMPRESSOBJ_FLUSH_FINISH if end == size else zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+            frame.flush(
+                zstandard.COMPRESSOBJ_FLUSH_FINISH
+                if end == size
+                else zstandard.COMPRESSOBJ_FLUSH_BLOCK
+            )
         )
     return b"".join(parts)
 
@@ -276,11 +304,17 @@ def _transpose(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     try:
         import cv2
 
-        if len(source) in (2, 4):  # planes of float16 and float32, which this interleaves 3 to 4 times as fast
+        if len(source) in (
+            2,
+            4,
+        ):  # planes of float16 and float32, which this interleaves 3 to 4 times as fast
             cv2.merge(list(source[:, None]), dst=out[None])
         else:
             cv2.transpose(source, dst=out)
-    except (ImportError, AttributeError) as error:  # the latter: another thread's import of it failed half-way
+    except (
+        ImportError,
+        AttributeError,
+    ) as error:  # the latter: another thread's import of it failed half-way
         raise ConfigError(
             f"OpenCV cannot be loaded ({error}): it needs the package opencv-python-headless and some 1 GiB of address "
             "space (see `ulimit -v`)"
@@ -293,11 +327,17 @@ class Dictionary:
     def __init__(self, data: bytes, where: str = "the dictionary") -> None:
         """Take the bytes of ``zstd.dict``; raises CodecError where they are no dictionary of a legal size."""
         if len(data) > MAX_DICTIONARY_BYTES:
-            raise CodecError(f"{where} has {len(data)} bytes, over the cap of {MAX_DICTIONARY_BYTES}")
+            raise CodecError(
+                f"{where} has {len(data)} bytes, over the cap of {MAX_DICTIONARY_BYTES}"
+            )
         try:
-            self._dictionary = zstandard.ZstdCompressionDict(data, dict_type=zstandard.DICT_TYPE_FULLDICT)
+            self._dictionary = zstandard.ZstdCompressionDict(
+                data, dict_type=zstandard.DICT_TYPE_FULLDICT
+            )
             self.zstd = Zstd(self._dictionary)
-            self.zstd.decompressor.decompress(self.zstd.compressor(DEFAULT_ZSTD_LEVEL).compress(b""))
+            self.zstd.decompressor.decompress(
+                self.zstd.compressor(DEFAULT_ZSTD_LEVEL).compress(b"")
+            )
         except zstandard.ZstdError as error:
             raise CodecError(f"{where} is not a zstd dictionary: {error}") from error
         self.data = data
@@ -312,7 +352,9 @@ class Dictionary:
         """Raise CodecError for a frame that was made with another dictionary, or without one."""
         found = zstandard.get_frame_parameters(stored).dict_id
         if found != self.id:
-            raise CodecError(f"the zstd frame needs the dictionary {found}, {DICTIONARY_FILE} is {self.id}")
+            raise CodecError(
+                f"the zstd frame needs the dictionary {found}, {DICTIONARY_FILE} is {self.id}"
+            )
 
 
 def train_dictionary(samples: Sequence[bytes], num_bytes: int, level: int) -> Dictionary:

@@ -40,7 +40,15 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTE
 from fuelrail.pipeline.format.fetch import RemoteFolder, fetch_dataset
 from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.index.tables import open_attributes, open_tables
-from fuelrail.pipeline.format.manifest import BRING_BACK, DATASETS, FORMAT, Kinds, Manifest, SplitEntry, load_manifest
+from fuelrail.pipeline.format.manifest import (
+    BRING_BACK,
+    DATASETS,
+    FORMAT,
+    Kinds,
+    Manifest,
+    SplitEntry,
+    load_manifest,
+)
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
@@ -106,11 +114,15 @@ class Dataset:
             span = _read(self.origin, path, row)
         check_span(row, span, path.name)
         rig = Rig.of(self.manifest)
-        sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields)
+        sample = decode_sample(
+            row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields
+        )
         check_arrays(sample, rig)
         return sample
 
-    def read(self, which: SupportsIndex | str, channels: Collection[str] | None = None) -> dict[str, Any]:
+    def read(
+        self, which: SupportsIndex | str, channels: Collection[str] | None = None
+    ) -> dict[str, Any]:
         """Read some channels of one sample, by number or key: one range of its shard, and no more.
 
         ``channels`` are ``meta``, ``geometry``, ``boxes``, ``{lidar}_sweeps``, the names of the manifest's table, and
@@ -124,19 +136,29 @@ class Dataset:
             channels = (channels,) if isinstance(channels, str) else tuple(channels)
         known = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
         if unknown := [channel for channel in channels or () if channel not in known]:
-            what = "sample with channel" if unknown[0] in {one.name for one in self.manifest.channels} else "channel"
+            what = (
+                "sample with channel"
+                if unknown[0] in {one.name for one in self.manifest.channels}
+                else "channel"
+            )
             raise ConfigError(
                 f"dataset '{self.location}' has no {what} {shown(unknown[0])!r}; it has: {', '.join(known)}"
             )
         row, span = self._found(which)
         path = self.shard_path(row)
-        wanted = tuple(entry for entry in row.members if channels is None or entry.name.partition(".")[0] in channels)
+        wanted = tuple(
+            entry
+            for entry in row.members
+            if channels is None or entry.name.partition(".")[0] in channels
+        )
         if not wanted:
             return {}
         if span is None and len(wanted) < len(row.members) and not is_framed(path.name):
             part = row.only({entry.name for entry in wanted})
             if part is row:
-                raise IndexFileError(f"a member of {row.key} lies outside its span of {row.length} bytes")
+                raise IndexFileError(
+                    f"a member of {row.key} lies outside its span of {row.length} bytes"
+                )
             row = part
         if span is None:
             span = _read(self.origin, path, row)
@@ -147,10 +169,15 @@ class Dataset:
         if channels is None:
             extra = [one for one in extra if KINDS.find(one.kind) is not None]
         values = decode_values(
-            members, select(self.manifest.known_channels, [one.name for one in extra], self.location), row.key
+            members,
+            select(self.manifest.known_channels, [one.name for one in extra], self.location),
+            row.key,
         )
         raw = {name: data for name, data in members.items() if name.partition(".")[0] not in values}
-        return {**{name.partition(".")[0]: decode_member(name, data) for name, data in raw.items()}, **values}
+        return {
+            **{name.partition(".")[0]: decode_member(name, data) for name, data in raw.items()},
+            **values,
+        }
 
     def position(self, which: SupportsIndex | str) -> int:
         """Return the row of a sample by number or key.
@@ -161,20 +188,30 @@ class Dataset:
             # As `find`, but by whole rows: the row is what is read next, and its part of the index is checked once.
             found = self.keys.row(which, lambda row: self.index.row(row).key)
             if found is None:
-                raise KeyError(f"dataset '{self.location}' has no sample with the key {shown(which)!r}")
+                raise KeyError(
+                    f"dataset '{self.location}' has no sample with the key {shown(which)!r}"
+                )
             return found
         try:
             at = operator.index(which)
         except TypeError as error:
-            raise TypeError(f"dataset[...] takes one sample's number or key, not {type(which).__name__}") from error
+            raise TypeError(
+                f"dataset[...] takes one sample's number or key, not {type(which).__name__}"
+            ) from error
         at += len(self) if at < 0 else 0
         if not 0 <= at < len(self):
-            raise IndexError(f"sample {which} is not in the dataset: it has samples 0 to {len(self) - 1}")
+            raise IndexError(
+                f"sample {which} is not in the dataset: it has samples 0 to {len(self) - 1}"
+            )
         return at
 
     def _found(self, which: SupportsIndex | str) -> tuple[IndexRow, bytes | None]:
         """Return the row of a sample; and its span, if ``which`` is a key and the span came with the row."""
-        entry = next(iter(self.keys.find(which)), None) if self.url is not None and isinstance(which, str) else None
+        entry = (
+            next(iter(self.keys.find(which)), None)
+            if self.url is not None and isinstance(which, str)
+            else None
+        )
         if entry is None or self.index.has_row(entry.row):
             return self.index.row(self.position(which)), None
         place = IndexRow(str(which), "", 0, 0, entry.shard, entry.offset, entry.length, 0, ())
@@ -201,7 +238,9 @@ class Dataset:
         columns: dict[str, Any] = {name: self.index.texts(name) for name in ("key", "clip_id")}
         splits = sorted(self.splits.items(), key=lambda item: item[1].first_sample)
         numbers = np.repeat(np.arange(len(splits)), [entry.num_samples for _, entry in splits])
-        columns["split"] = pa.array([name for name, _ in splits], pa.string()).take(pa.array(numbers))
+        columns["split"] = pa.array([name for name, _ in splits], pa.string()).take(
+            pa.array(numbers)
+        )
         columns |= {name: self.index.column(name) for name in ("frame", "timestamp_ns")}
         file = self.attributes_file()
         if file.exists:
@@ -209,7 +248,13 @@ class Dataset:
             names = [name for name in schema.names if name not in columns]
             fields = pa.schema([schema.field(name) for name in names])
             if names:
-                columns |= dict(zip(names, pa.Table.from_batches(file.batches(names), fields).columns, strict=True))
+                columns |= dict(
+                    zip(
+                        names,
+                        pa.Table.from_batches(file.batches(names), fields).columns,
+                        strict=True,
+                    )
+                )
         return pa.table(columns)
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
@@ -217,13 +262,18 @@ class Dataset:
         if self.origin is None:  # another process may have another working folder
             return open_dataset, (str(self.root.resolve()),)
         cache_dir, retry = self.root.parent.parent, self.origin.retry
-        opened = partial(open_dataset, storage_options=self.storage_options, cache_dir=cache_dir, retry=retry)
+        opened = partial(
+            open_dataset, storage_options=self.storage_options, cache_dir=cache_dir, retry=retry
+        )
         return opened, (self.url,)
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: sizes, splits, and the first sample's cameras."""
         cameras = [camera.channel for camera in self.manifest.cameras]
-        splits = [(name, one.num_samples, one.num_clips, one.num_shards) for name, one in self.splits.items()]
+        splits = [
+            (name, one.num_samples, one.num_clips, one.num_shards)
+            for name, one in self.splits.items()
+        ]
         return dataset_html(repr(self), splits, lambda: self.read(0, cameras) if len(self) else {})
 
     @property
@@ -234,7 +284,9 @@ class Dataset:
     def __repr__(self) -> str:
         """Name, place and sizes in a line."""
         shards = f"{len(self.shards)} shard{'' if len(self.shards) == 1 else 's'}"
-        splits = ", ".join(f"{name} {entry.num_samples}" for name, entry in self.manifest.splits.items())
+        splits = ", ".join(
+            f"{name} {entry.num_samples}" for name, entry in self.manifest.splits.items()
+        )
         return f"Dataset({self.manifest.name} at '{self.location}': {len(self)} samples in {shards}; {splits})"
 
     @property
@@ -276,7 +328,9 @@ def open_dataset(
     Raises DatasetNotReadyError, ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does
     not answer, and ConfigError. Contents are not read: that is what `fuelrail verify` does.
     """
-    return open_kind(root, DATASETS, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
+    return open_kind(
+        root, DATASETS, storage_options=storage_options, cache_dir=cache_dir, retry=retry
+    )
 
 
 def open_kind(
@@ -296,7 +350,9 @@ def open_kind(
     else:
         folder, origin = Path(str(root).removeprefix("file://")), None
         manifest = load_manifest(folder, kinds)
-    folder = folder.absolute()  # files are opened later, and the process may change its working directory
+    folder = (
+        folder.absolute()
+    )  # files are opened later, and the process may change its working directory
     try:
         tables = open_tables(folder, manifest, origin)
     except IndexFileError as error:
@@ -317,7 +373,9 @@ def _read(origin: RemoteFolder | None, path: Path, row: IndexRow) -> bytes:
             file.seek(row.offset)
             return file.read(row.length)
     except (OSError, DatasetError) as error:
-        raise StorageError(f"cannot be read: {error}", shard=path.name, offset=row.offset, key=row.key) from error
+        raise StorageError(
+            f"cannot be read: {error}", shard=path.name, offset=row.offset, key=row.key
+        ) from error
 
 
 def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:
@@ -329,7 +387,9 @@ def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dic
     entry = next((entry for entry in manifest.files if entry.name == DICTIONARY_FILE), None)
     if entry is None:
         if codecs.ZSTD_DICT in index.codecs:
-            raise ManifestError(f"members in '{folder}' need {DICTIONARY_FILE}, which the manifest does not name")
+            raise ManifestError(
+                f"members in '{folder}' need {DICTIONARY_FILE}, which the manifest does not name"
+            )
         return None
     hint = "bring it back from a copy, or run `fuelrail verify` with --repair: without it some members cannot be read"
     try:
@@ -337,7 +397,9 @@ def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dic
     except OSError as error:
         raise ManifestError(f"'{file}' cannot be read: {error.strerror}; {hint}") from error
     if len(data) != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise ManifestError(f"'{file}' is not the file that dataset.json describes (SHA-256 differs); {hint}")
+        raise ManifestError(
+            f"'{file}' is not the file that dataset.json describes (SHA-256 differs); {hint}"
+        )
     try:
         return Dictionary(data, f"'{file}'")
     except CodecError as error:
@@ -352,13 +414,19 @@ def check_span(row: IndexRow, span: Buffer, shard: str) -> None:
     size = memoryview(span).nbytes
     if size != row.length:
         raise TruncatedShardError(
-            f"got {size} of {row.length} bytes of a sample", shard=shard, offset=row.offset, key=row.key
+            f"got {size} of {row.length} bytes of a sample",
+            shard=shard,
+            offset=row.offset,
+            key=row.key,
         )
     if row.is_part:
         check_digests(row, span, shard)
     elif xxhash.xxh3_64_intdigest(span) != row.xxh3:
         raise ChecksumError(
-            "checksum mismatch (xxh3): the data is corrupt", shard=shard, offset=row.offset, key=row.key
+            "checksum mismatch (xxh3): the data is corrupt",
+            shard=shard,
+            offset=row.offset,
+            key=row.key,
         )
 
 
@@ -369,7 +437,10 @@ def check_digests(row: IndexRow, span: Buffer, shard: str) -> None:
     """
     view = memoryview(span)
     for entry in row.members:
-        if xxhash.xxh3_64_intdigest(view[entry.offset : entry.offset + entry.stored_bytes]) != entry.xxh3:
+        if (
+            xxhash.xxh3_64_intdigest(view[entry.offset : entry.offset + entry.stored_bytes])
+            != entry.xxh3
+        ):
             raise ChecksumError(
                 f"member '{entry.name}': checksum mismatch (xxh3): the data is corrupt",
                 shard=shard,
@@ -400,9 +471,13 @@ def read_members(
         raise _misplaced(row, view, shard)
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise SchemaError("the sample has this field twice; each occurs once", key=row.key, member=twice)
+        raise SchemaError(
+            "the sample has this field twice; each occurs once", key=row.key, member=twice
+        )
     members: dict[str, memoryview] = {}
-    for name, codec, offset, size, raw_bytes in zip(names, kinds, offsets, stored_bytes, all_raw_bytes, strict=True):
+    for name, codec, offset, size, raw_bytes in zip(
+        names, kinds, offsets, stored_bytes, all_raw_bytes, strict=True
+    ):
         if wanted is not None and name not in wanted:
             continue
         end = offset + size
@@ -412,7 +487,9 @@ def read_members(
             members[name] = view[offset:end]
             continue
         try:
-            members[name] = memoryview(codecs.decode(codec, view[offset:end], raw_bytes, dictionary=dictionary))
+            members[name] = memoryview(
+                codecs.decode(codec, view[offset:end], raw_bytes, dictionary=dictionary)
+            )
         except MemberError as error:
             message = f"{error.message} ({_address(row, offset, shard)})"
             raise type(error)(message, key=row.key, member=name) from error
@@ -433,7 +510,9 @@ def _misplaced(row: IndexRow, view: memoryview, shard: str) -> IndexFileError:
     )
 
 
-def _outside(row: IndexRow, name: str, offset: int, end: int, view: memoryview, shard: str) -> IndexFileError:
+def _outside(
+    row: IndexRow, name: str, offset: int, end: int, view: memoryview, shard: str
+) -> IndexFileError:
     return IndexFileError(
         f"index entry of {row.key}.{name} in shard {shard} covers bytes {offset} to {end} "
         f"of a span of {len(view)} bytes"

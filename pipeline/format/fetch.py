@@ -28,12 +28,25 @@ from fuelrail.pipeline.format.manifest import (
     decode_manifest,
 )
 from fuelrail.pipeline.storage.files import published
-from fuelrail.pipeline.storage.filesystem import DISK_FULL, READ_BYTES, default_cache_folder, filesystem, shown_url
+from fuelrail.pipeline.storage.filesystem import (
+    DISK_FULL,
+    READ_BYTES,
+    default_cache_folder,
+    filesystem,
+    shown_url,
+)
 from fuelrail.pipeline.storage.private import make_folder, open_file
 from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries, read_checked
 
 _LOG = logging.getLogger(__name__)
-_SIDE_FILES: Final = (SHARDS_FILE, INDEX_FILE, KEYS_FILE, BLOCKS_FILE, "attributes.parquet", DICTIONARY_FILE)
+_SIDE_FILES: Final = (
+    SHARDS_FILE,
+    INDEX_FILE,
+    KEYS_FILE,
+    BLOCKS_FILE,
+    "attributes.parquet",
+    DICTIONARY_FILE,
+)
 """Fetched at opening, if they are small, all at once."""
 WHOLE_BYTES: Final = 64 << 20
 """Tables at a URL of up to this size are fetched as a whole, larger ones by blocks."""
@@ -43,7 +56,9 @@ WHOLE_KEYS_BYTES: Final = 4 << 20
 
 def comes_whole(entry: FileEntry) -> bool:
     """Return whether a file at a URL is fetched as a whole."""
-    return entry.bytes <= (min(WHOLE_BYTES, WHOLE_KEYS_BYTES) if entry.name == KEYS_FILE else WHOLE_BYTES)
+    return entry.bytes <= (
+        min(WHOLE_BYTES, WHOLE_KEYS_BYTES) if entry.name == KEYS_FILE else WHOLE_BYTES
+    )
 
 
 def fetch_dataset(
@@ -77,8 +92,11 @@ def fetch_dataset(
             folder = default_cache_folder() / "datasets" / digest
             _LOG.warning(
                 "cache_dir '%s' is full (%s); the index of '%s' is kept in '%s'",
-                cache_folder, error.strerror, source.shown, folder,
-            )  # fmt: skip
+                cache_folder,
+                error.strerror,
+                source.shown,
+                folder,
+            )
             _store(source, manifest, data, folder)
     except OSError as error:
         raise DatasetError(
@@ -96,7 +114,11 @@ def _store(source: RemoteFolder, manifest: Manifest, data: bytes, folder: Path) 
     make_folder(folder)
 
     def bring(entry: FileEntry) -> None:
-        if entry.name in _SIDE_FILES and comes_whole(entry) and not _is_here(folder / entry.name, entry):
+        if (
+            entry.name in _SIDE_FILES
+            and comes_whole(entry)
+            and not _is_here(folder / entry.name, entry)
+        ):
             _publish(folder / entry.name, source.checked(entry))
 
     with ThreadPoolExecutor(len(_SIDE_FILES)) as pool:
@@ -111,15 +133,19 @@ class RemoteFolder:
     folder: Path
     """The folder in the cache, which `fetch_dataset` makes when it knows the manifest."""
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy) -> None:
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy
+    ) -> None:
         """Open the file system; raise what :func:`filesystem` raises."""
-        self._open = partial(filesystem, url, _with_patience(url, storage_options, retry.attempt_timeout_s))
+        self._open = partial(
+            filesystem, url, _with_patience(url, storage_options, retry.attempt_timeout_s)
+        )
         fs, self._path = self._open()
         self._opened = {os.getpid(): fs}
         self.shown, self._options, self.retry = shown_url(url), storage_options, retry
 
     @property
-    def _fs(self) -> Any:  # noqa: ANN401 - fsspec has no types
+    def _fs(self) -> Any:
         """The file system of this process: those of fsspec do not work in a fork of the process that made them.
 
         A fork keeps the one that it inherits: if it were closed there, the connections would leave the set of those
@@ -141,7 +167,9 @@ class RemoteFolder:
         try:
             _publish(path, data)
         except OSError as error:
-            raise DatasetError(f"'{path}' cannot be stored: {error}; choose another folder with cache_dir") from error
+            raise DatasetError(
+                f"'{path}' cannot be stored: {error}; choose another folder with cache_dir"
+            ) from error
 
     def _read_whole(self, name: str, max_bytes: int) -> bytes:
         """Return a whole file; raise ManifestError for one of more than ``max_bytes``, of which no more is read."""
@@ -191,7 +219,9 @@ class RemoteFolder:
         def check(data: bytes) -> tuple[bytes, Manifest]:
             return data, decode_manifest(data, f"{self.shown}/{MANIFEST_FILE}", kinds)
 
-        return read_checked(lambda: self._read_whole(MANIFEST_FILE, MAX_MANIFEST_BYTES), check, self.retry)
+        return read_checked(
+            lambda: self._read_whole(MANIFEST_FILE, MAX_MANIFEST_BYTES), check, self.retry
+        )
 
     def checked(self, entry: FileEntry) -> bytes:
         """Return a file whose SHA-256 the manifest states; raise ManifestError where it stays wrong."""
@@ -204,7 +234,9 @@ class RemoteFolder:
                 )
             return data
 
-        return read_checked(lambda: self._read_whole(entry.name, max(entry.bytes, 0)), check, self.retry)
+        return read_checked(
+            lambda: self._read_whole(entry.name, max(entry.bytes, 0)), check, self.retry
+        )
 
     def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
         def report(fault: Fault, pause_s: float | None) -> None:
@@ -216,7 +248,9 @@ class RemoteFolder:
 
     def _fail(self, name: str, fault: Fault) -> NoReturn:
         if fault.kind == "missing" and name == MANIFEST_FILE:
-            raise DatasetNotReadyError(f"'{self.shown}' has no dataset.json: sharding has not finished there") from None
+            raise DatasetNotReadyError(
+                f"'{self.shown}' has no dataset.json: sharding has not finished there"
+            ) from None
         reason = {
             "missing": "is not there",
             "refused": "may not be read: check credentials, profile and endpoint (environment or storage_options)",
@@ -225,7 +259,9 @@ class RemoteFolder:
         raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None
 
 
-def _with_patience(url: str, storage_options: Mapping[str, Any] | None, silence_s: float) -> Mapping[str, Any] | None:
+def _with_patience(
+    url: str, storage_options: Mapping[str, Any] | None, silence_s: float
+) -> Mapping[str, Any] | None:
     """Add to the options of a web file system a wait of ``silence_s`` for the next bytes; fsspec's own waits 300 s."""
     options = storage_options or {}
     given = options.get("client_kwargs", {})

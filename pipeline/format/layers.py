@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import CAMERA, LIDAR, RESERVED
 from fuelrail.pipeline.channels.table import Channel, Law
-from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError, OrderError, SchemaError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    IndexFileError,
+    ManifestError,
+    OrderError,
+    SchemaError,
+)
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import Dataset, open_kind
 from fuelrail.pipeline.format.manifest import (
@@ -72,14 +78,18 @@ class LayerView(Settings, frozen=True, omit_defaults=True):
     """
 
     kind: Annotated[Literal["fixed", "per_view"], must_be("one of fixed, per_view")] = "fixed"
-    epoch: Annotated[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None, must_be("an integer >= 0, or None")] = None
+    epoch: Annotated[
+        Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None, must_be("an integer >= 0, or None")
+    ] = None
     settings: Annotated[dict[str, Any] | None, must_be("a dict or None")] = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a view without epoch and settings, or with them where the values are of all views."""
         wanted = self.kind == "per_view"
         if (self.epoch is not None) != wanted or (self.settings is not None) != wanted:
-            raise ConfigError("a view of kind 'per_view' has epoch and settings, one of kind 'fixed' has neither")
+            raise ConfigError(
+                "a view of kind 'per_view' has epoch and settings, one of kind 'fixed' has neither"
+            )
 
 
 class BaseEntry(Settings, frozen=True):
@@ -123,7 +133,9 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
         """Raise ManifestError for a table that is broken or has what only a base has; and for a base that is none."""
         check_layer_table(self.channels, self.base, where, ManifestError)
         check_parts(self.base.sensors, where)
-        if [*self.splits] != [LAYER_SPLIT] or any(one.sensor not in (CAMERA, LIDAR) for one in self.base.sensors):
+        if [*self.splits] != [LAYER_SPLIT] or any(
+            one.sensor not in (CAMERA, LIDAR) for one in self.base.sensors
+        ):
             raise ManifestError(
                 f"'{where}': a layer has the one split '{LAYER_SPLIT}', and names cameras and lidars of its base; "
                 f"{BRING_BACK}"
@@ -136,7 +148,12 @@ EITHER: Final[Kinds] = {**DATASETS, **LAYERS}
 
 
 def check_layer_table(
-    channels: Sequence[Channel], base: BaseEntry, where: str, error: type[Exception], *, known_only: bool = True
+    channels: Sequence[Channel],
+    base: BaseEntry,
+    where: str,
+    error: type[Exception],
+    *,
+    known_only: bool = True,
 ) -> None:
     """Raise ``error``, naming the channel, for a table that is not one of a layer of this base."""
     for channel in channels:
@@ -197,7 +214,9 @@ class Layer:
             return positions
         if not len(self.rows):
             return np.full_like(positions, NO_ROW)
-        found: NDArray[np.int64] = np.where(positions < 0, NO_ROW, self.rows[np.maximum(positions, 0)])
+        found: NDArray[np.int64] = np.where(
+            positions < 0, NO_ROW, self.rows[np.maximum(positions, 0)]
+        )
         if found.size:
             self._checked(int(found.min()))
             self._checked(int(found.max()))
@@ -248,7 +267,9 @@ def open_layer(
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"layer name {name!r:.110} must match {_NAME.pattern}")
-    data = open_layer_data(location, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
+    data = open_layer_data(
+        location, storage_options=storage_options, cache_dir=cache_dir, retry=retry
+    )
     layer = Layer(name, data, read_rows(data), missing)
     check_base(layer, base)
     return layer
@@ -262,7 +283,9 @@ def open_layer_data(
     retry: RetryPolicy | None = None,
 ) -> Dataset:
     """Open the tables of a layer, without its base; raises ManifestError for what is not a layer."""
-    data = open_kind(location, LAYERS, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
+    data = open_kind(
+        location, LAYERS, storage_options=storage_options, cache_dir=cache_dir, retry=retry
+    )
     entry = data.manifest.file(ROWS_FILE)
     if entry is not None and data.origin is not None:
         data.origin.whole(entry)
@@ -290,7 +313,9 @@ def read_rows(data: Dataset) -> NDArray[np.int64] | None:
         why = (isinstance(error, OSError) and error.strerror) or error
         raise IndexFileError(f"'{path}' cannot be read: {why}") from error
     if rows.dtype != ROWS_DTYPE or rows.shape != (num_samples,):
-        raise IndexFileError(f"'{path}' must hold int64 [{num_samples}], a row for each sample of the base")
+        raise IndexFileError(
+            f"'{path}' must hold int64 [{num_samples}], a row for each sample of the base"
+        )
     return cast("NDArray[np.int64]", rows)
 
 
@@ -308,8 +333,12 @@ def check_base(layer: Layer, base: Dataset) -> None:
     layer_keys = pa.chunked_array(layer.data.index.texts("key").chunks, pa.string())
     known = pa.compute.is_in(layer_keys, value_set=base_keys.combine_chunks())
     if not len(layer_keys) or not pa.compute.all(known).as_py():
-        raise ManifestError(f"{sides}; give the dataset that it was made for, or make the layer again")
-    lacking = base_keys.filter(pa.compute.invert(pa.compute.is_in(base_keys, value_set=layer_keys.combine_chunks())))
+        raise ManifestError(
+            f"{sides}; give the dataset that it was made for, or make the layer again"
+        )
+    lacking = base_keys.filter(
+        pa.compute.invert(pa.compute.is_in(base_keys, value_set=layer_keys.combine_chunks()))
+    )
     shown = ", ".join(lacking.slice(0, _SHOWN_KEYS).to_pylist())
     rest = f"{len(lacking)} samples have no value: {shown}{', ...' if len(lacking) > _SHOWN_KEYS else ''}"
     raise ManifestError(
@@ -326,7 +355,9 @@ class JoinedAttributes(Attributes):
         super().__init__(dataset, split)
         self._own = super().names
         self._layers = {
-            f"{layer.name}.{name}": (layer, name) for layer in layers for name in _attribute_names(layer.data)
+            f"{layer.name}.{name}": (layer, name)
+            for layer in layers
+            for name in _attribute_names(layer.data)
         }
         entry = dataset.split(split)
         self._positions = np.arange(entry.first_sample, entry.first_sample + entry.num_samples)
@@ -353,7 +384,11 @@ class JoinedAttributes(Attributes):
 
 def _attribute_names(data: Dataset) -> list[str]:
     file = data.attributes_file()
-    return [name for name in file.schema(len(data.index)).names if name not in INDEXED] if file.exists else []
+    return (
+        [name for name in file.schema(len(data.index)).names if name not in INDEXED]
+        if file.exists
+        else []
+    )
 
 
 def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:
@@ -363,7 +398,9 @@ def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.in
     return np.flatnonzero(layer.rows_at(positions) >= 0)
 
 
-def check_present(layer: Layer, dataset: Dataset, split: str, selected: NDArray[np.int64] | None) -> None:
+def check_present(
+    layer: Layer, dataset: Dataset, split: str, selected: NDArray[np.int64] | None
+) -> None:
     """Raise OrderError, naming some, where selected samples of a split (None: all) have no row in the layer."""
     if layer.is_complete:
         return

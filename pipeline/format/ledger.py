@@ -125,11 +125,15 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
         digest = _digest(digest, body)
         if line[: _DIGEST_CHARS + 1] != f"{digest} ".encode():
             wrong = "does not have the digest that follows from it and the record before it: one of them was changed"
-            raise LedgerError(f"ledger '{path}': record {number} {wrong}; take the file from a backup", number)
+            raise LedgerError(
+                f"ledger '{path}': record {number} {wrong}; take the file from a backup", number
+            )
         try:
             record = _DECODER.decode(body)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise LedgerError(f"ledger '{path}': record {number} is of no known form: {error}", number) from error
+            raise LedgerError(
+                f"ledger '{path}': record {number} is of no known form: {error}", number
+            ) from error
         _check_next(record, records, path)
         records.append(record)
     if rest and not open_end:
@@ -158,7 +162,10 @@ def _check_next(record: Record, before: Sequence[Record], path: str | os.PathLik
 
 def _is_next(place: Place, before: Sequence[Record]) -> bool:
     """Return whether a place may be the next one that is noted as reached: every end of an epoch is noted."""
-    last = next((one.place for one in reversed(before) if isinstance(one, SegmentStart | PlaceReached)), place)
+    last = next(
+        (one.place for one in reversed(before) if isinstance(one, SegmentStart | PlaceReached)),
+        place,
+    )
     return last <= place and place[0] <= last[0] + 1
 
 
@@ -213,7 +220,9 @@ class LedgerFile:
                         f"ledger '{self.path}' was written to by another loader since this one has read it; a ledger "
                         "belongs to one run: give each run, and a loader for validation, a file of its own, or none"
                     )
-                if start != self._found:  # a killed run's part of a record, or the record to replace
+                if (
+                    start != self._found
+                ):  # a killed run's part of a record, or the record to replace
                     os.ftruncate(handle, start)
                 data = b"".join(lines)
                 if os.pwrite(handle, data, start) != len(data):
@@ -225,7 +234,9 @@ class LedgerFile:
             if is_new and sync:
                 sync_folder(self.path.parent)
         except OSError as error:
-            raise LedgerError(f"ledger '{self.path}' cannot be written: {error.strerror or error}") from error
+            raise LedgerError(
+                f"ledger '{self.path}' cannot be written: {error.strerror or error}"
+            ) from error
         if in_place_of_last:
             self.records.pop()
         self.records += records
@@ -271,12 +282,18 @@ def seen_by_weights(records: Sequence[Record]) -> tuple[list[Stretch], list[Stre
             end = (0, 0)
             if kept:
                 before = kept[-1]
-                if before.end < place and place[0] <= before.end[0] + 1 and record.restored is not None:
+                if (
+                    before.end < place
+                    and place[0] <= before.end[0] + 1
+                    and record.restored is not None
+                ):
                     before = before._replace(trained=max(before.trained, place), end=place)
                 kept[-1] = before._replace(end=min(before.end, place))
                 end = kept[-1].end
             left = setup.epoch_length - end[1]
-            is_next = record.place == end or (record.place == (end[0] + 1, 0) and left < record.global_batch)
+            is_next = record.place == end or (
+                record.place == (end[0] + 1, 0) and left < record.global_batch
+            )
             newest = Stretch(number, setup, record, record.place, record.place, not is_next)
             kept.append(newest)
     return kept, lost

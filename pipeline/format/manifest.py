@@ -62,7 +62,17 @@ Kinds: TypeAlias = "Mapping[str, type[Manifest]]"
 """Formats that a reader takes, with the types of their manifests."""
 
 _NOT_IN_FINGERPRINT: Final = frozenset(
-    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance", "digest"}
+    {
+        "name",
+        "fingerprint",
+        "seed",
+        "order_unit",
+        "license",
+        "compression",
+        "lineage",
+        "provenance",
+        "digest",
+    }
 )
 """How a dataset was made, and its name. Whatever these decide about the samples is in the other entries."""
 _READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "rows.npy", "zstd.dict")
@@ -110,11 +120,16 @@ class Lineage(Settings, frozen=True):
         for parent in parents:
             made_by = str(parent.provenance.get("recipe", {}).get("source", "unknown"))
             found[parent.fingerprint] = Ancestor(
-                fingerprint=parent.fingerprint, name=parent.name, num_samples=parent.num_samples, made_by=made_by,
+                fingerprint=parent.fingerprint,
+                name=parent.name,
+                num_samples=parent.num_samples,
+                made_by=made_by,
                 parents=parent.lineage.parents,
-            )  # fmt: skip
+            )
         generations = [parent.lineage.ancestors for parent in parents]
-        for ancestor in (one for row in itertools.zip_longest(*generations) for one in row if one is not None):
+        for ancestor in (
+            one for row in itertools.zip_longest(*generations) for one in row if one is not None
+        ):
             found.setdefault(ancestor.fingerprint, ancestor)
         own = tuple(dict.fromkeys(parent.fingerprint for parent in parents))
         return cls(parents=own, ancestors=tuple(found.values())[:MAX_ANCESTORS])
@@ -208,14 +223,21 @@ class Manifest(Settings, frozen=True):
     @property
     def extra_channels(self) -> tuple[Channel, ...]:
         """The channels other than cameras, lidars and boxes."""
-        return tuple(one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES)
+        return tuple(
+            one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES
+        )
 
 
 def _lacks(fact: str, provenance: object) -> bool:
     facts = provenance.get("facts") if isinstance(provenance, dict) else None
     if not isinstance(facts, dict):
         return False
-    parts = [part for name in ("merged", "appended") for part in facts.get(name) or () if isinstance(part, dict)]
+    parts = [
+        part
+        for name in ("merged", "appended")
+        for part in facts.get(name) or ()
+        if isinstance(part, dict)
+    ]
     inner = [facts.get("provenance"), *(part.get("provenance") for part in parts)]
     return facts.get(fact) == "none" or any(_lacks(fact, one) for one in inner)
 
@@ -257,7 +279,9 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
     Raises ManifestError.
     """
     if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"'{where}' has over {MAX_MANIFEST_BYTES} bytes, more than a manifest may have")
+        raise ManifestError(
+            f"'{where}' has over {MAX_MANIFEST_BYTES} bytes, more than a manifest may have"
+        )
     try:
         msgspec.json.decode(data, type=msgspec.Raw)
         head = msgspec.json.decode(data, type=_Head)
@@ -265,7 +289,10 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
         head = _Head()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"'{where}' is not JSON: {error}; {BRING_BACK}") from error
-    kind = next((kind for name, kind in kinds.items() if bytes(head.format) == msgspec.json.encode(name)), None)
+    kind = next(
+        (kind for name, kind in kinds.items() if bytes(head.format) == msgspec.json.encode(name)),
+        None,
+    )
     if kind is None:
         wanted = " or ".join(map(repr, kinds))
         raise ManifestError(
@@ -278,14 +305,18 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
         )
     for name, part in (("compression", head.compression), ("provenance", head.provenance)):
         if len(bytes(part)) > _MAX_FREE_BYTES:
-            raise ManifestError(f"'{where}': {name} has {len(bytes(part))} bytes, at most {_MAX_FREE_BYTES} are read")
+            raise ManifestError(
+                f"'{where}': {name} has {len(bytes(part))} bytes, at most {_MAX_FREE_BYTES} are read"
+            )
     try:
         manifest = msgspec.json.decode(data, type=kind)
         twice = repeated_key(data, manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"'{where}': {error}; {BRING_BACK}") from error
     if twice is not None:
-        raise ManifestError(f"'{where}': the key '{shown(twice)}' occurs twice in an object; {BRING_BACK}")
+        raise ManifestError(
+            f"'{where}': the key '{shown(twice)}' occurs twice in an object; {BRING_BACK}"
+        )
     if manifest.fingerprint != fingerprint(manifest) or manifest.digest != _digest(manifest):
         raise ManifestError(
             f"'{where}' was edited or damaged: its fingerprint or digest is not that of its content; {BRING_BACK}"
@@ -313,7 +344,11 @@ def load_manifest(root: str | os.PathLike[str], kinds: Kinds = DATASETS) -> Mani
 
 
 def _why_not_ready(root: Path, kinds: Kinds) -> str:
-    command = "fuelrail shard SOURCE {}" if FORMAT in kinds else "fuelrail annotate DATASET {} --model MODULE:FUNCTION"
+    command = (
+        "fuelrail shard SOURCE {}"
+        if FORMAT in kinds
+        else "fuelrail annotate DATASET {} --model MODULE:FUNCTION"
+    )
     make = f"make it with `{command.format(root)}`"
     if not root.is_dir():
         return "is a file, not a dataset's folder" if root.is_file() else f"is not a folder; {make}"
@@ -337,7 +372,10 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
 
 def _check_free(manifest: Manifest, where: str) -> None:
     """Limit the rig, and check the objects with free keys as readers do."""
-    for what, sensors, most in (("cameras", manifest.cameras, _MAX_CAMERAS), ("lidars", manifest.lidars, _MAX_LIDARS)):
+    for what, sensors, most in (
+        ("cameras", manifest.cameras, _MAX_CAMERAS),
+        ("lidars", manifest.lidars, _MAX_LIDARS),
+    ):
         if len(sensors) > most:
             raise ManifestError(f"'{where}': {len(sensors)} {what}, at most {most} are allowed")
     for name in ("recipe", "facts"):
@@ -345,14 +383,18 @@ def _check_free(manifest: Manifest, where: str) -> None:
             raise ManifestError(f"'{where}': provenance.{name} is not an object; {BRING_BACK}")
     codecs = manifest.compression.get("codecs", {})
     if not isinstance(codecs, dict) or not all(isinstance(codec, str) for codec in codecs.values()):
-        raise ManifestError(f"'{where}': compression.codecs does not map field names to codecs; {BRING_BACK}")
+        raise ManifestError(
+            f"'{where}': compression.codecs does not map field names to codecs; {BRING_BACK}"
+        )
 
 
 def _check_names(manifest: Manifest, where: str) -> None:
     """Check names, which become paths, keys and member names: they must be plain, and none may occur twice."""
     files = [file.name for file in manifest.files]
     for name in files:
-        is_plain = name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
+        is_plain = (
+            name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
+        )
         if name in ("", ".", "..", MANIFEST_FILE) or not is_plain:
             raise ManifestError(f"'{where}': '{shown(name)}' is not a plain file name")
     for kind, names, pattern in (
@@ -364,18 +406,29 @@ def _check_names(manifest: Manifest, where: str) -> None:
             if count > 1:
                 raise ManifestError(f"'{where}': {kind} '{shown(name)}' occurs twice")
             if pattern is not None and not re.fullmatch(pattern, name):
-                raise ManifestError(f"'{where}': {kind} name '{shown(name)}' does not match {pattern}")
+                raise ManifestError(
+                    f"'{where}': {kind} name '{shown(name)}' does not match {pattern}"
+                )
 
 
 def check_parts(channels: Sequence[Channel], where: str) -> None:
     """Raise ManifestError unless cameras, lidars and boxes are what every reader takes them for."""
-    parts = {*RESERVED, *(f"{channel.name}_sweeps" for channel in channels if channel.sensor == LIDAR)}
+    parts = {
+        *RESERVED,
+        *(f"{channel.name}_sweeps" for channel in channels if channel.sensor == LIDAR),
+    }
     for channel in channels:
         if channel.sensor == CAMERA:
-            entry = CameraEntry(channel=channel.name, source_name=channel.source_name, sizes=channel.sizes)
-            wanted = camera_channel(entry, channel.extension if channel.extension in IMAGE_EXTENSIONS else "jpg")
+            entry = CameraEntry(
+                channel=channel.name, source_name=channel.source_name, sizes=channel.sizes
+            )
+            wanted = camera_channel(
+                entry, channel.extension if channel.extension in IMAGE_EXTENSIONS else "jpg"
+            )
         elif channel.sensor == LIDAR:
-            entry_of_lidar = LidarEntry(channel=channel.name, source_name=channel.source_name, columns=channel.columns)
+            entry_of_lidar = LidarEntry(
+                channel=channel.name, source_name=channel.source_name, columns=channel.columns
+            )
             wanted = lidar_channel(entry_of_lidar)
         elif channel.name == BOXES_CHANNEL.name:
             wanted = BOXES_CHANNEL
@@ -387,7 +440,9 @@ def check_parts(channels: Sequence[Channel], where: str) -> None:
             continue
         if channel != msgspec.structs.replace(wanted, codec=channel.codec):
             found, right = msgspec.structs.asdict(channel), msgspec.structs.asdict(wanted)
-            differs = ", ".join(name for name in found if found[name] != right[name] and name != "codec")
+            differs = ", ".join(
+                name for name in found if found[name] != right[name] and name != "codec"
+            )
             raise ManifestError(
                 f"'{where}': channel '{channel.name}' is not as the format has {channel.sensor or 'boxes'}: {differs} "
                 f"differ; {BRING_BACK}"
@@ -397,11 +452,22 @@ def check_parts(channels: Sequence[Channel], where: str) -> None:
 def _check_runs(manifest: Manifest, where: str) -> None:
     """Check that splits tile the rows and the shards without gap or overlap."""
     row = shard = 0
-    for name, split in sorted(manifest.splits.items(), key=lambda item: (item[1].first_shard, item[1].first_sample)):
-        if (split.first_sample, split.first_shard) != (row, shard) or not 0 <= split.num_shards <= split.num_samples:
-            raise ManifestError(f"'{where}': split '{name}' does not continue at sample {row} and shard {shard}")
+    for name, split in sorted(
+        manifest.splits.items(), key=lambda item: (item[1].first_shard, item[1].first_sample)
+    ):
+        if (split.first_sample, split.first_shard) != (
+            row,
+            shard,
+        ) or not 0 <= split.num_shards <= split.num_samples:
+            raise ManifestError(
+                f"'{where}': split '{name}' does not continue at sample {row} and shard {shard}"
+            )
         if split.num_samples and not split.num_shards:
-            raise ManifestError(f"'{where}': split '{name}' has {split.num_samples} samples and no shard")
+            raise ManifestError(
+                f"'{where}': split '{name}' has {split.num_samples} samples and no shard"
+            )
         row, shard = row + split.num_samples, shard + split.num_shards
     if row != manifest.num_samples:
-        raise ManifestError(f"'{where}': the splits hold {row} samples, stated are {manifest.num_samples}")
+        raise ManifestError(
+            f"'{where}': the splits hold {row} samples, stated are {manifest.num_samples}"
+        )

@@ -62,7 +62,9 @@ _ZERO, _ONE = (0.0, 0.0), (1.0, 1.0)
 _K_LOW, _K_HIGH = np.array(
     ((_FOCAL, _LENGTH, _LENGTH), (_ZERO, _FOCAL, _LENGTH), (_ZERO, _ZERO, _ONE)), np.float64
 ).transpose(2, 0, 1)
-_BOX_LOW, _BOX_HIGH = np.array(((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARGEST_BOX),) * 3 + ((-7.0, 7.0),)).T
+_BOX_LOW, _BOX_HIGH = np.array(
+    ((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARGEST_BOX),) * 3 + ((-7.0, 7.0),)
+).T
 _POSES: Final = ("cam2ego", "cam_ego2global", "ego2global", "lidar2ego", "lidar_ego2global")
 _EYE: Final = np.eye(3)
 _LAST_ROW: Final = np.array((0.0, 0.0, 0.0, 1.0))
@@ -71,7 +73,9 @@ A = TypeVar("A", "Geometry", "Boxes")
 
 _BOUND_WORDS: Final = f"-{LARGEST:g} to {LARGEST:g}"
 _K_WORDS: Final = "finite rows (fx s cx), (0 fy cy), (0 0 1) with fx, fy from 0.001 to 1e6 and the rest within 1e6"
-_POSE_WORDS: Final = f"a rotation and a translation within {LARGEST:g} m, finite, with the last row 0 0 0 1"
+_POSE_WORDS: Final = (
+    f"a rotation and a translation within {LARGEST:g} m, finite, with the last row 0 0 0 1"
+)
 
 
 class Rig(NamedTuple):
@@ -89,7 +93,9 @@ class Rig(NamedTuple):
     def of(cls, manifest: Manifest) -> Rig:
         """Make the rig of a manifest."""
         cameras = [camera.channel for camera in manifest.cameras]
-        return cls.make(cameras, manifest.lidars, manifest.classes, manifest.attributes, manifest.extra_channels)
+        return cls.make(
+            cameras, manifest.lidars, manifest.classes, manifest.attributes, manifest.extra_channels
+        )
 
     @classmethod
     def make(
@@ -133,7 +139,9 @@ def broken_rules(sample: Sample, names: Sequence[str], rig: Rig) -> Iterator[Bro
     yield from broken_names(tuple(names), rig)
     arrays = list(broken_arrays(sample, rig))
     yield from arrays
-    if not any(broken.member == GEOMETRY for broken in arrays):  # else cameras may not be those of the rig
+    if not any(
+        broken.member == GEOMETRY for broken in arrays
+    ):  # else cameras may not be those of the rig
         yield from broken_meta(sample.meta, sample.geometry, rig)
 
 
@@ -163,7 +171,12 @@ def are_sound(geometries: Sequence[Geometry], boxes: Sequence[Boxes], rig: Rig) 
 def _joined(records: Sequence[A]) -> A:
     """Join many records to one: each array is those of all records, joined along the first axis."""
     kind = type(records[0])
-    return kind(**{f.name: np.concatenate([getattr(r, f.name) for r in records]) for f in dataclasses.fields(kind)})
+    return kind(
+        **{
+            f.name: np.concatenate([getattr(r, f.name) for r in records])
+            for f in dataclasses.fields(kind)
+        }
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -189,11 +202,17 @@ def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
             or name in rig.fields
             or name.startswith("x_")
             or (channel in rig.cameras and extension in IMAGE_EXTENSIONS)
-            or (lidar_channel(name) in lidars and (extension == POINTS_EXTENSION or name.endswith(SWEEPS_FIELD)))
+            or (
+                lidar_channel(name) in lidars
+                and (extension == POINTS_EXTENSION or name.endswith(SWEEPS_FIELD))
+            )
         ):
             known = ", ".join([*rig.cameras, *lidars, *sorted(rig.fields)])
             found.append(
-                Broken(name, f"no such field: the channels are {known}, and names of a user's own begin with x_")
+                Broken(
+                    name,
+                    f"no such field: the channels are {known}, and names of a user's own begin with x_",
+                )
             )
     return tuple(found)
 
@@ -210,7 +229,10 @@ def unsafe_ending(name: str) -> str | None:
 def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
     """Yield the rules that a sample's metadata and its cameras' lens coefficients break; metadata names their model."""
     if meta.frame_idx >= meta.num_frames:
-        yield Broken(META, f"frame_idx is {meta.frame_idx} of {meta.num_frames} frames; allowed: 0 to num_frames - 1")
+        yield Broken(
+            META,
+            f"frame_idx is {meta.frame_idx} of {meta.num_frames} frames; allowed: 0 to num_frames - 1",
+        )
     for channel in meta.cameras.keys() - set(rig.cameras):
         yield Broken(META, f"it describes camera {channel!r:.40}, which the manifest does not have")
     valid, sizes = geometry.cam_valid.tolist(), geometry.img_wh.tolist()
@@ -237,9 +259,15 @@ def _of_lens(channel: str, model: str, dist: NDArray[np.float64], count: int) ->
         return
     most = 0 if model == UNBENT else MODELS[model][1][-1]
     if np.isnan(dist[:count]).any():
-        yield Broken(GEOMETRY, f"dist of {channel} has NaN before a coefficient: NaN may only follow the last one")
+        yield Broken(
+            GEOMETRY,
+            f"dist of {channel} has NaN before a coefficient: NaN may only follow the last one",
+        )
     elif count > most:
-        yield Broken(GEOMETRY, f"dist of {channel} has {count} coefficients; dist_model {model!r} has {most} at most")
+        yield Broken(
+            GEOMETRY,
+            f"dist of {channel} has {count} coefficients; dist_model {model!r} has {most} at most",
+        )
 
 
 def broken_rig(geometry: Geometry, images: Collection[str], rig: Rig) -> str | None:
@@ -289,16 +317,27 @@ def _is_whole(geometry: Geometry) -> bool:
     """
     poses = _poses(geometry)
     rotation = poses[:, :3, :3]
-    motion = np.concatenate((geometry.dist.ravel(), geometry.ego_velocity, geometry.ego_accel, geometry.ego_rates))
+    motion = np.concatenate(
+        (geometry.dist.ravel(), geometry.ego_velocity, geometry.ego_accel, geometry.ego_rates)
+    )
     low, high = _whole_bounds(len(poses), len(geometry.img_wh))
     with np.errstate(all="ignore"):
-        parts = (rotation @ rotation.transpose(0, 2, 1), poses, geometry.intrinsics, geometry.img_wh)
+        parts = (
+            rotation @ rotation.transpose(0, 2, 1),
+            poses,
+            geometry.intrinsics,
+            geometry.img_wh,
+        )
         values = np.concatenate([np.linalg.det(rotation), *[part.ravel() for part in parts]])
-    return bool(((values >= low) & (values <= high)).all()) and not bool((np.abs(motion) > LARGEST).any())
+    return bool(((values >= low) & (values <= high)).all()) and not bool(
+        (np.abs(motion) > LARGEST).any()
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _whole_bounds(num_poses: int, num_cameras: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _whole_bounds(
+    num_poses: int, num_cameras: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the lowest and the highest of the values that :func:`_is_whole` compares, float64."""
     pose = np.full((2, 4, 4), LARGEST)
     pose[0] *= -1
@@ -320,7 +359,9 @@ def _poses(geometry: Geometry) -> NDArray[np.float64]:
     return np.concatenate([getattr(geometry, name).reshape(-1, 4, 4) for name in _POSES])
 
 
-def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArray[np.bool_]) -> Iterator[str]:
+def _of_poses(
+    geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArray[np.bool_]
+) -> Iterator[str]:
     """Yield the rules that poses break; ``may_lack`` are the cameras that may have no calibration."""
     no_sweep = geometry.lidar_timestamp_ns < 0
     bad = ~are_rigid(_poses(geometry))
@@ -355,13 +396,15 @@ def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
     if _are_whole(boxes, length, rig):
         return
     seen = boxes.visibility
-    box_words = (
-        f"x y z within {LARGEST_BOX:g} m, sizes from 1e-06 to {LARGEST_BOX:g} m, yaw from -7 to 7 rad, all finite"
-    )
+    box_words = f"x y z within {LARGEST_BOX:g} m, sizes from 1e-06 to {LARGEST_BOX:g} m, yaw from -7 to 7 rad, all finite"  # noqa: E501
     for bad, name, words in (
         (~((boxes.boxes3d >= _BOX_LOW) & (boxes.boxes3d <= _BOX_HIGH)), "boxes3d", box_words),
         (~(np.abs(length - 1) <= SKEW), "rotation_wxyz", "quaternions of length 1"),
-        (np.abs(boxes.velocity) > LARGEST, "velocity", f"{_BOUND_WORDS}, or NaN where it is unknown"),
+        (
+            np.abs(boxes.velocity) > LARGEST,
+            "velocity",
+            f"{_BOUND_WORDS}, or NaN where it is unknown",
+        ),
         (
             _outside(boxes.label, rig.num_classes - 1),
             "label",
@@ -383,7 +426,14 @@ def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
 
 def _are_whole(boxes: Boxes, length: NDArray[np.float32], rig: Rig) -> bool:
     """Return whether boxes break no rule, in few calls; ``length`` are those of their quaternions."""
-    integers = (boxes.label, boxes.visibility, boxes.attribute, boxes.num_lidar_pts, boxes.num_radar_pts, boxes.valid)
+    integers = (
+        boxes.label,
+        boxes.visibility,
+        boxes.attribute,
+        boxes.num_lidar_pts,
+        boxes.num_radar_pts,
+        boxes.valid,
+    )
     values = np.array((*boxes.boxes3d.T, length, *integers), np.float64)
     low, high = _box_bounds(rig.num_classes, rig.num_attributes)
     return bool(
@@ -394,7 +444,9 @@ def _are_whole(boxes: Boxes, length: NDArray[np.float32], rig: Rig) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _box_bounds(num_classes: int, num_attributes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _box_bounds(
+    num_classes: int, num_attributes: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the lowest and the highest of the values that :func:`_are_whole` compares, float64 (14, 1)."""
     low = (*_BOX_LOW, 1 - SKEW / 2, -1, -1, -1, -1, -1, 0)
     high = (*_BOX_HIGH, 1 + SKEW / 2, num_classes - 1, 4, num_attributes - 1, np.inf, np.inf, 1)

@@ -15,7 +15,12 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fuelrail.pipeline.errors import ConfigError, MemberTooLargeError, TarFormatError, TruncatedShardError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    MemberTooLargeError,
+    TarFormatError,
+    TruncatedShardError,
+)
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
@@ -93,7 +98,9 @@ def member_header(name: str, size: int) -> bytes:
     in front (three blocks in all, or more) with one record, ``path``; the ustar block then holds the name's front.
     """
     if not 0 <= size <= MAX_STORED_BYTES:
-        raise MemberTooLargeError(f"{size} bytes do not fit a tar header (at most {MAX_STORED_BYTES})", member=name)
+        raise MemberTooLargeError(
+            f"{size} bytes do not fit a tar header (at most {MAX_STORED_BYTES})", member=name
+        )
     if len(name) <= _USTAR_NAME_BYTES and name.isascii():
         return _ustar_block(name.encode("ascii"), size, b"0", _DEVICES)
     # Written here, not by Python's tarfile: its bytes have changed between Python versions.
@@ -111,11 +118,17 @@ def _ustar_block(name: bytes, size: int, typeflag: bytes, devices: bytes) -> byt
     digits = b"%011o\0" % size
     back, rest = _after_checksum(typeflag, devices)
     checksum = rest + sum(name) + sum(digits)
-    return b"".join((name.ljust(100, b"\0"), _MODE_UID_GID, digits, _MTIME, b"%06o\0 " % checksum, back))
+    return b"".join(
+        (name.ljust(100, b"\0"), _MODE_UID_GID, digits, _MTIME, b"%06o\0 " % checksum, back)
+    )
 
 
 def are_members(
-    view: memoryview, key: str, fields: tuple[str, ...], offsets: Sequence[int], sizes: Sequence[int]
+    view: memoryview,
+    key: str,
+    fields: tuple[str, ...],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
 ) -> bool:
     """Return whether the headers in front of ``offsets`` in a span are those of the members of a sample.
 
@@ -194,16 +207,22 @@ def iter_members(data: Buffer, *, shard: str, closed: bool = True) -> Iterator[F
             if not closed:
                 raise TarFormatError("zeros instead of a header", shard=shard, offset=header_offset)
             if len(view) < header_offset + len(END_OF_ARCHIVE):
-                raise TruncatedShardError("the closing zero blocks are cut", shard=shard, offset=header_offset)
+                raise TruncatedShardError(
+                    "the closing zero blocks are cut", shard=shard, offset=header_offset
+                )
             end = header_offset + len(END_OF_ARCHIVE)
             if len(view) > end or any(view[header_offset:end]):
-                raise TarFormatError("bytes after the end of the archive", shard=shard, offset=header_offset)
+                raise TarFormatError(
+                    "bytes after the end of the archive", shard=shard, offset=header_offset
+                )
             return
         end = position + size
         padded = end + -size % BLOCK_BYTES
         if padded > len(view):
             raise TruncatedShardError(
-                f"member '{name}' needs {padded} bytes, the shard has {len(view)}", shard=shard, offset=header_offset
+                f"member '{name}' needs {padded} bytes, the shard has {len(view)}",
+                shard=shard,
+                offset=header_offset,
             )
         if any(view[end:padded]):
             raise TarFormatError(f"padding of member '{name}' is not zero", shard=shard, offset=end)
@@ -221,7 +240,10 @@ def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | Non
     is_pax = block[156:157] == b"x"
     length = BLOCK_BYTES
     if is_pax:
-        length += BLOCK_BYTES + (_octal(block, shard, position) + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+        length += (
+            BLOCK_BYTES
+            + (_octal(block, shard, position) + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+        )
     whole = bytes(view[position : position + length])
     if len(whole) < length:
         raise TruncatedShardError("the shard ends inside a header", shard=shard, offset=position)

@@ -61,7 +61,9 @@ def encode_frame(span: Buffer, level: int) -> bytes:
     """
     size = memoryview(span).nbytes
     if size > MAX_FRAME_BYTES:
-        raise MemberTooLargeError(f"{size} bytes of one sample are over the frame layout's cap of {MAX_FRAME_BYTES}")
+        raise MemberTooLargeError(
+            f"{size} bytes of one sample are over the frame layout's cap of {MAX_FRAME_BYTES}"
+        )
     return _FRAMES.compressor(level).compress(span)
 
 
@@ -72,26 +74,43 @@ def span_bytes(row: IndexRow) -> int:
     return end + -end % BLOCK_BYTES
 
 
-def decode_frame(stored: Buffer, raw_bytes: int, *, shard: str, offset: int, key: str | None = None) -> bytes:
+def decode_frame(
+    stored: Buffer, raw_bytes: int, *, shard: str, offset: int, key: str | None = None
+) -> bytes:
     """Decode a frame's span, which must have ``raw_bytes`` bytes; ``shard``, ``offset`` and ``key`` name it in errors.
 
     Raises FrameError where it does not, or where that is over the cap: then no memory was taken.
     """
     if not 0 <= raw_bytes <= MAX_FRAME_BYTES:
         raise FrameError(
-            f"a frame of {raw_bytes} bytes, over the cap of {MAX_FRAME_BYTES}", shard=shard, offset=offset, key=key
+            f"a frame of {raw_bytes} bytes, over the cap of {MAX_FRAME_BYTES}",
+            shard=shard,
+            offset=offset,
+            key=key,
         )
     try:
         stated = zstandard.frame_content_size(stored)
         if stated != raw_bytes:
             text = "does not state its size" if stated < 0 else f"states {stated} bytes"
-            raise FrameError(f"the zstd frame {text}, wanted are {raw_bytes}", shard=shard, offset=offset, key=key)
-        raw: bytes = _FRAMES.decompressor.decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
+            raise FrameError(
+                f"the zstd frame {text}, wanted are {raw_bytes}",
+                shard=shard,
+                offset=offset,
+                key=key,
+            )
+        raw: bytes = _FRAMES.decompressor.decompress(
+            stored, max_output_size=raw_bytes, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
-        raise FrameError(f"damaged zstd frame: {error}", shard=shard, offset=offset, key=key) from error
+        raise FrameError(
+            f"damaged zstd frame: {error}", shard=shard, offset=offset, key=key
+        ) from error
     if len(raw) != raw_bytes:
         raise FrameError(
-            f"the zstd frame decoded to {len(raw)} bytes instead of {raw_bytes}", shard=shard, offset=offset, key=key
+            f"the zstd frame decoded to {len(raw)} bytes instead of {raw_bytes}",
+            shard=shard,
+            offset=offset,
+            key=key,
         )
     return raw
 
@@ -101,19 +120,28 @@ def open_span(row: IndexRow, stored: Buffer, shard: str) -> bytes:
     return decode_frame(stored, span_bytes(row), shard=shard, offset=row.offset, key=row.key)
 
 
-def read_head(file: BinaryIO, num_bytes: int, *, shard: str, offset: int, key: str | None = None) -> bytes:
+def read_head(
+    file: BinaryIO, num_bytes: int, *, shard: str, offset: int, key: str | None = None
+) -> bytes:
     """Return the first ``num_bytes`` of the content of the frame at a file's position; read little more than they need.
 
     Raises FrameError.
     """
     try:
-        with zstandard.ZstdDecompressor().stream_reader(file, read_size=_READ_BYTES, closefd=False) as reader:
+        with zstandard.ZstdDecompressor().stream_reader(
+            file, read_size=_READ_BYTES, closefd=False
+        ) as reader:
             head: bytes = reader.read(num_bytes)
     except zstandard.ZstdError as error:
-        raise FrameError(f"damaged zstd frame: {error}", shard=shard, offset=offset, key=key) from error
+        raise FrameError(
+            f"damaged zstd frame: {error}", shard=shard, offset=offset, key=key
+        ) from error
     if len(head) != num_bytes:
         raise FrameError(
-            f"the zstd frame holds {len(head)} bytes, wanted are {num_bytes}", shard=shard, offset=offset, key=key
+            f"the zstd frame holds {len(head)} bytes, wanted are {num_bytes}",
+            shard=shard,
+            offset=offset,
+            key=key,
         )
     return head
 
@@ -133,21 +161,32 @@ def read_seek_table(data: Buffer, *, shard: str) -> list[Frame]:
     view = memoryview(data)
     footer_at = len(view) - _FOOTER.size
     if footer_at < _HEADER.size:
-        raise TruncatedShardError("no seek table: the shard is shorter than an empty one", shard=shard, offset=0)
+        raise TruncatedShardError(
+            "no seek table: the shard is shorter than an empty one", shard=shard, offset=0
+        )
     count, descriptor, magic = _FOOTER.unpack(view[footer_at:])
     if magic != _SEEKABLE_MAGIC:
         raise TruncatedShardError("no seek table at the end", shard=shard, offset=footer_at)
     table_at = footer_at - count * _ENTRY.size - _HEADER.size
     if descriptor != 0 or table_at < 0:
         raise FrameError(
-            f"the seek table's footer states {count} frames, descriptor {descriptor}", shard=shard, offset=footer_at
+            f"the seek table's footer states {count} frames, descriptor {descriptor}",
+            shard=shard,
+            offset=footer_at,
         )
-    if _HEADER.unpack(view[table_at : table_at + _HEADER.size]) != (_SKIPPABLE_MAGIC, len(view) - table_at - 8):
-        raise FrameError("the seek table does not begin where its footer says", shard=shard, offset=table_at)
+    if _HEADER.unpack(view[table_at : table_at + _HEADER.size]) != (
+        _SKIPPABLE_MAGIC,
+        len(view) - table_at - 8,
+    ):
+        raise FrameError(
+            "the seek table does not begin where its footer says", shard=shard, offset=table_at
+        )
     frames, at = list[Frame](), 0
     for stored, raw in _ENTRY.iter_unpack(view[table_at + _HEADER.size : footer_at]):
         frames.append(Frame(at, stored, raw))
         at += stored
     if at != table_at:
-        raise FrameError(f"the seek table's frames end at {at}, not at {table_at}", shard=shard, offset=table_at)
+        raise FrameError(
+            f"the seek table's frames end at {at}, not at {table_at}", shard=shard, offset=table_at
+        )
     return frames

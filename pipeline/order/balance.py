@@ -52,7 +52,9 @@ class BalancedOrder(RegroupedOrder):
 
     use = "balance"
 
-    def __init__(self, base: EndlessOrder, balance: Balance, costs: Sequence[NDArray[np.integer]]) -> None:
+    def __init__(
+        self, base: EndlessOrder, balance: Balance, costs: Sequence[NDArray[np.integer]]
+    ) -> None:
         super().__init__(base, costs)
         self.balance = balance
 
@@ -76,14 +78,18 @@ class BalancedOrder(RegroupedOrder):
         return sums
 
 
-def order_batching(order: EndlessOrder, global_batch: int, world: World, *, drop_last: bool) -> Batching:
+def order_batching(
+    order: EndlessOrder, global_batch: int, world: World, *, drop_last: bool
+) -> Batching:
     """Return the batches of epoch 0 of an order; of others see `Batching.of_epoch`.
 
     Raises WorldError where the ranks cannot share the batch, and where a rank's cannot be cut into its micro-batches.
     """
     base = order.base if isinstance(order, BalancedOrder) else order
     lengths = base.length if isinstance(base, WindowedOrder | ThinnedOrder) else None
-    assert not isinstance(base, BucketedOrder) or base.global_batch == global_batch  # it was compiled for it
+    assert (
+        not isinstance(base, BucketedOrder) or base.global_batch == global_batch
+    )  # it was compiled for it
     batching = Batching(order.epoch_length, global_batch, world, drop_last, lengths=lengths)
     if isinstance(order, BalancedOrder) and batching.rank_batch % order.balance.micro_batches:
         raise WorldError(
@@ -104,7 +110,9 @@ def rank_positions(
         return batching.positions(step), batching.valid(step)
     running = batching.running(step)
     positions = running % batching.epoch_length
-    rows = deal(order.position_costs(in_order, positions), batching.world.size * order.balance.micro_batches)
+    rows = deal(
+        order.position_costs(in_order, positions), batching.world.size * order.balance.micro_batches
+    )
     first = batching.world.rank * batching.rank_batch
     own = rows[first : first + batching.rank_batch]
     return positions[own], running[own] < batching.epoch_length

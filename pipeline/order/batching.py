@@ -47,7 +47,9 @@ class World:
         if self.size < 1:
             raise WorldError(f"world size must be at least 1, got {self.size}")
         if not 0 <= self.rank < self.size:
-            raise WorldError(f"rank {self.rank} is outside 0 .. {self.size - 1} of a world of {self.size}")
+            raise WorldError(
+                f"rank {self.rank} is outside 0 .. {self.size - 1} of a world of {self.size}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,15 @@ class Batching:
         if not 1 <= self.epoch_length <= 2**62:
             raise WorldError(f"an epoch must have 1 .. 2**62 positions, got {self.epoch_length}")
         if not 1 <= self.global_batch <= 2**31:
-            raise WorldError(f"a global batch must have 1 .. 2**31 samples, got {self.global_batch}")
+            raise WorldError(
+                f"a global batch must have 1 .. 2**31 samples, got {self.global_batch}"
+            )
         if self.global_batch % self.world.size:
             raise WorldError(_indivisible(self.global_batch, self.world.size))
         if not 0 <= self.start <= self.epoch_length:
-            raise WorldError(f"{self.start} samples consumed in an epoch that has {self.epoch_length}")
+            raise WorldError(
+                f"{self.start} samples consumed in an epoch that has {self.epoch_length}"
+            )
         if self.drop_last and self.global_batch > self.epoch_length:
             raise WorldError(
                 f"an epoch of {self.epoch_length} samples has no full global batch of {self.global_batch}, so with "
@@ -157,7 +163,9 @@ class Cursor:
     def __post_init__(self) -> None:
         _integers(self, "epoch", "samples_consumed")
         if self.epoch < 0 or self.samples_consumed < 0:
-            raise WorldError(f"a cursor cannot be negative, got epoch {self.epoch}, samples {self.samples_consumed}")
+            raise WorldError(
+                f"a cursor cannot be negative, got epoch {self.epoch}, samples {self.samples_consumed}"
+            )
 
     def rest(self, whole: Batching) -> Batching:
         """Return the remaining batches of this cursor's epoch, of the size of ``whole``'s.
@@ -249,7 +257,11 @@ class Walk:
         first = self.start.epoch
         if self.batching.lengths is not None:
             return sum(self.batches(one).num_steps for one in range(first, epoch))
-        return 0 if epoch <= first else self.rest.num_steps + (epoch - first - 1) * self.batching.num_steps
+        return (
+            0
+            if epoch <= first
+            else self.rest.num_steps + (epoch - first - 1) * self.batching.num_steps
+        )
 
     def cursor(self, k: int) -> Cursor:
         """Return the position before the k-th step of this walk."""
@@ -261,7 +273,9 @@ class Walk:
         num_all = min(num_steps * self.share.of, self.rest.num_steps)
         return Cursor(self.start.epoch, self.rest.consumed(num_all))
 
-    def positions(self, first: int, num_steps: int, ranks: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    def positions(
+        self, first: int, num_steps: int, ranks: range
+    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield, epoch by epoch, the positions of ``ranks`` in the steps made here from the ``first`` on.
 
         Step by step, and rank by rank in each: int64 (steps * ranks * rank_batch,). Padding included.
@@ -285,7 +299,9 @@ def _integers(record: object, *names: str) -> None:
         try:
             object.__setattr__(record, name, index(value))
         except TypeError as error:
-            raise WorldError(f"{type(record).__name__}: {name}={value!r} must be an integer") from error
+            raise WorldError(
+                f"{type(record).__name__}: {name}={value!r} must be an integer"
+            ) from error
 
 
 def _indivisible(global_batch: int, size: int) -> str:
@@ -294,7 +310,10 @@ def _indivisible(global_batch: int, size: int) -> str:
     batches = " or ".join(str(batch) for batch in (below, below + size) if batch)
     small = [count for count in range(1, math.isqrt(global_batch) + 1) if global_batch % count == 0]
     divisors = small + [global_batch // count for count in reversed(small)]
-    near = [max(count for count in divisors if count < size), *[count for count in divisors if count > size][:1]]
+    near = [
+        max(count for count in divisors if count < size),
+        *[count for count in divisors if count > size][:1],
+    ]
     sizes = " or ".join(str(count) for count in near)
     return (
         f"a global batch of {global_batch} cannot be split evenly over {size} ranks; "

@@ -47,8 +47,13 @@ class Bucket(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
-        if any(low >= high for low, high in pairwise((-1, *self.bounds))) or len(self.bounds) > MAX_BUCKETS:
-            raise OrderError(f"a bucket's bounds ascend from 0 or more, at most {MAX_BUCKETS}, got {self.bounds}")
+        if (
+            any(low >= high for low, high in pairwise((-1, *self.bounds)))
+            or len(self.bounds) > MAX_BUCKETS
+        ):
+            raise OrderError(
+                f"a bucket's bounds ascend from 0 or more, at most {MAX_BUCKETS}, got {self.bounds}"
+            )
 
 
 class BucketedOrder(WindowedOrder):
@@ -68,13 +73,17 @@ class BucketedOrder(WindowedOrder):
         global_batch: int | None,
     ) -> None:
         if global_batch is None:
-            raise OrderError("an order in buckets needs the global batch: it has samples of one bucket")
+            raise OrderError(
+                "an order in buckets needs the global batch: it has samples of one bucket"
+            )
         bounds = np.array(bucket.bounds, np.int64)
         if not bucket.bounds:
             values = np.unique(np.concatenate([np.unique(each) for each in costs]))
             bounds = values[values >= 0]
         if len(bounds) > MAX_BUCKETS:
-            raise OrderError(f"{bucket.by} has {len(bounds)} values, and {MAX_BUCKETS} buckets are allowed: set bounds")
+            raise OrderError(
+                f"{bucket.by} has {len(bounds)} values, and {MAX_BUCKETS} buckets are allowed: set bounds"
+            )
         super().__init__(base, costs, bucket.window, seed, len(bounds))
         self.bucket, self.global_batch, self.num_buckets = bucket, global_batch, len(bounds)
         self._numbers = tuple(np.searchsorted(bounds, each).astype(np.uint16) for each in costs)
@@ -138,7 +147,9 @@ class BucketedEpoch(RegroupedEpoch):
         bucket = int(np.searchsorted(ends, number, side="right"))
         first = (int(self._batches[window + 1, bucket] - ends[bucket]) + number) * self._size
         before = self._before[:, bucket]
-        wanted = np.arange(first, min(first + self._size, int(before[-1])))  # of the bucket's samples
+        wanted = np.arange(
+            first, min(first + self._size, int(before[-1]))
+        )  # of the bucket's samples
         windows = np.searchsorted(before, wanted, side="right") - 1
         pieces = []
         for at in np.unique(windows).tolist():

@@ -21,7 +21,14 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import DIGEST_CHARS, CopyMap, EndlessOrder, MappedEpoch, SelectedSamples, digest
+from fuelrail.pipeline.order.epoch import (
+    DIGEST_CHARS,
+    CopyMap,
+    EndlessOrder,
+    MappedEpoch,
+    SelectedSamples,
+    digest,
+)
 from fuelrail.pipeline.order.keys import listed_names, named_rows, read_keys, unknown_names
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder, MixSchedule, MixStage
@@ -81,7 +88,9 @@ def compile_order(
     selection = _Selection(spec, attributes)
     for layer in layers:
         if layer.missing == "drop" and not layer.is_complete:
-            selection.narrow(present_samples(layer, dataset, split), f"layer '{layer.name}' with missing='drop'")
+            selection.narrow(
+                present_samples(layer, dataset, split), f"layer '{layer.name}' with missing='drop'"
+            )
     if clips is None and needs_clips(spec, window):
         clips = ClipTable.of_split(dataset, split, times=isinstance(window, TimeWindow))
     selection.complete(window, clips)
@@ -95,7 +104,9 @@ def compile_order(
 def split_lengths(dataset: Dataset, split: str) -> list[int]:
     """Return the number of samples in each shard of a split; raise ManifestError for a shard without samples."""
     entry = dataset.split(split)
-    lengths: list[int] = dataset.shards.lengths(entry.first_shard, entry.first_shard + entry.num_shards).tolist()
+    lengths: list[int] = dataset.shards.lengths(
+        entry.first_shard, entry.first_shard + entry.num_shards
+    ).tolist()
     return lengths
 
 
@@ -127,7 +138,12 @@ class _Selection:
     """The samples that a spec selects, narrowed step by step, and the identity of the order over them."""
 
     def __init__(self, spec: OrderSpec, attributes: AttributeTable) -> None:
-        if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
+        if (
+            spec.epoch_length is not None
+            and not spec.weights
+            and spec.mix is None
+            and not spec.stages
+        ):
             raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
         self._spec, self._attributes = spec, attributes
         self._identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
@@ -135,10 +151,14 @@ class _Selection:
         self.rows: Rows | None = None
         """Selected samples, ascending; None: all."""
         if spec.filter is not None:
-            from fuelrail.pipeline.order.select import Filter  # with Arrow, which plain orders do without
+            from fuelrail.pipeline.order.select import (
+                Filter,
+            )  # with Arrow, which plain orders do without
 
             condition = Filter(spec.filter, attributes.names)
-            self.narrow(condition.select(attributes.read(condition.columns)), f"filter {spec.filter!r}")
+            self.narrow(
+                condition.select(attributes.read(condition.columns)), f"filter {spec.filter!r}"
+            )
         if spec.subset is not None:
             listed = read_keys(spec.subset, attributes.read(("key",))["key"])
             self._identity["subset"] = f"{len(listed)} samples {digest(listed)}"
@@ -149,9 +169,15 @@ class _Selection:
         before = self.rows
         both = among if before is None else np.intersect1d(before, among, assume_unique=True)
         if not both.size:
-            rest = "" if before is None or not among.size else f" out of the {len(before)} selected before"
+            rest = (
+                ""
+                if before is None or not among.size
+                else f" out of the {len(before)} selected before"
+            )
             shows = (
-                "; `fuelrail inspect DATASET` shows the values of its attributes" if what.startswith("filter") else ""
+                "; `fuelrail inspect DATASET` shows the values of its attributes"
+                if what.startswith("filter")
+                else ""
             )
             raise OrderError(f"{what} selects no sample{rest}{shows}")
         self.rows = both
@@ -178,7 +204,9 @@ class _Selection:
         hidden = [(rows,) for rows in self._hidden(window, clips, unknown)]
         return costs.apply(plain_order, self._spec, global_batch, hidden)
 
-    def _hidden(self, window: Window | None, clips: ClipTable | None, unknown: set[str] | None) -> Iterator[Rows]:
+    def _hidden(
+        self, window: Window | None, clips: ClipTable | None, unknown: set[str] | None
+    ) -> Iterator[Rows]:
         """Yield the samples of each entry of ``without``, and those whose windows are dropped with them."""
         named: Rows = np.zeros(0, np.int64)
         for entry in self._spec.without:
@@ -192,23 +220,36 @@ class _Selection:
             named = np.union1d(named, rows)
             if window is not None and _drops(window) and clips is not None:
                 left = clips.without(named)
-                lacking = left.samples[~window_lookup(left, window)(left.samples).present.all(axis=1)]
-                rows = np.union1d(rows, lacking if self.rows is None else np.intersect1d(lacking, self.rows))
+                lacking = left.samples[
+                    ~window_lookup(left, window)(left.samples).present.all(axis=1)
+                ]
+                rows = np.union1d(
+                    rows, lacking if self.rows is None else np.intersect1d(lacking, self.rows)
+                )
             yield rows
 
-    def _plain(self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None) -> EndlessOrder:
+    def _plain(
+        self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None
+    ) -> EndlessOrder:
         """Return the order of the selected samples, without packs, buckets and balance."""
         spec, selected, identity = self._spec, self.rows, self._identity
         if selected is not None:
             identity["selected"] = f"{len(selected)} samples {digest(selected)}"
         if spec.kind == "lanes":
             if global_batch is None:
-                raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
+                raise OrderError(
+                    "order kind 'lanes' needs the global batch: it is the number of lanes"
+                )
             assert clips is not None
             identity["lanes"] = global_batch
             pieces = spec.pieces_per_clip or 1
             return LaneOrder(
-                clips, global_batch, seed=spec.seed, pieces_per_clip=pieces, selected=selected, identity=identity
+                clips,
+                global_batch,
+                seed=spec.seed,
+                pieces_per_clip=pieces,
+                selected=selected,
+                identity=identity,
             )
         if spec.stages:
             return self._staged(shard_lengths)
@@ -220,7 +261,9 @@ class _Selection:
         if spec.weights:
             table = _selected_rows(self._attributes.read(columns_of(spec.weights)), selected)
             weights = compute_weights(spec.weights, table)
-            sampling = SystematicSampling(weights, spec.epoch_length or natural_length(spec.weights, table))
+            sampling = SystematicSampling(
+                weights, spec.epoch_length or natural_length(spec.weights, table)
+            )
             identity["weighted"] = _said(sampling)
         return CompiledOrder(spec, identity, shard_lengths, selected, sampling)
 
@@ -230,10 +273,16 @@ class _Selection:
         for at, stage in enumerate(spec.stages):
             weights = (*spec.weights, *stage.weights)
             own = msgspec.structs.replace(
-                spec, filter=stage.filter, subset=None, weights=weights, stages=(), balance=None, without=(),
+                spec,
+                filter=stage.filter,
+                subset=None,
+                weights=weights,
+                stages=(),
+                balance=None,
+                without=(),
                 seed=derive_key("order stage", spec.seed, at) % 2**63 if at else spec.seed,
                 epoch_length=spec.epoch_length if weights else None,
-            )  # fmt: skip
+            )
             try:
                 selection = _Selection(own, self._attributes)
                 if self.rows is not None:
@@ -246,7 +295,12 @@ class _Selection:
         schedule = MixSchedule(stages, list(stages[0].ratios))
         length = spec.epoch_length or orders[0].epoch_length
         staged = MixedOrder(
-            orders, schedule.final, seed=spec.seed, epoch_length=length, is_one_split=True, schedule=schedule
+            orders,
+            schedule.final,
+            seed=spec.seed,
+            epoch_length=length,
+            is_one_split=True,
+            schedule=schedule,
         )
         described = [
             {"until": stage.until, "ramp": stage.ramp, "order": order.identity}
@@ -269,22 +323,34 @@ def _mixed(
     column = _selected_rows(attributes.read((mix.attribute,)), selected)[mix.attribute]
     weights = None
     if spec.weights:
-        weights = compute_weights(spec.weights, _selected_rows(attributes.read(columns_of(spec.weights)), selected))
+        weights = compute_weights(
+            spec.weights, _selected_rows(attributes.read(columns_of(spec.weights)), selected)
+        )
     number = value_numbers(column, tuple(mix.ratios))
     parts = []
     for at, value in enumerate(mix.ratios):
         inside = np.flatnonzero(number == at)
         if not inside.size:
             known = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
-            raise OrderError(f"mix: no selected sample has {mix.attribute!r} {value!r}; there are: {known}")
+            raise OrderError(
+                f"mix: no selected sample has {mix.attribute!r} {value!r}; there are: {known}"
+            )
         own = inside if selected is None else selected[inside]
         seed = derive_key("order mix part", spec.seed, at) % 2**63
-        part = msgspec.structs.replace(spec, seed=seed, filter=None, subset=None, mix=None, epoch_length=None)
+        part = msgspec.structs.replace(
+            spec, seed=seed, filter=None, subset=None, mix=None, epoch_length=None
+        )
         sampling = None if weights is None else SystematicSampling(weights[inside], len(own))
-        text = f"{len(own)} samples {digest(own)}" + ("" if sampling is None else f", {_said(sampling)}")
+        text = f"{len(own)} samples {digest(own)}" + (
+            "" if sampling is None else f", {_said(sampling)}"
+        )
         parts.append(CompiledOrder(part, {value: text}, shard_lengths, own, sampling))
     mixed = MixedOrder(
-        parts, tuple(mix.ratios.values()), seed=spec.seed, epoch_length=spec.epoch_length, is_one_split=True
+        parts,
+        tuple(mix.ratios.values()),
+        seed=spec.seed,
+        epoch_length=spec.epoch_length,
+        is_one_split=True,
     )
     mixed.identity = {**identity, "mixed": mixed.identity["parts"]}
     return mixed
@@ -318,7 +384,11 @@ class CompiledOrder:
 
     def selected(self) -> NDArray[np.int64]:
         """Return the selected samples, ascending: int64 (num_selected,)."""
-        return np.arange(self.num_selected) if self._selected is None else self._selected.astype(np.int64)
+        return (
+            np.arange(self.num_selected)
+            if self._selected is None
+            else self._selected.astype(np.int64)
+        )
 
     def epoch(self, epoch: int, /) -> MappedEpoch:
         """Return the order of one epoch: positions 0 .. epoch_length - 1 to samples of the split."""
@@ -337,10 +407,14 @@ class CompiledOrder:
 def _as_said(spec: OrderSpec) -> dict[str, Any]:
     """Return kind, seed and fields that differ from the defaults, so that new fields keep a state valid."""
     stated, defaults = plain(spec), plain(OrderSpec())
-    return {name: value for name, value in stated.items() if name in ("kind", "seed") or value != defaults[name]}
+    return {
+        name: value
+        for name, value in stated.items()
+        if name in ("kind", "seed") or value != defaults[name]
+    }
 
 
-def plain(settings: object) -> Any:  # noqa: ANN401
+def plain(settings: object) -> Any:
     """Return settings in plain JSON types: a state that was saved as JSON has lists where these have tuples."""
     return msgspec.json.decode(msgspec.json.encode(settings))
 
@@ -376,9 +450,18 @@ def compile_mix(
     """
 
     def compile_one(at: int, name: str, own: OrderSpec, unknown: set[str]) -> EndlessOrder:
-        given: Any = {"window": window, "clips": None if clips is None else clips[at], "unknown": unknown}
+        given: Any = {
+            "window": window,
+            "clips": None if clips is None else clips[at],
+            "unknown": unknown,
+        }
         return compile_order(
-            own, datasets[name], split, global_batch=global_batch, layers=layers.get(name, ()), **given
+            own,
+            datasets[name],
+            split,
+            global_batch=global_batch,
+            layers=layers.get(name, ()),
+            **given,
         )
 
     return mix_orders(ratios, spec, datasets, compile_one, global_batch)
@@ -400,11 +483,15 @@ def mix_orders(
     if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None or spec.stages:
         what = "kind 'lanes'" if spec.kind == "lanes" else "stages" if spec.stages else "a subset"
         what = "a mix of its own" if spec.mix else what
-        raise OrderError(f"an order with {what} is of one dataset; mix datasets by kind, filter, weights, epoch_length")
+        raise OrderError(
+            f"an order with {what} is of one dataset; mix datasets by kind, filter, weights, epoch_length"
+        )
     compiled: list[EndlessOrder] = []
     lacking: list[set[str]] = []
     for at, name in enumerate(datasets):
-        own = msgspec.structs.replace(spec, seed=derive_key("order mix part", spec.seed, at) % 2**63, epoch_length=None)
+        own = msgspec.structs.replace(
+            spec, seed=derive_key("order mix part", spec.seed, at) % 2**63, epoch_length=None
+        )
         try:
             lacking.append(set())
             compiled.append(compile_one(at, name, own, lacking[-1]))
@@ -413,7 +500,9 @@ def mix_orders(
     if missing := set.intersection(*lacking):
         raise unknown_names(missing)
     orders, costs, hidden = OrderCosts.split(compiled)
-    mixed = MixedOrder(orders, final, seed=spec.seed, epoch_length=spec.epoch_length, schedule=schedule)
+    mixed = MixedOrder(
+        orders, final, seed=spec.seed, epoch_length=spec.epoch_length, schedule=schedule
+    )
     parts = {name: order.identity for name, order in zip(datasets, orders, strict=True)}
     mixed.identity = {
         "version": ORDER_VERSION,
@@ -434,8 +523,13 @@ def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, .
         raise OrderError(f"mix={ratios!r} is not allowed: {rule}")
     given = dict(ratios.items())
     if given.keys() != datasets.keys():
-        raise OrderError(f"mix={given!r} names {_names(given)}, the datasets are {_names(datasets)}: {rule}")
-    if not all(type(ratio) is int and ratio >= 1 for ratio in given.values()) or sum(given.values()) > MAX_BLOCK:
+        raise OrderError(
+            f"mix={given!r} names {_names(given)}, the datasets are {_names(datasets)}: {rule}"
+        )
+    if (
+        not all(type(ratio) is int and ratio >= 1 for ratio in given.values())
+        or sum(given.values()) > MAX_BLOCK
+    ):
         raise OrderError(f"mix={given!r} is not allowed: {rule}")
     return tuple(given[name] for name in datasets)
 

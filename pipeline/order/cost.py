@@ -55,7 +55,9 @@ class Cost(Settings, frozen=True):
 
 def cost_columns(cost: str | Cost) -> tuple[str, ...]:
     """Return the columns that a cost depends on, each once."""
-    return (cost,) if isinstance(cost, str) else tuple(dict.fromkeys((*cost.linear, *cost.quadratic)))
+    return (
+        (cost,) if isinstance(cost, str) else tuple(dict.fromkeys((*cost.linear, *cost.quadratic)))
+    )
 
 
 def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> NDArray[np.int64]:
@@ -72,16 +74,24 @@ def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> 
         largest = {name: int(column.max(initial=0)) for name, column in values.items()}
         sums = _total(cost, largest)
         if sums >= 2**62:
-            raise OrderError(f"the sum of {cost} reaches {sums}, and 2**62 - 1 is the limit: take smaller coefficients")
+            raise OrderError(
+                f"the sum of {cost} reaches {sums}, and 2**62 - 1 is the limit: take smaller coefficients"
+            )
         costs = -(-_total(cost, values) // cost.divisor)
     if costs.size and costs.max() > MAX_COST:
-        raise OrderError(f"row {int(costs.argmax())} costs {costs.max()}, and at most 2**40 is allowed; use a divisor")
+        raise OrderError(
+            f"row {int(costs.argmax())} costs {costs.max()}, and at most 2**40 is allowed; use a divisor"
+        )
     return costs
 
 
-def _total(cost: Cost, at: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of whole numbers, or of columns of them
+def _total(cost: Cost, at: Mapping[str, Any]) -> Any:
     linear = sum(factor * at[name] for name, factor in cost.linear.items())
-    return cost.constant + linear + sum(factor * at[name] ** 2 for name, factor in cost.quadratic.items())
+    return (
+        cost.constant
+        + linear
+        + sum(factor * at[name] ** 2 for name, factor in cost.quadratic.items())
+    )
 
 
 def sample_costs(
@@ -94,7 +104,9 @@ def sample_costs(
 ) -> NDArray[np.integer]:
     """Return the cost of each sample of a split, -1 of those that are not among ``rows`` (None: all are)."""
     table = attributes.read(cost_columns(cost))
-    found: NDArray[np.integer] = compute_costs(cost, table if rows is None else table.take(rows), texts=texts)
+    found: NDArray[np.integer] = compute_costs(
+        cost, table if rows is None else table.take(rows), texts=texts
+    )
     if rows is not None:
         found, selected = np.full(num_samples, -1), found
         found[rows] = selected
@@ -139,13 +151,19 @@ def _whole_numbers(column: pa.ChunkedArray, name: str, texts: bool) -> NDArray[n
         column = pc.list_value_length(column)
     if texts and pa.types.is_string(column.type):
         encoded = column.combine_chunks().dictionary_encode()
-        digests = [hashlib.sha256(one.encode()).digest()[:5] for one in encoded.dictionary.to_pylist()]
+        digests = [
+            hashlib.sha256(one.encode()).digest()[:5] for one in encoded.dictionary.to_pylist()
+        ]
         numbers = pa.array([int.from_bytes(one, "little") for one in digests], pa.int64())
         column = numbers.take(encoded.indices)
     if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
-        raise OrderError(f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists")
+        raise OrderError(
+            f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists"
+        )
     for worst in pc.min_max(column).as_py().values():
         if worst is not None and not 0 <= worst < 2**63:
-            raise OrderError(f"attribute {name!r} is {worst} somewhere, and a cost needs numbers of 0 .. 2**63 - 1")
+            raise OrderError(
+                f"attribute {name!r} is {worst} somewhere, and a cost needs numbers of 0 .. 2**63 - 1"
+            )
     found: NDArray[np.int64] = column.cast(pa.int64()).to_numpy()
     return found

@@ -162,7 +162,9 @@ class MappedEpoch(Epoch):
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions``, all valid; raises OrderError for positions outside."""
         samples = self(positions)
-        return Entries(np.zeros(samples.shape, np.int64), samples, np.ones(samples.shape, dtype=bool))
+        return Entries(
+            np.zeros(samples.shape, np.int64), samples, np.ones(samples.shape, dtype=bool)
+        )
 
     def find(self, samples: ArrayLike, _: int = 0, /) -> Shown:
         """Return where ``samples`` (n,) are shown; raises OrderError for numbers that no copy of the split has."""

@@ -49,7 +49,9 @@ def listed_names(file: str) -> pa.Array:
     except (OSError, UnicodeDecodeError) as error:
         raise OrderError(f"keys file '{file}' cannot be read: {error}") from error
     keys = [line.strip() for line in lines]
-    return pa.array(dict.fromkeys(key for key in keys if key and not key.startswith("#")), pa.string())
+    return pa.array(
+        dict.fromkeys(key for key in keys if key and not key.startswith("#")), pa.string()
+    )
 
 
 def named_rows(names: Collection[str], table: pa.Table) -> tuple[Rows, set[str]]:

@@ -49,8 +49,14 @@ class LaneOrder:
         identity: dict[str, Any] | None = None,
     ) -> None:
         if num_lanes < 1 or pieces_per_clip < 1:
-            raise OrderError(f"lanes need a global batch and pieces >= 1, got {num_lanes}, {pieces_per_clip}")
-        chosen = np.arange(len(clips)) if selected is None else np.sort(clips.ranks[np.asarray(selected)])
+            raise OrderError(
+                f"lanes need a global batch and pieces >= 1, got {num_lanes}, {pieces_per_clip}"
+            )
+        chosen = (
+            np.arange(len(clips))
+            if selected is None
+            else np.sort(clips.ranks[np.asarray(selected)])
+        )
         clip = clips.clip_numbers()[chosen]
         new = np.ones(len(chosen), dtype=bool)
         new[1:] = (clip[1:] != clip[:-1]) | (chosen[1:] != chosen[:-1] + 1)
@@ -89,13 +95,25 @@ class LaneOrder:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         seed = self._seed
         pieces = np.arange(len(self._lengths))
-        shuffled = KeyedPermutation(len(pieces), derive_key("order lanes pieces", seed, epoch))(pieces)
-        by_length = shuffled[np.argsort(-self._lengths[shuffled], kind="stable")]  # slot to piece: ties shuffled
-        lanes = KeyedPermutation(self.num_lanes, derive_key("order lanes", seed, epoch))(self._lane_of_slot)
+        shuffled = KeyedPermutation(len(pieces), derive_key("order lanes pieces", seed, epoch))(
+            pieces
+        )
+        by_length = shuffled[
+            np.argsort(-self._lengths[shuffled], kind="stable")
+        ]  # slot to piece: ties shuffled
+        lanes = KeyedPermutation(self.num_lanes, derive_key("order lanes", seed, epoch))(
+            self._lane_of_slot
+        )
         place = KeyedPermutation(len(pieces), derive_key("order lanes places", seed, epoch))(pieces)
         slots = np.lexsort((place, lanes))
         chosen = by_length[slots]
-        return LaneEpoch(self._clips, self.num_lanes, lanes[slots], self._first_ranks[chosen], self._lengths[chosen])
+        return LaneEpoch(
+            self._clips,
+            self.num_lanes,
+            lanes[slots],
+            self._first_ranks[chosen],
+            self._lengths[chosen],
+        )
 
 
 class LaneEpoch(Epoch):
@@ -123,7 +141,12 @@ class LaneEpoch(Epoch):
         lengths: NDArray[np.int64],
     ) -> None:
         """Take the pieces in order: lane 0's first to last, then lane 1's (``lanes`` ascends)."""
-        self._clips, self._first_ranks, self._lengths, self.num_lanes = clips, first_ranks, lengths, num_lanes
+        self._clips, self._first_ranks, self._lengths, self.num_lanes = (
+            clips,
+            first_ranks,
+            lengths,
+            num_lanes,
+        )
         self._num_steps = num_steps = int(np.bincount(lanes, lengths, num_lanes).max())
         self._first_piece = np.searchsorted(lanes, np.arange(num_lanes))
         self._padding = self._first_piece % max(1, len(lanes))
@@ -153,7 +176,9 @@ class LaneEpoch(Epoch):
         piece = np.where(valid, running, first)
         offset = np.where(valid, lane * self._num_steps + step - self._starts[piece], padding)
         samples = self._clips.samples[self._first_ranks[piece] + offset].astype(np.int64)
-        return Entries(np.zeros_like(samples), samples, valid, {"lane": lane, "prev_exists": offset > 0})
+        return Entries(
+            np.zeros_like(samples), samples, valid, {"lane": lane, "prev_exists": offset > 0}
+        )
 
     def find(self, samples: ArrayLike, _: int = 0, /) -> Shown:
         """Return where ``samples`` (n,) are shown, padding included; raises OrderError for numbers outside the split.
@@ -173,22 +198,30 @@ class LaneEpoch(Epoch):
         step = self._starts[piece] - lane * self._num_steps + offset
         # A lane that has ended shows its first piece again and again.
         by_piece = np.argsort(self._padding, kind="stable")
-        showing, ended = _runs(*(np.searchsorted(self._padding, piece, side, by_piece) for side in ("left", "right")))
+        showing, ended = _runs(
+            *(np.searchsorted(self._padding, piece, side, by_piece) for side in ("left", "right"))
+        )
         ended = by_piece[ended]
         again, length = self._lane_ends[ended] + offset[showing], self._lengths[piece[showing]]
         turns = np.maximum(-((again - self._num_steps) // length), 0)
         padding, turn = _runs(np.zeros_like(turns), turns)
         steps = np.append(step, again[padding] + turn * length[padding])
         lanes = np.append(lane, ended[padding])
-        return Shown.sorted(np.append(which, which[showing[padding]]), steps * self.num_lanes + lanes)
+        return Shown.sorted(
+            np.append(which, which[showing[padding]]), steps * self.num_lanes + lanes
+        )
 
     def without(self, samples: NDArray[np.int64]) -> LaneEpoch:
         """Return the epoch without some samples: in each lane the frames behind one follow at once, as a new piece."""
         hidden = np.sort(self._clips.ranks[samples])
         ends = self._first_ranks + self._lengths
-        piece, cut = _runs(np.searchsorted(hidden, self._first_ranks), np.searchsorted(hidden, ends) + 1)
+        piece, cut = _runs(
+            np.searchsorted(hidden, self._first_ranks), np.searchsorted(hidden, ends) + 1
+        )
         bounds = np.append(hidden, ends[-1:])
-        is_first, is_last = (np.diff(piece, **side) != 0 for side in ({"prepend": -1}, {"append": -1}))
+        is_first, is_last = (
+            np.diff(piece, **side) != 0 for side in ({"prepend": -1}, {"append": -1})
+        )
         firsts = np.where(is_first, self._first_ranks[piece], bounds[cut - 1] + 1)
         lengths = np.where(is_last, ends[piece], bounds[cut]) - firsts
         lanes = np.searchsorted(self._first_piece, piece, side="right") - 1
@@ -196,7 +229,9 @@ class LaneEpoch(Epoch):
         return LaneEpoch(self._clips, self.num_lanes, lanes[left], firsts[left], lengths[left])
 
 
-def _runs(first: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _runs(
+    first: NDArray[np.int64], end: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the integers of ranges ``first .. end - 1`` (n,), one after the other: which range, and the integer."""
     num = end - first
     which = np.repeat(np.arange(len(num)), num)

@@ -21,7 +21,13 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.epoch import EndlessOrder, Entries, Epoch, Shown
-from fuelrail.pipeline.order.permutation import CHUNK, MAX_LENGTH, KeyedPermutation, as_positions, derive_key
+from fuelrail.pipeline.order.permutation import (
+    CHUNK,
+    MAX_LENGTH,
+    KeyedPermutation,
+    as_positions,
+    derive_key,
+)
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
@@ -76,22 +82,33 @@ class MixSchedule:
     def __init__(self, stages: Sequence[MixStage], names: Sequence[str]) -> None:
         for number, stage in enumerate(stages):
             if not isinstance(stage, MixStage):
-                raise OrderError(f"stage {number} of the mix is {stage!r}, a MixStage(ratios, until, ramp) is needed")
+                raise OrderError(
+                    f"stage {number} of the mix is {stage!r}, a MixStage(ratios, until, ramp) is needed"
+                )
             values = stage.ratios.values()
             if stage.ratios.keys() != set(names) or min(values) < 0 or not any(values):
                 raise OrderError(
                     f"stage {number} of the mix has {stage.ratios}, it needs integers >= 0 for {list(names)}"
                 )
         if not stages or stages[-1].until is not None or stages[-1].ramp:
-            raise OrderError("the last stage of a mix has no end and no ramp: until=None, ramp=False")
+            raise OrderError(
+                "the last stage of a mix has no end and no ramp: until=None, ramp=False"
+            )
         self.block = lcm(*(sum(stage.ratios.values()) for stage in stages))
         if self.block > MAX_BLOCK:
-            raise OrderError(f"the stages' ratios need a block of {self.block}; at most {MAX_BLOCK} are allowed")
+            raise OrderError(
+                f"the stages' ratios need a block of {self.block}; at most {MAX_BLOCK} are allowed"
+            )
         ends = [0 if stage.until is None else stage.until for stage in stages[:-1]]
         if any(end % self.block or end <= before for before, end in pairwise([0, *ends])):
-            raise OrderError(f"stages of a mix must end in turn, at multiples of the block of {self.block}, got {ends}")
+            raise OrderError(
+                f"stages of a mix must end in turn, at multiples of the block of {self.block}, got {ends}"
+            )
         self._ratios = np.array(
-            [[stage.ratios[name] * self.block // sum(stage.ratios.values()) for name in names] for stage in stages]
+            [
+                [stage.ratios[name] * self.block // sum(stage.ratios.values()) for name in names]
+                for stage in stages
+            ]
         )
         self._starts = np.array([0, *(end // self.block for end in ends)])
         self._changes = [
@@ -169,11 +186,17 @@ class MixedOrder:
         schedule: MixSchedule | None = None,
     ) -> None:
         if not ratios or min(ratios) < (schedule is None) or sum(ratios) > MAX_BLOCK:
-            raise OrderError(f"ratios must be integers >= 1, at most {MAX_BLOCK} in sum, got {list(ratios)}")
+            raise OrderError(
+                f"ratios must be integers >= 1, at most {MAX_BLOCK} in sum, got {list(ratios)}"
+            )
         self.orders, self.ratios, self.seed = tuple(orders), tuple(map(int, ratios)), seed
         self.block, self.is_one_split, self.schedule = sum(self.ratios), is_one_split, schedule
         wanted = (
-            max(-(-order.epoch_length // ratio) for order, ratio in zip(self.orders, self.ratios, strict=True) if ratio)
+            max(
+                -(-order.epoch_length // ratio)
+                for order, ratio in zip(self.orders, self.ratios, strict=True)
+                if ratio
+            )
             if epoch_length is None
             else -(-epoch_length // self.block)
         )
@@ -190,7 +213,11 @@ class MixedOrder:
     @property
     def num_selected(self) -> int:
         """Number of selected samples of all orders."""
-        return len(self.selected()) if self.is_one_split else sum(order.num_selected for order in self.orders)
+        return (
+            len(self.selected())
+            if self.is_one_split
+            else sum(order.num_selected for order in self.orders)
+        )
 
     def selected(self) -> NDArray[np.int64]:
         """Return the selected samples of parts of one split, ascending, each once: int64 (num_selected,)."""
@@ -199,7 +226,9 @@ class MixedOrder:
     def epoch(self, epoch: int, /) -> MixedEpoch:
         """Return one epoch; raise OrderError for a negative epoch, or one whose samples are too many to count."""
         if epoch < 0 or (epoch + 1) * self.epoch_length > MAX_LENGTH:
-            raise OrderError(f"epoch must be 0 or more and end before position 2**62 of the mix, got {epoch}")
+            raise OrderError(
+                f"epoch must be 0 or more and end before position 2**62 of the mix, got {epoch}"
+            )
         return MixedEpoch(self, epoch)
 
 
@@ -233,7 +262,9 @@ class MixedEpoch(Epoch):
         valid = np.ones(wanted.shape, dtype=bool)
         return Entries(parts.reshape(wanted.shape), samples.reshape(wanted.shape), valid)
 
-    def _fill(self, positions: NDArray[np.int64], parts: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
+    def _fill(
+        self, positions: NDArray[np.int64], parts: NDArray[np.int64], samples: NDArray[np.int64]
+    ) -> None:
         """Write the entries at ``positions`` (n,) into the other two (n,)."""
         mix = self._mix
         block, place = np.divmod(positions, mix.block)
@@ -246,7 +277,9 @@ class MixedEpoch(Epoch):
             if not here.size:
                 continue
             earlier = np.cumsum(arranged == part, axis=1).reshape(-1)[at_place[here]] - 1
-            turn = before[which[here], part] + earlier  # how many samples of this dataset came before, ever
+            turn = (
+                before[which[here], part] + earlier
+            )  # how many samples of this dataset came before, ever
             epochs, at = np.divmod(turn, order.epoch_length)
             for epoch in _distinct(epochs)[0].tolist():
                 inside = epochs == epoch
@@ -256,14 +289,20 @@ class MixedEpoch(Epoch):
         """Return how many samples of each dataset come in a run before some blocks (n,): int64 (n, datasets)."""
         mix = self._mix
         before: NDArray[np.int64]
-        before = blocks[:, None] * np.array(mix.ratios) if mix.schedule is None else mix.schedule.blocks(blocks)[0]
+        before = (
+            blocks[:, None] * np.array(mix.ratios)
+            if mix.schedule is None
+            else mix.schedule.blocks(blocks)[0]
+        )
         return before
 
     def _arranged(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the dataset at each place of some blocks (n,) of a run: int64 (n, places)."""
         mix = self._mix
         entries = blocks[:, None] * mix.block + np.arange(mix.block)
-        by_word = np.argsort(self._words(entries), axis=1) if mix.block > 1 else np.zeros_like(entries)
+        by_word = (
+            np.argsort(self._words(entries), axis=1) if mix.block > 1 else np.zeros_like(entries)
+        )
         if mix.schedule is None:
             arranged: NDArray[np.int64] = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]
         else:
@@ -295,14 +334,18 @@ class MixedEpoch(Epoch):
         """Return the positions of some turns (n,) of a dataset, which are of this epoch."""
         mix = self._mix
         low = np.full_like(turns, self._first_block)
-        high = low + mix.num_blocks  # the last block with no more samples before it than `turns`, by bisection
+        high = (
+            low + mix.num_blocks
+        )  # the last block with no more samples before it than `turns`, by bisection
         while (high - low > 1).any():
             middle = (low + high) // 2
             is_later = self._before(middle)[:, part] > turns
             low, high = np.where(is_later, low, middle), np.where(is_later, middle, high)
         blocks, of_block = np.unique(low, return_inverse=True)
         earlier = turns - self._before(low)[:, part]
-        own = np.argsort(self._arranged(blocks) != part, axis=1, kind="stable")  # its places in each block, in order
+        own = np.argsort(
+            self._arranged(blocks) != part, axis=1, kind="stable"
+        )  # its places in each block, in order
         places: NDArray[np.int64] = (low - self._first_block) * mix.block + own[of_block, earlier]
         return places
 

@@ -52,10 +52,14 @@ class Pack(Settings, frozen=True):
     def __post_init__(self) -> None:
         check_types(self, OrderError)
         if self.truncate and not isinstance(self.cost, str):
-            raise OrderError("truncate=True needs cost to be one attribute: a model does not say how much to cut")
+            raise OrderError(
+                "truncate=True needs cost to be one attribute: a model does not say how much to cut"
+            )
 
 
-def pack_window(costs: NDArray[np.int64], budget: int, max_samples: int | None = None) -> tuple[NDArray[np.int64], int]:
+def pack_window(
+    costs: NDArray[np.int64], budget: int, max_samples: int | None = None
+) -> tuple[NDArray[np.int64], int]:
     """Return the pack of each sample (int64, same shape as ``costs`` (n,), each 1 .. budget), and how many there are.
 
     The dearest sample is first, those of equal cost come in their order. Each goes into the pack with the least cost so
@@ -89,7 +93,12 @@ def pack_window(costs: NDArray[np.int64], budget: int, max_samples: int | None =
     return packs, num
 
 
-def fit(costs: NDArray[np.integer], pack: Pack, attributes: AttributeTable, rows: NDArray[np.int64] | None) -> None:
+def fit(
+    costs: NDArray[np.integer],
+    pack: Pack,
+    attributes: AttributeTable,
+    rows: NDArray[np.int64] | None,
+) -> None:
     """Cut costs to the budget in place; raise OrderError, naming a sample of ``rows``, for one that fits no pack."""
     most = MAX_COST if pack.truncate else pack.budget
     what = f"above the budget of {pack.budget}"
@@ -107,7 +116,9 @@ class PackedOrder(WindowedOrder):
 
     use = "pack"
 
-    def __init__(self, base: EndlessOrder, pack: Pack, costs: Sequence[NDArray[np.integer]], seed: int) -> None:
+    def __init__(
+        self, base: EndlessOrder, pack: Pack, costs: Sequence[NDArray[np.integer]], seed: int
+    ) -> None:
         super().__init__(base, costs, pack.window, seed)
         self.pack = pack
 
@@ -159,5 +170,7 @@ class PackedEpoch(RegroupedEpoch):
         for number in np.unique(numbers).tolist():
             here = numbers == number
             packs, _ = self._order.groups(self._order.entries_of(self._in_order, number))
-            places[here] = self._starts[number] + np.argsort(self._order_shown(number))[packs[at[here]]]
+            places[here] = (
+                self._starts[number] + np.argsort(self._order_shown(number))[packs[at[here]]]
+            )
         return Shown.sorted(which, places)

@@ -139,10 +139,14 @@ class KeyedPermutation:
         outputs = np.empty(inputs.size, dtype=np.int64)
         source, target = inputs.reshape(-1).view(np.uint64), outputs.view(np.uint64)
         for first in range(0, source.size, CHUNK):
-            self._walk(source[first : first + CHUNK], target[first : first + CHUNK], backwards=backwards)
+            self._walk(
+                source[first : first + CHUNK], target[first : first + CHUNK], backwards=backwards
+            )
         return outputs.reshape(inputs.shape)
 
-    def _walk(self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool) -> None:
+    def _walk(
+        self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool
+    ) -> None:
         """Apply the network until every value is under n.
 
         Each value's cycle comes back to its own start, which is under n: the loop ends, and distinct inputs end apart.
@@ -153,7 +157,9 @@ class KeyedPermutation:
             self._network(walking, walking, backwards=backwards)
             target[outside] = walking
 
-    def _network(self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool) -> None:
+    def _network(
+        self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool
+    ) -> None:
         """Split values x in [0, a * b) into their halves (x // b in Z_a, x % b in Z_b), and go through the rounds."""
         left = source // self._b
         right = source - left * self._b
@@ -163,13 +169,17 @@ class KeyedPermutation:
             if backwards:
                 left, right, size, other = right, left, other, size
                 _round_function(right, key, size, mixed, spare)
-                np.subtract(left, mixed, out=left)  # wraps around to a huge number where it is negative
+                np.subtract(
+                    left, mixed, out=left
+                )  # wraps around to a huge number where it is negative
                 np.add(left, size, out=spare)
                 np.minimum(left, spare, out=left)
             else:
                 _round_function(right, key, size, mixed, spare)
                 np.add(left, mixed, out=left)  # under 2 * size
-                np.subtract(left, size, out=spare)  # wraps around to a huge number where left < size already
+                np.subtract(
+                    left, size, out=spare
+                )  # wraps around to a huge number where left < size already
                 np.minimum(left, spare, out=left)
                 left, right, size, other = right, left, other, size
         np.multiply(left, self._b, out=target)
@@ -177,7 +187,11 @@ class KeyedPermutation:
 
 
 def _round_function(
-    right: NDArray[np.uint64], key: np.uint64, size: np.uint64, out: NDArray[np.uint64], spare: NDArray[np.uint64]
+    right: NDArray[np.uint64],
+    key: np.uint64,
+    size: np.uint64,
+    out: NDArray[np.uint64],
+    spare: NDArray[np.uint64],
 ) -> None:
     """Compute F: high 32 bits of fmix64(right ^ round key), scaled to [0, size); see the constructor for the rest."""
     np.bitwise_xor(right, key, out=out)

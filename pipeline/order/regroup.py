@@ -61,7 +61,12 @@ class WindowedOrder(RegroupedOrder, ABC):
     """
 
     def __init__(
-        self, base: EndlessOrder, costs: Sequence[NDArray[np.integer]], window: int, seed: int, num_kept: int = 1
+        self,
+        base: EndlessOrder,
+        costs: Sequence[NDArray[np.integer]],
+        window: int,
+        seed: int,
+        num_kept: int = 1,
     ) -> None:
         """Count in ``window`` positions, and keep ``num_kept`` numbers of each."""
         super().__init__(base, costs)

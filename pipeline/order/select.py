@@ -70,7 +70,11 @@ class Filter:
         try:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            place = f" at character {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
+            place = (
+                f" at character {error.offset}"
+                if isinstance(error, SyntaxError) and error.offset
+                else ""
+            )
             reason = error.msg if isinstance(error, SyntaxError) else "nested too deep or not text"
             raise OrderError(
                 f"filter {self.text!r} is not an expression such as 'night and num_car >= 3': {reason}{place}"
@@ -94,7 +98,9 @@ class Filter:
             found = pads.dataset(numbered).to_table(columns=[row], filter=self._expression)
         except (pa.ArrowException, TypeError) as error:
             types = ", ".join(f"{name}: {table.schema.field(name).type}" for name in self.columns)
-            raise OrderError(f"filter {self.text!r} does not fit the attributes ({types}): {error}") from error
+            raise OrderError(
+                f"filter {self.text!r} does not fit the attributes ({types}): {error}"
+            ) from error
         rows: NDArray[np.int64] = np.sort(found[row].to_numpy())
         return rows
 
@@ -129,18 +135,25 @@ class Filter:
             case _:
                 raise self._refuse(node, f"a condition is needed here, not {_describe(node)}")
 
-    def _comparison(self, left: ast.expr, operator: ast.cmpop, right: ast.expr, depth: int) -> pc.Expression:
+    def _comparison(
+        self, left: ast.expr, operator: ast.cmpop, right: ast.expr, depth: int
+    ) -> pc.Expression:
         value = self._value(left, depth)
         match operator, right:
             case ((ast.Is() | ast.IsNot()), ast.Constant(value=None)):
                 return value.is_null() if isinstance(operator, ast.Is) else value.is_valid()
             case ((ast.Is() | ast.IsNot()), _):
                 raise self._refuse(right, "`is` goes with None only; compare with ==")
-            case ((ast.In() | ast.NotIn()), (ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items))):
+            case (
+                (ast.In() | ast.NotIn()),
+                (ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items)),
+            ):
                 try:
                     inside = value.isin([self._literal(item) for item in items])
                 except (pa.ArrowException, TypeError) as error:
-                    raise self._refuse(right, f"the values of a list must be of one type: {error}") from error
+                    raise self._refuse(
+                        right, f"the values of a list must be of one type: {error}"
+                    ) from error
                 # Arrow takes null for a value like others here; an unknown value is neither in nor not in a list.
                 return (inside if isinstance(operator, ast.In) else ~inside) & value.is_valid()
             case ((ast.In() | ast.NotIn()), _):
@@ -162,20 +175,28 @@ class Filter:
                 return pc.negate(self._value(operand, depth))
             case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _BINARY:
                 return _BINARY[type(operator)](self._value(left, depth), self._value(right, depth))
-            case ast.Call(func=ast.Name(id="col"), args=[ast.Constant(value=str() as name)], keywords=[]):
-                return self._column(node, name)
-            case ast.Call(func=ast.Name(id=name), args=[subject, ast.Constant(value=str() as text)], keywords=[]) if (
-                name in _TEXT_FUNCTIONS
+            case ast.Call(
+                func=ast.Name(id="col"), args=[ast.Constant(value=str() as name)], keywords=[]
             ):
+                return self._column(node, name)
+            case ast.Call(
+                func=ast.Name(id=name),
+                args=[subject, ast.Constant(value=str() as text)],
+                keywords=[],
+            ) if name in _TEXT_FUNCTIONS:
                 return _TEXT_FUNCTIONS[name](self._value(subject, depth), text)
             case ast.Call():
-                known = "col('column'), " + ", ".join(f"{name}(column, 'text')" for name in _TEXT_FUNCTIONS)
+                known = "col('column'), " + ", ".join(
+                    f"{name}(column, 'text')" for name in _TEXT_FUNCTIONS
+                )
                 raise self._refuse(node, f"the functions there are: {known}")
             case ast.BoolOp() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
                 return self._condition(node, depth)
             case ast.Attribute(value=ast.Name(id=layer)):
                 hint = f"; for an attribute of a layer attach the layer: layers={{'{layer}': PATH}}"
-                raise self._refuse(node, f"{_describe(node)} is not in the language of filters{hint}")
+                raise self._refuse(
+                    node, f"{_describe(node)} is not in the language of filters{hint}"
+                )
             case _:
                 raise self._refuse(node, f"{_describe(node)} is not in the language of filters")
 
@@ -195,11 +216,14 @@ class Filter:
                     raise self._refuse(node, f"the number {value} does not fit 64 bits")
                 return value
             case ast.UnaryOp(
-                op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=(int() | float()) as value)
+                op=ast.USub() | ast.UAdd() as sign,
+                operand=ast.Constant(value=(int() | float()) as value),
             ) if not isinstance(value, bool):
                 return -value if isinstance(sign, ast.USub) else value
             case _:
-                raise self._refuse(node, f"a text, a number, True or False is needed here, not {_describe(node)}")
+                raise self._refuse(
+                    node, f"a text, a number, True or False is needed here, not {_describe(node)}"
+                )
 
     def _deeper(self, node: ast.expr, depth: int) -> int:
         if depth == MAX_DEPTH:

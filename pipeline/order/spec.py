@@ -20,7 +20,13 @@ from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.bucket import Bucket
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.pack import Pack
-from fuelrail.pipeline.order.permutation import CHUNK, KeyedPermutation, PositionMap, as_positions, derive_key
+from fuelrail.pipeline.order.permutation import (
+    CHUNK,
+    KeyedPermutation,
+    PositionMap,
+    as_positions,
+    derive_key,
+)
 from fuelrail.pipeline.order.weights import Weighting
 from fuelrail.pipeline.settings import Positive, Settings, check_types, flag
 
@@ -69,10 +75,13 @@ class OrderSpec(Settings, frozen=True):
     window: Annotated[Positive | None, flag("shards in a window, for --kind windowed")] = None
     """Shards in a window; with kind ``windowed`` only, and needed there."""
     filter: Annotated[
-        str | None, flag('only samples that match, such as "night and num_car >= 3"', metavar="EXPRESSION")
+        str | None,
+        flag('only samples that match, such as "night and num_car >= 3"', metavar="EXPRESSION"),
     ] = None
     """Only samples for which an expression over attributes holds (`fuelrail.pipeline.order.select`)."""
-    subset: Annotated[str | None, flag("only samples whose keys are in the file", metavar="FILE")] = None
+    subset: Annotated[
+        str | None, flag("only samples whose keys are in the file", metavar="FILE")
+    ] = None
     """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or ``.csv`` file."""
     without: tuple[str | tuple[str, ...], ...] = ()
     """Keys and clips that are left out of the order in its place (`fuelrail.pipeline.order.without`).
@@ -91,7 +100,9 @@ class OrderSpec(Settings, frozen=True):
     epoch_length: Positive | None = None
     """Positions in a weighted, mixed or staged epoch. None: weighted, class balance's own number, else as many as there
     are selected samples; mixed, as many as it takes for all of them to come; staged, that of the first stage alone."""
-    pieces_per_clip: Annotated[Positive | None, flag("pieces that a clip is cut into, for --kind lanes")] = None
+    pieces_per_clip: Annotated[
+        Positive | None, flag("pieces that a clip is cut into, for --kind lanes")
+    ] = None
     """The number of equal pieces into which clips are cut, with kind ``lanes`` only; None: 1."""
     pack: Pack | None = None
     """Several samples in each row of a batch, up to a budget (`fuelrail.pipeline.order.pack`); not with ``lanes``."""
@@ -105,21 +116,33 @@ class OrderSpec(Settings, frozen=True):
         if self.kind == "windowed" and self.window is None:
             raise OrderError("order kind 'windowed' needs window >= 1 (in shards), got None")
         if self.kind != "windowed" and self.window is not None:
-            raise OrderError(f"window={self.window} requires order kind 'windowed', got {self.kind!r}")
+            raise OrderError(
+                f"window={self.window} requires order kind 'windowed', got {self.kind!r}"
+            )
         if self.kind == "lanes" and (self.weights or self.mix or self.stages):
             raise OrderError(
                 "lanes show each frame once, so they take no weights, no mix and no stages; filter or subset instead"
             )
         if self.mix and self.stages:
-            raise OrderError("an order has a mix or stages, not both; weights of the stages can do what ratios do")
+            raise OrderError(
+                "an order has a mix or stages, not both; weights of the stages can do what ratios do"
+            )
         if self.kind == "lanes" and (self.pack or self.bucket or self.balance):
-            raise OrderError("each row of a batch follows its lane, so lanes take no pack, no bucket and no balance")
+            raise OrderError(
+                "each row of a batch follows its lane, so lanes take no pack, no bucket and no balance"
+            )
         if self.stages and (self.pack or self.bucket):
-            raise OrderError("stages count positions of samples: no packs and no buckets, which have others")
+            raise OrderError(
+                "stages count positions of samples: no packs and no buckets, which have others"
+            )
         if self.pack and self.bucket:
-            raise OrderError("packs are of about one cost, so they need no bucket: take pack or bucket, not both")
+            raise OrderError(
+                "packs are of about one cost, so they need no bucket: take pack or bucket, not both"
+            )
         if self.kind != "lanes" and self.pieces_per_clip is not None:
-            raise OrderError(f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}")
+            raise OrderError(
+                f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}"
+            )
 
 
 def position_map(spec: OrderSpec, shard_lengths: Sequence[int], epoch: int) -> PositionMap:
@@ -177,7 +200,9 @@ class _Windowed:
 
     def __init__(self, shard_lengths: Sequence[int], window: int, seed: int, epoch: int) -> None:
         stored = np.array(shard_lengths, dtype=np.int64)
-        shards = KeyedPermutation(len(stored), derive_key("order windowed shards", seed, epoch))(np.arange(len(stored)))
+        shards = KeyedPermutation(len(stored), derive_key("order windowed shards", seed, epoch))(
+            np.arange(len(stored))
+        )
         lengths = stored[shards]
         # Slot i of the epoch holds shard shards[i]; its samples are slot_starts[i] .. slot_starts[i] + length - 1
         # before the permutation within the window, and shard_offsets[i] more as stored.
@@ -194,8 +219,15 @@ class _Windowed:
         def make(number: int) -> _Window:
             slots = slice(int(self._first_slots[number]), int(self._first_slots[number + 1]))
             start, end = int(self._window_starts[number]), int(self._window_starts[number + 1])
-            permutation = KeyedPermutation(end - start, derive_key("order windowed samples", seed, epoch, number))
-            return _Window(permutation, start, self._slot_starts[slots] - start, self._shard_offsets[slots] + start)
+            permutation = KeyedPermutation(
+                end - start, derive_key("order windowed samples", seed, epoch, number)
+            )
+            return _Window(
+                permutation,
+                start,
+                self._slot_starts[slots] - start,
+                self._shard_offsets[slots] + start,
+            )
 
         # Positions come in runs: a reader is in one window, looks ahead into the next, and rarely elsewhere.
         self._window: Callable[[int], _Window] = lru_cache(maxsize=8)(make)
@@ -210,7 +242,9 @@ class _Windowed:
         for first in range(0, flat.size, CHUNK):
             part = flat[first : first + CHUNK]
             ends = np.array((part.min(), part.max()))
-            lowest, highest = (np.searchsorted(self._window_starts, ends, side="right") - 1).tolist()
+            lowest, highest = (
+                np.searchsorted(self._window_starts, ends, side="right") - 1
+            ).tolist()
             if lowest == highest:  # as nearly always for positions in a row
                 samples[first : first + CHUNK] = self._window(lowest)(part)
             else:
@@ -231,7 +265,9 @@ class _Windowed:
             positions[here] = self._window(number).inverse(unshuffled[here])
         return positions.reshape(wanted.shape)
 
-    def _by_window(self, positions: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _by_window(
+        self, positions: NDArray[np.int64], window: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """Return samples at positions whose windows ascend."""
         samples = np.empty_like(positions)
         bounds = np.flatnonzero(np.diff(window, prepend=-1, append=-1))
@@ -247,20 +283,39 @@ class _Window:
     so a value is in that slot or in the next: cheaper than bisection, whose branches cannot be predicted here.
     """
 
-    __slots__ = ("_guide", "_next_starts", "_offsets", "_permutation", "_shift", "_start", "_starts")
+    __slots__ = (
+        "_guide",
+        "_next_starts",
+        "_offsets",
+        "_permutation",
+        "_shift",
+        "_start",
+        "_starts",
+    )
 
     def __init__(
-        self, permutation: KeyedPermutation, start: int, starts: NDArray[np.int64], offsets: NDArray[np.int64]
+        self,
+        permutation: KeyedPermutation,
+        start: int,
+        starts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
     ) -> None:
         """Take the slots' first positions (``starts``, from 0), and ``offsets`` from there to stored samples."""
-        self._permutation, self._start, self._starts, self._offsets = permutation, start, starts, offsets
+        self._permutation, self._start, self._starts, self._offsets = (
+            permutation,
+            start,
+            starts,
+            offsets,
+        )
         n = len(permutation)
         self._next_starts = np.append(starts[1:], n)
         self._shift = int((self._next_starts - starts).min()).bit_length() - 1
         num_runs = (n >> self._shift) + 1
         self._guide: NDArray[np.int64] | None = None
         if num_runs <= _MAX_RUNS:
-            self._guide = np.searchsorted(starts, np.arange(num_runs) << self._shift, side="right") - 1
+            self._guide = (
+                np.searchsorted(starts, np.arange(num_runs) << self._shift, side="right") - 1
+            )
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         shuffled = self._permutation(positions - self._start)

@@ -75,8 +75,12 @@ class OrderedRows:
             self.order: EndlessOrder = compile_one("", spec)
         else:
             if not isinstance(data, Mapping):
-                raise OrderError(f"with mix={mix} data is a mapping of names to data, got {type(data).__name__}")
-            self.order = mix_orders(mix, spec, data, lambda _, *given: compile_one(*given), global_batch)
+                raise OrderError(
+                    f"with mix={mix} data is a mapping of names to data, got {type(data).__name__}"
+                )
+            self.order = mix_orders(
+                mix, spec, data, lambda _, *given: compile_one(*given), global_batch
+            )
         described = {name: table.identity for name, table in tables.items()}
         self.described = described[""] if mix is None else described
         """What a position depends on besides the order, in words; of a mix by name."""
@@ -99,11 +103,15 @@ class OrderedRows:
             starts = batching.start + np.array(steps, np.int64) * batching.global_batch
             first = batching.world.rank * batching.rank_batch
             running = starts[:, None] + np.arange(first, first + batching.rank_batch)
-            return self._rows(in_order, running % batching.epoch_length, running < batching.epoch_length)
+            return self._rows(
+                in_order, running % batching.epoch_length, running < batching.epoch_length
+            )
         found = [rank_positions(self.order, in_order, batching, step) for step in steps]
         return [self._rows(in_order, positions[None], valid[None])[0] for positions, valid in found]
 
-    def _rows(self, in_order: Epoch, positions: NDArray[np.int64], is_first: NDArray[np.bool_]) -> list[list[Any]]:
+    def _rows(
+        self, in_order: Epoch, positions: NDArray[np.int64], is_first: NDArray[np.bool_]
+    ) -> list[list[Any]]:
         """Return the batches of the rank at ``positions`` (batches, rank_batch); one batch only where they are packs.
 
         ``is_first`` is False for positions that fill up the epoch's last batch.
@@ -138,10 +146,15 @@ class OrderedRows:
             steps = range(first, min(first + at_a_time, walk.num_steps))
             yield from self.batches(walk.start.epoch, walk.rest, steps)
 
-    def _frames(self, parts: NDArray[np.int64], samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _frames(
+        self, parts: NDArray[np.int64], samples: NDArray[np.int64]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the rows of the windows, and which are present: both (n, T); T is 0 without a window."""
         num = 0 if self._lookups[0] is None else len(self._lookups[0].window.frames)
-        frames, present = np.zeros((samples.size, num), np.int64), np.zeros((samples.size, num), bool)
+        frames, present = (
+            np.zeros((samples.size, num), np.int64),
+            np.zeros((samples.size, num), bool),
+        )
         for part, lookup in enumerate(self._lookups):
             here = np.flatnonzero(parts.reshape(-1) == part)
             if lookup is not None and here.size:
@@ -157,7 +170,11 @@ class Table:
     """Data in memory as orders read it: `Attributes` of a dataset are the same of stored ones."""
 
     def __init__(
-        self, data: object, spec: OrderSpec, blocks: int | Sequence[int] | None, window: FrameWindow | None
+        self,
+        data: object,
+        spec: OrderSpec,
+        blocks: int | Sequence[int] | None,
+        window: FrameWindow | None,
     ) -> None:
         self._columns: Columns = data if isinstance(data, Mapping) else {}
         lengths = {name: len(column) for name, column in self._columns.items()}  # type: ignore[arg-type]
@@ -168,11 +185,15 @@ class Table:
         elif isinstance(data, int | np.integer):
             num_rows = int(data)
         else:
-            raise OrderError(f"data is a number of rows, or columns by name, got {type(data).__name__}")
+            raise OrderError(
+                f"data is a number of rows, or columns by name, got {type(data).__name__}"
+            )
         self.lengths: tuple[int, ...] = (num_rows,)
         self.identity = f"{num_rows} rows"
         if (blocks is not None) != (spec.kind == "windowed"):
-            raise OrderError(f"blocks={blocks} with order kind {spec.kind!r}: 'windowed' needs them, others take none")
+            raise OrderError(
+                f"blocks={blocks} with order kind {spec.kind!r}: 'windowed' needs them, others take none"
+            )
         if blocks is not None:
             self.lengths = _block_lengths(num_rows, blocks)
             self.identity += f", blocks {digest(np.array(self.lengths))}"
@@ -194,15 +215,21 @@ class Table:
         import pyarrow as pa
 
         if missing := [name for name in names if name not in self._columns]:
-            raise OrderError(f"data has no column {missing[0]!r}; it has: {', '.join(self._columns) or 'rows only'}")
+            raise OrderError(
+                f"data has no column {missing[0]!r}; it has: {', '.join(self._columns) or 'rows only'}"
+            )
         return pa.table({name: self._columns[name] for name in names})
 
     def _clip_table(self) -> ClipTable:
         from fuelrail.pipeline.format.attributes import ClipTable
 
         if "clip_id" not in self._columns:
-            raise OrderError("lanes and windows need a column 'clip_id': which clip, or episode, each row is of")
-        _, first, which = np.unique(np.asarray(self._columns["clip_id"]), return_index=True, return_inverse=True)
+            raise OrderError(
+                "lanes and windows need a column 'clip_id': which clip, or episode, each row is of"
+            )
+        _, first, which = np.unique(
+            np.asarray(self._columns["clip_id"]), return_index=True, return_inverse=True
+        )
         number = np.argsort(np.argsort(first))[which]  # clips in the order of their first row
         if "frame" in self._columns:
             return ClipTable.build(number, self._columns["frame"])
@@ -218,6 +245,12 @@ def _block_lengths(num_rows: int, blocks: int | Sequence[int]) -> tuple[int, ...
         whole, rest = divmod(num_rows, blocks)
         return (blocks,) * whole + (rest,) * (rest > 0)
     if isinstance(blocks, int) or sum(blocks) != num_rows or min(blocks, default=0) < 0:
-        given = f"{blocks}" if isinstance(blocks, int) else f"{len(blocks)} lengths with the sum {sum(blocks)}"
-        raise OrderError(f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got {given}")
+        given = (
+            f"{blocks}"
+            if isinstance(blocks, int)
+            else f"{len(blocks)} lengths with the sum {sum(blocks)}"
+        )
+        raise OrderError(
+            f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got {given}"
+        )
     return tuple(blocks)

@@ -33,7 +33,11 @@ class OrderCosts(NamedTuple):
 
     @classmethod
     def read(
-        cls, spec: OrderSpec, attributes: AttributeTable, rows: NDArray[np.int64] | None, num_samples: int
+        cls,
+        spec: OrderSpec,
+        attributes: AttributeTable,
+        rows: NDArray[np.int64] | None,
+        num_samples: int,
     ) -> OrderCosts:
         """Return the costs of the samples of one split, of which ``rows`` are selected (None: all).
 
@@ -71,8 +75,14 @@ class OrderCosts(NamedTuple):
         ``hidden`` are the samples of each part that are left out in their place, in any number of rounds. Raises
         OrderError for stages of a mix, and for buckets without a global batch or with samples left out.
         """
-        if (spec.pack or spec.bucket) and isinstance(order, MixedOrder) and order.schedule is not None:
-            raise OrderError("stages of a mix count positions of samples: no packs and no buckets, which have others")
+        if (
+            (spec.pack or spec.bucket)
+            and isinstance(order, MixedOrder)
+            and order.schedule is not None
+        ):
+            raise OrderError(
+                "stages of a mix count positions of samples: no packs and no buckets, which have others"
+            )
         if spec.pack is not None:
             order = PackedOrder(order, spec.pack, self.pack, spec.seed)
         if spec.bucket is not None:

@@ -120,7 +120,9 @@ def _weights(weighting: Weighting, table: pa.Table) -> NDArray[np.float64]:
 
 def _by_value(weighting: AttributeWeights, column: pa.ChunkedArray) -> NDArray[np.float64]:
     values = weighting.values or {}
-    named = checked(np.array([*values.values(), weighting.default]), f"weights of {weighting.attribute!r}")
+    named = checked(
+        np.array([*values.values(), weighting.default]), f"weights of {weighting.attribute!r}"
+    )
     weights: NDArray[np.float64] = named[value_numbers(column, tuple(values))]
     return weights
 
@@ -133,9 +135,13 @@ def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     codes = column.combine_chunks()
-    of_code = np.array([number.get(_text(value), -1) for value in codes.dictionary.to_pylist()] + [-1])
+    of_code = np.array(
+        [number.get(_text(value), -1) for value in codes.dictionary.to_pylist()] + [-1]
+    )
     unknown = len(of_code) - 1
-    found: NDArray[np.int64] = of_code[codes.indices.fill_null(unknown).to_numpy(zero_copy_only=False)]
+    found: NDArray[np.int64] = of_code[
+        codes.indices.fill_null(unknown).to_numpy(zero_copy_only=False)
+    ]
     return found
 
 
@@ -150,7 +156,9 @@ def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.floa
         raise OrderError(f"weights file '{weighting.file}' names a key twice")
     found = pc.index_in(keys, value_set=table["key"].cast(pa.string()).combine_chunks())
     if found.null_count == len(keys):
-        raise OrderError(f"weights file '{weighting.file}' names none of the {len(keys)} selected samples")
+        raise OrderError(
+            f"weights file '{weighting.file}' names none of the {len(keys)} selected samples"
+        )
     weights: NDArray[np.float64] = named[found.fill_null(len(table)).to_numpy()]
     return weights
 
@@ -170,7 +178,9 @@ def read_columns(file: str, names: Sequence[str]) -> pa.Table:
     except (OSError, pa.ArrowException) as error:
         raise OrderError(f"'{file}' cannot be read: {error}") from error
     if missing := [name for name in names if name not in table.column_names]:
-        raise OrderError(f"'{file}' has no column {missing[0]!r}; it has: {', '.join(table.column_names)}")
+        raise OrderError(
+            f"'{file}' has no column {missing[0]!r}; it has: {', '.join(table.column_names)}"
+        )
     return table.select(list(names))
 
 
@@ -182,7 +192,9 @@ def _class_balance(weighting: ClassBalance, table: pa.Table) -> NDArray[np.float
         held = _held(table, name)
         num_samples = np.count_nonzero(held)
         if not num_samples:
-            raise OrderError(f"class balance: no selected sample has {name!r} above 0; leave that class out")
+            raise OrderError(
+                f"class balance: no selected sample has {name!r} above 0; leave that class out"
+            )
         weights[held] += 1 / num_samples
     return weights
 
@@ -196,7 +208,9 @@ def _numbers(column: pa.ChunkedArray, name: str, unknown: float = np.nan) -> NDA
     try:
         values = column.cast("double", safe=False).fill_null(unknown).to_numpy()
     except (ValueError, NotImplementedError) as error:  # Arrow's own errors derive from these
-        raise OrderError(f"attribute {name!r} is {column.type}, and a weight needs a number") from error
+        raise OrderError(
+            f"attribute {name!r} is {column.type}, and a weight needs a number"
+        ) from error
     numbers: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
     return numbers
 
@@ -227,7 +241,9 @@ class SystematicSampling:
     def __init__(self, weights: ArrayLike, length: int) -> None:
         values = checked(np.asarray(weights, dtype=np.float64), "weighted epoch")
         if not len(values) or not values.max() > 0:
-            raise OrderError(f"all {len(values)} weights are 0: there is nothing to draw an epoch from")
+            raise OrderError(
+                f"all {len(values)} weights are 0: there is nothing to draw an epoch from"
+            )
         if not 1 <= length < MAX_POSITIONS:
             raise OrderError(f"a weighted epoch has 1 .. 2**31 - 1 positions, got {length}")
         self.length = length
@@ -273,7 +289,9 @@ class TickSearch:
         found = self._guide.take(ticks >> self._shift).astype(np.int64)
         for _ in range(_STEPS):
             found += self.ends.take(found) <= ticks
-        left = np.flatnonzero(self.ends.take(found) <= ticks)  # behind many samples of little weight
+        left = np.flatnonzero(
+            self.ends.take(found) <= ticks
+        )  # behind many samples of little weight
         if left.size:
             found[left] = np.searchsorted(self.ends, ticks[left], side="right")
         return found
@@ -307,7 +325,10 @@ class SystematicEpoch:
         """Return where the copies of each of ``samples`` (0 .. n) begin: the number of copies before it."""
         total = int(self._ends[-1])
         starts = [int(self._ends[sample - 1]) if sample else 0 for sample in samples]
-        return [min(max(-(-(start * self._length - self._phase) // total), 0), self._length) for start in starts]
+        return [
+            min(max(-(-(start * self._length - self._phase) // total), 0), self._length)
+            for start in starts
+        ]
 
     def find(self, samples: ArrayLike, /) -> Shown:
         """Return the copies of ``samples`` (integers (n,) in [0, number of samples)); raises OrderError for others."""

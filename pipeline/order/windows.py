@@ -57,9 +57,13 @@ class FrameWindow(Settings, frozen=True):
     def __post_init__(self) -> None:
         check_types(self, OrderError)
         if 0 not in self.frames or len(set(self.frames)) != len(self.frames):
-            raise OrderError(f"a window's frames must be different offsets with 0 among them, got {list(self.frames)}")
+            raise OrderError(
+                f"a window's frames must be different offsets with 0 among them, got {list(self.frames)}"
+            )
         if max(1, *map(abs, self.frames)) * self.stride >= _MAX_REACH:
-            raise OrderError(f"a window may reach less than 2**30 frames, got {list(self.frames)} x {self.stride}")
+            raise OrderError(
+                f"a window may reach less than 2**30 frames, got {list(self.frames)} x {self.stride}"
+            )
 
     @property
     def current(self) -> int:
@@ -104,7 +108,9 @@ class ChannelWindow(Settings, frozen=True, kw_only=True):
             raise OrderError("a channel's window has seconds=[...], or all of from, to and hz")
         offsets = self.offsets_ns
         if len(offsets) > _MAX_OFFSETS or len(set(offsets)) != len(offsets):
-            raise OrderError(f"a channel's window has at most {_MAX_OFFSETS} offsets, each once, got {len(offsets)}")
+            raise OrderError(
+                f"a channel's window has at most {_MAX_OFFSETS} offsets, each once, got {len(offsets)}"
+            )
         if max(map(abs, offsets)) > _MAX_REACH_NS:
             raise OrderError(f"a window may reach {_MAX_REACH_NS * 1e-9:g} s, got {self}")
 
@@ -119,7 +125,9 @@ class ChannelWindow(Settings, frozen=True, kw_only=True):
                 f"from {self.start} to {self.end} s at {self.hz} Hz is {steps:g} steps; a whole number in 0 .. "
                 f"{_MAX_OFFSETS - 1} is needed"
             )
-        return tuple(round((self.start + number / self.hz) * 1e9) for number in range(round(steps) + 1))
+        return tuple(
+            round((self.start + number / self.hz) * 1e9) for number in range(round(steps) + 1)
+        )
 
     @property
     def reach_ns(self) -> int | None:
@@ -140,11 +148,17 @@ class TimeWindow(Settings, frozen=True):
         check_types(self, OrderError)
         for name, one in self.channels.items():
             if name != IMAGES and one.pad != "repeat_edge":
-                raise OrderError(f"window of '{name}': pad is of '{IMAGES}' only; missing values are marked")
+                raise OrderError(
+                    f"window of '{name}': pad is of '{IMAGES}' only; missing values are marked"
+                )
         if 0 not in self.frames or self.images.interpolation == "linear":
-            raise OrderError(f"the window of '{IMAGES}' needs the offset 0, and is 'nearest' or 'hold', got {self}")
+            raise OrderError(
+                f"the window of '{IMAGES}' needs the offset 0, and is 'nearest' or 'hold', got {self}"
+            )
         if len(self.own_offsets) > _MAX_OFFSETS:
-            raise OrderError(f"windows of channels have {len(self.own_offsets)} times, at most {_MAX_OFFSETS}")
+            raise OrderError(
+                f"windows of channels have {len(self.own_offsets)} times, at most {_MAX_OFFSETS}"
+            )
 
     @property
     def images(self) -> ChannelWindow:
@@ -154,7 +168,16 @@ class TimeWindow(Settings, frozen=True):
     @property
     def own_offsets(self) -> tuple[int, ...]:
         """The offsets [ns] of all channels with times of their own, each once, ascending."""
-        return tuple(sorted({at for name, one in self.channels.items() if name != IMAGES for at in one.offsets_ns}))
+        return tuple(
+            sorted(
+                {
+                    at
+                    for name, one in self.channels.items()
+                    if name != IMAGES
+                    for at in one.offsets_ns
+                }
+            )
+        )
 
     @property
     def frames(self) -> tuple[int, ...]:
@@ -185,7 +208,7 @@ def has_frames(window: Window | None) -> bool:
     return isinstance(window, FrameWindow) or (window is not None and IMAGES in window.channels)
 
 
-def as_window(value: Any) -> Window | None:  # noqa: ANN401
+def as_window(value: Any) -> Window | None:
     """Return a window: itself, of the fields of a `FrameWindow`, or of offsets in seconds by name.
 
     Raises ConfigError and OrderError for what is none.
@@ -201,9 +224,18 @@ def as_window(value: Any) -> Window | None:  # noqa: ANN401
             f"window={value!r:.200} must be a FrameWindow or a TimeWindow, a dict of the fields of one, the path of a "
             "YAML file, or None"
         )
-    stated = value["channels"] if value.keys() == {"channels"} and isinstance(value["channels"], Mapping) else value
-    plain = {name: {"seconds": one} if isinstance(one, list | tuple) else one for name, one in stated.items()}
-    return TimeWindow({name: as_settings(one, ChannelWindow, f"window.{name}") for name, one in plain.items()})
+    stated = (
+        value["channels"]
+        if value.keys() == {"channels"} and isinstance(value["channels"], Mapping)
+        else value
+    )
+    plain = {
+        name: {"seconds": one} if isinstance(one, list | tuple) else one
+        for name, one in stated.items()
+    }
+    return TimeWindow(
+        {name: as_settings(one, ChannelWindow, f"window.{name}") for name, one in plain.items()}
+    )
 
 
 class WindowSamples(NamedTuple):
@@ -261,13 +293,18 @@ class WindowLookup:
     def complete(self) -> NDArray[np.bool_]:
         """Return which samples of the split have all their frames: bool (n,)."""
         n = len(self._clips)
-        parts = [self(np.arange(low, min(low + _CHUNK, n))).present.all(axis=1) for low in range(0, n, _CHUNK)]
+        parts = [
+            self(np.arange(low, min(low + _CHUNK, n))).present.all(axis=1)
+            for low in range(0, n, _CHUNK)
+        ]
         return np.concatenate(parts) if parts else np.empty(0, dtype=bool)
 
 
 def window_lookup(clips: ClipTable, window: Window) -> WindowLookup:
     """Return the map of samples to their windows; raise OrderError as `TimeLookup`."""
-    return TimeLookup(clips, window) if isinstance(window, TimeWindow) else WindowLookup(clips, window)
+    return (
+        TimeLookup(clips, window) if isinstance(window, TimeWindow) else WindowLookup(clips, window)
+    )
 
 
 class TimeLookup(WindowLookup):
@@ -333,5 +370,8 @@ class TimeLookup(WindowLookup):
         while (is_open := high - low > 1).any():
             middle = (low + high) // 2
             is_before = self._times[middle] <= wanted + SAME_NS
-            low, high = np.where(is_open & is_before, middle, low), np.where(is_open & ~is_before, middle, high)
+            low, high = (
+                np.where(is_open & is_before, middle, low),
+                np.where(is_open & ~is_before, middle, high),
+            )
         return low

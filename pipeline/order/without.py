@@ -49,7 +49,10 @@ class ThinnedOrder:
     def __init__(self, base: EndlessOrder, hidden: Sequence[Rows]) -> None:
         self.base, self.hidden = base, tuple(hidden)
         said = f"{sum(map(len, hidden))} samples {digest(*(part for rows in hidden for part in ([len(rows)], rows)))}"
-        self.identity: dict[str, Any] = {**base.identity, "without": [*base.identity.get("without", ()), said]}
+        self.identity: dict[str, Any] = {
+            **base.identity,
+            "without": [*base.identity.get("without", ()), said],
+        }
         self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(self._thinned)
         if not self.epoch_length:
             raise OrderError("`without` names all samples that the order shows: nothing is left")
@@ -93,7 +96,9 @@ class ThinnedEpoch(Epoch):
 
     def __init__(self, base: Epoch, hidden: Sequence[Rows], *, in_packs: bool) -> None:
         self._base, self._hidden, self._in_packs = base, hidden, in_packs
-        found = np.concatenate([base.find(rows, part).positions for part, rows in enumerate(hidden)])
+        found = np.concatenate(
+            [base.find(rows, part).positions for part, rows in enumerate(hidden)]
+        )
         gone, num = np.unique(found, return_counts=True)
         if in_packs:
             gone = gone[num == np.bincount(base.entries(gone).flags["pack"], minlength=len(gone))]
@@ -114,10 +119,18 @@ class ThinnedEpoch(Epoch):
         if not self._in_packs:
             return found
         kept = ~np.logical_or.reduce(
-            [(found.parts == part) & np.isin(found.samples, rows) for part, rows in enumerate(self._hidden)]
+            [
+                (found.parts == part) & np.isin(found.samples, rows)
+                for part, rows in enumerate(self._hidden)
+            ]
         )
         parts, samples, valid, flags = found
-        return Entries(parts[kept], samples[kept], valid[kept], {name: flag[kept] for name, flag in flags.items()})
+        return Entries(
+            parts[kept],
+            samples[kept],
+            valid[kept],
+            {name: flag[kept] for name, flag in flags.items()},
+        )
 
     def find(self, samples: ArrayLike, part: int = 0, /) -> Shown:
         """Return where ``samples`` (n,) of a part are shown; those that are left out, nowhere."""
@@ -144,9 +157,14 @@ def hidden_samples(order: EndlessOrder, part: int = 0) -> Rows:
     return found
 
 
-def windows_without(windows: Sequence[WindowLookup | None], order: EndlessOrder) -> tuple[WindowLookup | None, ...]:
+def windows_without(
+    windows: Sequence[WindowLookup | None], order: EndlessOrder
+) -> tuple[WindowLookup | None, ...]:
     """Return the windows of each part, where clips lack the samples that the order leaves out."""
-    return tuple(None if one is None else one.without(hidden_samples(order, part)) for part, one in enumerate(windows))
+    return tuple(
+        None if one is None else one.without(hidden_samples(order, part))
+        for part, one in enumerate(windows)
+    )
 
 
 def check_unseen(
@@ -171,12 +189,18 @@ def check_unseen(
     showing = []
     for part, lookup in enumerate(windows_without(windows, before)):
         rows = np.setdiff1d(hidden_samples(order, part), hidden_samples(before, part))
-        if lookup is not None and lookup.window.pad != "drop":  # else they have the samples whose windows show them
+        if (
+            lookup is not None and lookup.window.pad != "drop"
+        ):  # else they have the samples whose windows show them
             rows = lookup.find(rows).positions
         showing.append(rows)
     for epoch in range(place.epoch + 1):
         in_order = before.epoch(epoch)
-        end = place.samples_consumed if epoch == place.epoch else len(in_order) // full_batch * full_batch
+        end = (
+            place.samples_consumed
+            if epoch == place.epoch
+            else len(in_order) // full_batch * full_batch
+        )
         for part, rows in enumerate(showing):
             positions = in_order.find(rows, part).positions
             if (positions < end).any():

@@ -12,14 +12,18 @@ from fuelrail.pipeline.errors import ConfigError
 _PROBE_S: Final = 10.0
 
 
-def connect_ray(ray: Any, address: str | None, num_cpus: int) -> bool:  # noqa: ANN401 - it has no types
+def connect_ray(ray: Any, address: str | None, num_cpus: int) -> bool:
     """Connect this process to a cluster, None: a local one with this number of CPUs; return False if it was connected.
 
     A local cluster ends with the thread that calls this. Raises ConfigError where no cluster answers.
     """
     if ray.is_initialized():
         return False
-    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "address": address or "local"}
+    quiet: dict[str, Any] = {
+        "log_to_driver": False,
+        "configure_logging": False,
+        "address": address or "local",
+    }
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of our own calls nobody
         quiet |= {"num_cpus": num_cpus, "include_dashboard": False}

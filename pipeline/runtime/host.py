@@ -14,7 +14,9 @@ _MEMORY_SHARE: Final = 0.25
 
 def usable_cpus(cgroup: Path = _CGROUP) -> float:
     """Return the CPUs that this process may use: its affinity mask, cut to its container's quota (cgroup 2, then 1)."""
-    allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    allowed = float(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     stated = _read(cgroup / "cpu.max")
     if stated is not None:
         quota, period = stated.split()
@@ -39,7 +41,11 @@ def free_memory_bytes(meminfo: Path = _MEMINFO) -> int:
 def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
     """Return memory that can be taken now without swapping: the machine's, cut to the rest of the container's limit."""
     free, limit = free_memory_bytes(meminfo), memory_limit_bytes(cgroup)
-    return free if limit is None else min(free, max(0, limit - int(_read(cgroup / "memory.current") or 0)))
+    return (
+        free
+        if limit is None
+        else min(free, max(0, limit - int(_read(cgroup / "memory.current") or 0)))
+    )
 
 
 def ranks_on_host() -> int:
@@ -61,5 +67,7 @@ def default_memory_bytes() -> int:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(encoding="ascii").strip()
-    except OSError:  # not mounted, or not for us to see: then there is no limit that we could keep to
+    except (
+        OSError
+    ):  # not mounted, or not for us to see: then there is no limit that we could keep to
         return None

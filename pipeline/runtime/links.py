@@ -44,7 +44,7 @@ class Link:
             self.capacity = capacity
             self._freed.notify_all()
 
-    def put(self, number: int, item: Any) -> bool:  # noqa: ANN401
+    def put(self, number: int, item: Any) -> bool:
         """Hand in item ``number``, waiting for room; False if the pipeline was stopped."""
         with self._lock:
             if number >= self._next_out + self.capacity:
@@ -61,7 +61,11 @@ class Link:
     def get(self) -> tuple[int, Any]:
         """Take the next item in order, waiting for it; (total, END) after the last one or when stopped."""
         with self._lock:
-            while not self._stopped and self._next_out not in self._items and self._next_out != self._total:
+            while (
+                not self._stopped
+                and self._next_out not in self._items
+                and self._next_out != self._total
+            ):
                 self._filled.wait()
             if self._stopped or self._next_out == self._total:
                 return self._next_out, END

@@ -25,18 +25,36 @@ if TYPE_CHECKING:
 _STORAGE: Final = {
     "spans": ("fuelrail_storage_spans_total", "samples that storage handed out"),
     "span_bytes": ("fuelrail_storage_bytes_total", "bytes of the samples that storage handed out"),
-    "requests": ("fuelrail_storage_requests_total", "requests to remote storage that were answered"),
-    "request_bytes": ("fuelrail_storage_request_bytes_total", "bytes that requests brought, gaps and hedges included"),
+    "requests": (
+        "fuelrail_storage_requests_total",
+        "requests to remote storage that were answered",
+    ),
+    "request_bytes": (
+        "fuelrail_storage_request_bytes_total",
+        "bytes that requests brought, gaps and hedges included",
+    ),
     "retries": ("fuelrail_storage_retries_total", "requests or reads made again after a failure"),
     "hedges": ("fuelrail_storage_hedges_total", "second requests, made because the first was slow"),
     "hedges_won": ("fuelrail_storage_hedges_won_total", "second requests that were answered first"),
-    "refetched": ("fuelrail_storage_refetched_total", "samples read again: they came short or with a wrong checksum"),
+    "refetched": (
+        "fuelrail_storage_refetched_total",
+        "samples read again: they came short or with a wrong checksum",
+    ),
     "concurrency": ("fuelrail_storage_concurrency", "requests that may be in flight"),
     "cache_hits": ("fuelrail_cache_hits_total", "samples found in the cache"),
     "cache_misses": ("fuelrail_cache_misses_total", "samples that were not in the cache"),
-    "cache_hit_bytes": ("fuelrail_cache_hit_bytes_total", "bytes of the samples found in the cache"),
-    "cache_evictions": ("fuelrail_cache_evictions_total", "samples that made room for others in the cache"),
-    "cache_damaged": ("fuelrail_cache_damaged_total", "cache files that were missing, cut or corrupt"),
+    "cache_hit_bytes": (
+        "fuelrail_cache_hit_bytes_total",
+        "bytes of the samples found in the cache",
+    ),
+    "cache_evictions": (
+        "fuelrail_cache_evictions_total",
+        "samples that made room for others in the cache",
+    ),
+    "cache_damaged": (
+        "fuelrail_cache_damaged_total",
+        "cache files that were missing, cut or corrupt",
+    ),
     "cache_bytes": ("fuelrail_cache_bytes", "bytes in the cache, of all processes that share it"),
 }
 """Fields of `fuelrail.loaders.storage.StorageStats`, and what they are here."""
@@ -70,7 +88,7 @@ class LoaderCounters(Protocol):
     @property
     def stages(self) -> Sequence[StageClock]: ...  # noqa: D102
     @property
-    def storage(self) -> Any: ...  # noqa: ANN401, D102 - `StorageStats`
+    def storage(self) -> Any: ...  # noqa: D102 - `StorageStats`
 
 
 class Metric(NamedTuple):
@@ -88,13 +106,19 @@ def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Met
         own = {**labels, "stage": clock.name}
         metrics += _metrics(_STAGE, clock, own)
         metrics += [
-            Metric("fuelrail_stage_seconds_total", {**own, "state": state}, getattr(clock, f"{state}_s"))
+            Metric(
+                "fuelrail_stage_seconds_total",
+                {**own, "state": state},
+                getattr(clock, f"{state}_s"),
+            )
             for state in ("busy", "starved", "blocked")
         ]
     return metrics + _metrics(_STORAGE, stats.storage, {**labels, "backend": stats.storage.backend})
 
 
-def _metrics(fields: Mapping[str, tuple[str, str]], counters: object, labels: Mapping[str, str]) -> list[Metric]:
+def _metrics(
+    fields: Mapping[str, tuple[str, str]], counters: object, labels: Mapping[str, str]
+) -> list[Metric]:
     return [Metric(name, labels, getattr(counters, field)) for field, (name, _) in fields.items()]
 
 
@@ -107,7 +131,9 @@ class _Metrics(Collector):
         for name, labels, value in self._collect():
             if name not in families:
                 families[name] = Family(
-                    name.removesuffix("_total"), HELP[name], "counter" if name.endswith("_total") else "gauge"
+                    name.removesuffix("_total"),
+                    HELP[name],
+                    "counter" if name.endswith("_total") else "gauge",
                 )
             families[name].add_sample(name, dict(labels), value)
         return families.values()
@@ -129,7 +155,9 @@ class MetricsServer:
     ``host`` is 127.0.0.1 by default: there is no password. Raises ConfigError where the port is taken.
     """
 
-    def __init__(self, collect: Callable[[], Iterable[Metric]], *, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, collect: Callable[[], Iterable[Metric]], *, port: int, host: str = "127.0.0.1"
+    ) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Metrics(collect))
         try:

@@ -101,7 +101,9 @@ class _Times(NamedTuple):
         name = f"{self.doing}_s"
         if not self.doing:
             return self
-        return self._replace(**{name: getattr(self, name) + max(0.0, now_s - self.since_s)}, since_s=now_s)
+        return self._replace(
+            **{name: getattr(self, name) + max(0.0, now_s - self.since_s)}, since_s=now_s
+        )
 
 
 class _Crew:
@@ -111,9 +113,21 @@ class _Crew:
     """
 
     def __init__(
-        self, name: str, stage: Stage, inbox: Source | Link, outbox: Link, per_batch: int, observer: Observer | None
+        self,
+        name: str,
+        stage: Stage,
+        inbox: Source | Link,
+        outbox: Link,
+        per_batch: int,
+        observer: Observer | None,
     ) -> None:
-        self.stage, self.inbox, self.outbox, self.per_batch, self.observer = stage, inbox, outbox, per_batch, observer
+        self.stage, self.inbox, self.outbox, self.per_batch, self.observer = (
+            stage,
+            inbox,
+            outbox,
+            per_batch,
+            observer,
+        )
         self.target = 0
         self.times: list[_Times] = []
         """Those of each thread, written by that thread alone."""
@@ -204,7 +218,9 @@ class Pipeline:
         # Threads know their crew, never this object: dropping the last reference to it stops them.
         self._crews = [
             _Crew(name, stage, inbox, outbox, _per_batch(stages[number:]), observer)
-            for number, (stage, inbox, outbox) in enumerate(zip(stages, inboxes, self._links, strict=True))
+            for number, (stage, inbox, outbox) in enumerate(
+                zip(stages, inboxes, self._links, strict=True)
+            )
         ]
         self._observer = observer
         self._pid = os.getpid()
@@ -222,7 +238,7 @@ class Pipeline:
     def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Any:  # noqa: ANN401
+    def __next__(self) -> Any:
         """Return the next result in order; raises what a stage raised for it, and stops the pipeline then.
 
         Threads still at work are not waited for, so that the error comes at once: :meth:`close` does.
@@ -321,7 +337,9 @@ def _run(crew: _Crew, number: int) -> None:
     times[number] = _Times(items, busy_s, starved_s, blocked_s, "", free_s)
 
 
-def _take_group(inbox: Source | Link, size: int | Callable[[Any], int], number: int) -> tuple[int, Any]:
+def _take_group(
+    inbox: Source | Link, size: int | Callable[[Any], int], number: int
+) -> tuple[int, Any]:
     """Take group ``number``, of up to ``size`` items, with its number. The first failure is that of the whole group.
 
     The rest of that group is left where it is: each may take as long to fail, and no result after it is used.
@@ -337,22 +355,30 @@ def _take_group(inbox: Source | Link, size: int | Callable[[Any], int], number: 
     return number, items
 
 
-def _attempt(stage: Stage, item: Any) -> Any:  # noqa: ANN401
+def _attempt(stage: Stage, item: Any) -> Any:
     try:
         return stage.work(item)
     except FuelrailError as error:  # says itself what and where
         return Failure(error)
     except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
-        subject = f"{_text(item[0])} .. {_text(item[-1])}" if stage.group is not None else _text(item)
+        subject = (
+            f"{_text(item[0])} .. {_text(item[-1])}" if stage.group is not None else _text(item)
+        )
         return _failure(f"stage '{stage.name}' failed on {subject:.300}", error)
 
 
-def _observe(observer: Observer, stage: str, at: int, batch: int, begin_s: float, end_s: float, item: Any) -> Any:  # noqa: ANN401
+def _observe(
+    observer: Observer, stage: str, at: int, batch: int, begin_s: float, end_s: float, item: Any
+) -> Any:
     """Call the observer; return the item, or the observer's failure in its place."""
     try:
         observer(stage, at, batch, begin_s, end_s)
     except BaseException as error:  # noqa: BLE001 - a thread that dies of it would leave the consumer waiting for ever
-        return item if isinstance(item, Failure) else _failure(f"the observer failed at stage '{stage}'", error)
+        return (
+            item
+            if isinstance(item, Failure)
+            else _failure(f"the observer failed at stage '{stage}'", error)
+        )
     return item
 
 
@@ -383,7 +409,9 @@ def origin_of(error: BaseException) -> str:
     if isinstance(error.__cause__, RemoteError):
         return error.__cause__.origin
     lines = traceback.extract_tb(error.__traceback__)
-    origin = next((one for one in reversed(lines) if "site-packages" not in one.filename), lines[-1])
+    origin = next(
+        (one for one in reversed(lines) if "site-packages" not in one.filename), lines[-1]
+    )
     return f"{origin.filename}:{origin.lineno} in {origin.name}"
 
 
@@ -429,7 +457,11 @@ def _end(run: _Run) -> None:
             thread.join(max(0.0, deadline_s - time.monotonic()))
     stuck = [thread.name for thread in threads if thread.is_alive()]
     if stuck:
-        _LOG.warning("threads still at work %g s after the pipeline was closed: %s", _JOIN_TIMEOUT_S, ", ".join(stuck))
+        _LOG.warning(
+            "threads still at work %g s after the pipeline was closed: %s",
+            _JOIN_TIMEOUT_S,
+            ", ".join(stuck),
+        )
     _RUNNING.discard(run)
 
 

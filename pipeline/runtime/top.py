@@ -32,7 +32,9 @@ _OF_A_STAGE = ("fuelrail_stage_threads", "fuelrail_stage_queue", "fuelrail_stage
 class TopOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.top`, and the flags of ``fuelrail top``."""
 
-    interval: Annotated[float, Meta(ge=0.05, le=3600), flag("seconds between updates", metavar="S")] = 1.0
+    interval: Annotated[
+        float, Meta(ge=0.05, le=3600), flag("seconds between updates", metavar="S")
+    ] = 1.0
     once: Annotated[bool, flag("show one interval and exit")] = False
 
 
@@ -87,7 +89,9 @@ def read(url: str) -> Reading:
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
             body = answer.read(_MAX_BYTES + 1)
         if len(body) > _MAX_BYTES:
-            raise ConfigError(f"no metrics at {address}: the answer is larger than {_MAX_BYTES >> 20} MiB")
+            raise ConfigError(
+                f"no metrics at {address}: the answer is larger than {_MAX_BYTES >> 20} MiB"
+            )
         return digest(parse(body.decode()), time.monotonic())
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = shown(getattr(error, "reason", error))
@@ -101,7 +105,9 @@ def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
     values: dict[tuple[str, ...], float] = {}
     for name, labels, value in metrics:
         if not math.isfinite(value) or abs(value) > _MAX_COUNT:
-            raise ValueError(f"{shown(name)} is {value}; a loader's metrics are numbers of at most {_MAX_COUNT:g}")
+            raise ValueError(
+                f"{shown(name)} is {value}; a loader's metrics are numbers of at most {_MAX_COUNT:g}"
+            )
         values[tuple(filter(None, (name, labels.get("stage"), labels.get("state"))))] = value
     stages = list(dict.fromkeys(labels["stage"] for _, labels, _ in metrics if "stage" in labels))
     if len(stages) > _MAX_STAGES:
@@ -123,7 +129,8 @@ def compare(before: Reading, now: Reading) -> RankView:
     rows = []
     for stage in now.stages:
         states = {
-            state: grown("fuelrail_stage_seconds_total", stage, state) for state in ("busy", "starved", "blocked")
+            state: grown("fuelrail_stage_seconds_total", stage, state)
+            for state in ("busy", "starved", "blocked")
         }
         total_s = sum(states.values()) or 1.0
         rows.append(
@@ -152,7 +159,10 @@ def draw(views: Sequence[RankView]) -> Group:
     """Return the views as tables."""
     parts: list[RenderableType] = []
     for view in views:
-        fed = Text(f"trainer fed {100 * (1 - view.waiting):.0f} %", "green" if view.waiting < 0.02 else "bold red")
+        fed = Text(
+            f"trainer fed {100 * (1 - view.waiting):.0f} %",
+            "green" if view.waiting < 0.02 else "bold red",
+        )
         head = Text(
             f"rank {shown(view.rank)}   {view.batches_per_s:.1f} batches/s   {view.samples_per_s:.1f} samples/s   "
             f"{view.images_per_s:.0f} images/s   "

@@ -56,7 +56,9 @@ class TraceRecorder:
 
     def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
         """Take down one span; the signature of the stage runner's observers."""
-        self._spans.append(Span(stage, item, batch, begin_s, end_s, threading.current_thread().name))
+        self._spans.append(
+            Span(stage, item, batch, begin_s, end_s, threading.current_thread().name)
+        )
 
     def spans(self) -> list[Span]:
         """Return the events so far, in the order of their ends."""
@@ -71,9 +73,17 @@ class TraceRecorder:
         """Return the trace as Trace Event objects; times in microseconds since the Unix epoch."""
         pid = os.getpid()
         spans = self.spans()
-        tracks = {name: number for number, name in enumerate(dict.fromkeys(span.thread for span in spans), 1)}
+        tracks = {
+            name: number
+            for number, name in enumerate(dict.fromkeys(span.thread for span in spans), 1)
+        }
         events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"fuelrail rank {self._rank}"}},
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": pid,
+                "args": {"name": f"fuelrail rank {self._rank}"},
+            },
             *(
                 {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
                 for name, tid in tracks.items()
@@ -83,17 +93,27 @@ class TraceRecorder:
         for span in sorted(spans, key=lambda span: span.begin_s):
             place = {"pid": pid, "tid": tracks[span.thread]}
             begin_us, end_us = self._microseconds(span.begin_s), self._microseconds(span.end_s)
-            work = {"ph": "X", "name": span.stage, "ts": begin_us, "dur": round(end_us - begin_us, 3), **place}
+            work = {
+                "ph": "X",
+                "name": span.stage,
+                "ts": begin_us,
+                "dur": round(end_us - begin_us, 3),
+                **place,
+            }
             if span.batch == NO_BATCH:
                 events.append({**work, "cat": "trainer", "args": {"step": span.item}})
                 continue
-            events.append({**work, "cat": "loader", "args": {"item": span.item, "batch": span.batch}})
+            events.append(
+                {**work, "cat": "loader", "args": {"item": span.item, "batch": span.batch}}
+            )
             arrow: dict[str, Any] = {"name": "batch", "cat": "batch", "id": span.batch, **place}
             if span.stage == "wait":
                 # Viewers tie an arrow to the work that encloses it, and at its very end that is over.
                 events.append({**arrow, "ph": "f", "bp": "e", "ts": max(begin_us, end_us - 1.0)})
             else:
-                events.append({**arrow, "ph": "t" if span.batch in started else "s", "ts": begin_us})
+                events.append(
+                    {**arrow, "ph": "t" if span.batch in started else "s", "ts": begin_us}
+                )
                 started.add(span.batch)
         return events
 

@@ -30,10 +30,20 @@ if TYPE_CHECKING:
 _DTYPES: Final = {
     name: np.dtype(code)
     for name, code in {
-        "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "U32": "<u4", "I32": "<i4",
-        "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
+        "BOOL": "?",
+        "U8": "u1",
+        "I8": "i1",
+        "U16": "<u2",
+        "I16": "<i2",
+        "F16": "<f2",
+        "U32": "<u4",
+        "I32": "<i4",
+        "F32": "<f4",
+        "U64": "<u8",
+        "I64": "<i8",
+        "F64": "<f8",
     }.items()
-}  # fmt: skip
+}
 
 _LITTLE: Final = "<|=" if sys.byteorder == "little" else "<|"
 
@@ -71,17 +81,23 @@ _header_decoder = msgspec.json.Decoder(dict[str, _Entry])
 def write_tensors(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
     """Serialise named arrays as safetensors (little-endian, C order); the same arrays give the same bytes."""
     arrays = {name: _plain(array) for name, array in tensors.items()}
-    start, order = _header(tuple((name, array.dtype, array.shape) for name, array in arrays.items()))
+    start, order = _header(
+        tuple((name, array.dtype, array.shape) for name, array in arrays.items())
+    )
     return b"".join((start, *(arrays[name].data for name in order)))
 
 
 def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
     """Do :func:`write_tensors` for many records at once: all arrays have one more axis in front, of the same length."""
     arrays = {name: _plain(array) for name, array in tensors.items()}
-    start, order = _header(tuple((name, array.dtype, array.shape[1:]) for name, array in arrays.items()))
+    start, order = _header(
+        tuple((name, array.dtype, array.shape[1:]) for name, array in arrays.items())
+    )
     num_records = len(arrays[order[0]])
     parts = [np.broadcast_to(np.frombuffer(start, np.uint8), (num_records, len(start)))]
-    parts += [arrays[name].reshape(num_records, -1).view(np.uint8) for name in order if arrays[name].size]
+    parts += [
+        arrays[name].reshape(num_records, -1).view(np.uint8) for name in order if arrays[name].size
+    ]
     return [record.tobytes() for record in np.concatenate(parts, axis=1)]
 
 
@@ -89,7 +105,9 @@ def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int
     """Do :func:`write_tensors` for many records at once, whose rows follow each other; ``counts`` are rows of each."""
     arrays = {name: _plain(array) for name, array in tensors.items()}
     heads = {
-        count: _header(tuple((name, array.dtype, (count, *array.shape[1:])) for name, array in arrays.items()))
+        count: _header(
+            tuple((name, array.dtype, (count, *array.shape[1:])) for name, array in arrays.items())
+        )
         for count in set(counts)
     }
     rows = {
@@ -101,7 +119,15 @@ def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int
         start, order = heads[count]
         last = first + count
         found.append(
-            b"".join((start, *[data[first * size : last * size] for data, size in map(rows.__getitem__, order)]))
+            b"".join(
+                (
+                    start,
+                    *[
+                        data[first * size : last * size]
+                        for data, size in map(rows.__getitem__, order)
+                    ],
+                )
+            )
         )
         first = last
     return found
@@ -115,13 +141,17 @@ def _plain(array: NDArray[np.generic]) -> NDArray[np.generic]:
 
 
 @functools.lru_cache(maxsize=512)
-def _header(specs: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> tuple[bytes, tuple[str, ...]]:
+def _header(
+    specs: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...],
+) -> tuple[bytes, tuple[str, ...]]:
     """Return length and header as the library writes them for these kinds of arrays, and the order of their data."""
     from safetensors.numpy import save  # here, for orders need no arrays of samples
 
     whole = bytes(save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
     end = 8 + int.from_bytes(whole[:8], "little")
-    begins = {name: entry.data_offsets for name, entry in _header_decoder.decode(whole[8:end]).items()}
+    begins = {
+        name: entry.data_offsets for name, entry in _header_decoder.decode(whole[8:end]).items()
+    }
     return whole[:end], tuple(sorted(begins, key=lambda name: begins[name]))
 
 
@@ -160,16 +190,26 @@ class TensorLayout:
             offsets = [one.offset for one in specs.values()]
             with contextlib.suppress(ValueError):  # shapes that a record may not have
                 self._record = np.dtype(
-                    {"names": [*specs], "formats": formats, "offsets": offsets, "itemsize": num_bytes}
+                    {
+                        "names": [*specs],
+                        "formats": formats,
+                        "offsets": offsets,
+                        "itemsize": num_bytes,
+                    }
                 )
 
     def views(self, data: Buffer) -> dict[str, NDArray[np.generic]]:
         """Return the tensors of a buffer of this layout, as read-only views into it; raise SchemaError if it is cut."""
         view = memoryview(data).toreadonly()
         if len(view) != self.num_bytes:
-            raise SchemaError(f"the tensors end at byte {self.num_bytes} of a buffer of {len(view)}")
+            raise SchemaError(
+                f"the tensors end at byte {self.num_bytes} of a buffer of {len(view)}"
+            )
         if self._record is None:
-            return {name: np.ndarray(shape, dtype, view, at) for name, (dtype, shape, at) in self.specs.items()}
+            return {
+                name: np.ndarray(shape, dtype, view, at)
+                for name, (dtype, shape, at) in self.specs.items()
+            }
         # A field of a record costs a quarter of an array of its own.
         record: NDArray[np.void] = np.ndarray((), self._record, view)
         return {name: record[name] for name in self.specs}
@@ -198,20 +238,28 @@ def _parse(header: bytes) -> TensorLayout:
     position = 0
     for begin, end in sorted(entry.data_offsets for entry in entries.values()):
         if begin != position:
-            raise SchemaError(f"a tensor at byte {begin} where byte {position} is the next: a hole or an overlap")
+            raise SchemaError(
+                f"a tensor at byte {begin} where byte {position} is the next: a hole or an overlap"
+            )
         position = end
     specs: dict[str, TensorSpec] = {}
     for name, entry in entries.items():
         dtype = _DTYPES.get(entry.dtype)
         begin, end = entry.data_offsets
         if dtype is None:
-            raise SchemaError(f"tensor '{name}' has dtype {entry.dtype!r}; known: {', '.join(_DTYPES)}")
+            raise SchemaError(
+                f"tensor '{name}' has dtype {entry.dtype!r}; known: {', '.join(_DTYPES)}"
+            )
         if end - begin != math.prod(entry.shape) * dtype.itemsize:
-            raise SchemaError(f"tensor '{name}' {entry.dtype}{list(entry.shape)} does not fit bytes {begin} to {end}")
+            raise SchemaError(
+                f"tensor '{name}' {entry.dtype}{list(entry.shape)} does not fit bytes {begin} to {end}"
+            )
         try:
             np.broadcast_to(np.empty((), dtype), entry.shape)
         except ValueError as error:  # more than numpy can hold, in a tensor that holds nothing
-            raise SchemaError(f"tensor '{name}' {entry.dtype}{list(entry.shape)}: {error}") from error
+            raise SchemaError(
+                f"tensor '{name}' {entry.dtype}{list(entry.shape)}: {error}"
+            ) from error
         specs[name] = TensorSpec(dtype, entry.shape, start + begin)
     return TensorLayout(specs, start + position)
 

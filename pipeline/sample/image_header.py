@@ -40,12 +40,27 @@ _SOF_REFUSED = {
     14: "arithmetic-coded hierarchical",
     15: "arithmetic-coded hierarchical",
 }
-_SUBSAMPLING = {(1, 1): "4:4:4", (2, 1): "4:2:2", (2, 2): "4:2:0", (1, 2): "4:4:0", (4, 1): "4:1:1", (4, 2): "4:1:0"}
+_SUBSAMPLING = {
+    (1, 1): "4:4:4",
+    (2, 1): "4:2:2",
+    (2, 2): "4:2:0",
+    (1, 2): "4:4:0",
+    (4, 1): "4:1:1",
+    (4, 2): "4:1:0",
+}
 _COLOR_SPACES = {1: "gray", 3: "color", 4: "cmyk"}
 _REENCODE = "re-encode it as 8-bit baseline or progressive JPEG"
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}
-_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+_ADAM7 = (
+    (0, 0, 8, 8),
+    (4, 0, 8, 8),
+    (0, 4, 4, 8),
+    (2, 0, 4, 4),
+    (0, 2, 2, 4),
+    (1, 0, 2, 2),
+    (0, 1, 1, 2),
+)
 """The passes of an interlaced PNG: first column, first row, and the steps between columns and between rows."""
 _FACTORS = frozenset(16 * across + down for across in range(1, 5) for down in range(1, 5))
 _U16 = struct.Struct(">H").unpack_from
@@ -82,7 +97,9 @@ class ImageInfo(NamedTuple):
         return self.num_components == 4 and self.format == "jpeg"
 
 
-def probe(encoded: Buffer, max_pixels: int = MAX_PIXELS, *, bits: tuple[int, ...] = (8,)) -> ImageInfo:
+def probe(
+    encoded: Buffer, max_pixels: int = MAX_PIXELS, *, bits: tuple[int, ...] = (8,)
+) -> ImageInfo:
     """Read the header of a JPEG or PNG; ``bits`` are those that a channel of a PNG may have.
 
     Raises ImageError for anything else (naming common mistakes such as git-LFS pointers), for images over
@@ -96,7 +113,9 @@ def probe(encoded: Buffer, max_pixels: int = MAX_PIXELS, *, bits: tuple[int, ...
     else:
         raise ImageError(_describe_stranger(bytes(encoded[:512])))
     if info.width * info.height > max_pixels:
-        raise ImageError(f"image of {info.width}x{info.height} pixels is over the limit of {max_pixels} pixels")
+        raise ImageError(
+            f"image of {info.width}x{info.height} pixels is over the limit of {max_pixels} pixels"
+        )
     return info
 
 
@@ -114,7 +133,9 @@ def _check_scans(encoded: Buffer, width: int, height: int) -> None:
 
 def _probe_jpeg(encoded: Buffer) -> ImageInfo:
     end, at = len(encoded), 2
-    sof: tuple[int, int, int, int, int, bytes] | None = None  # marker, precision, height, width, count, factors
+    sof: tuple[int, int, int, int, int, bytes] | None = (
+        None  # marker, precision, height, width, count, factors
+    )
     restart_interval, orientation, frame_at = 0, 1, 0
     while True:
         if at + 4 > end:
@@ -124,14 +145,20 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
             at += 2 + length
             continue
         if marker < 0xFF00:
-            raise ImageError(f"JPEG header is broken: expected a marker at byte {at}, found 0x{marker >> 8:02x}")
+            raise ImageError(
+                f"JPEG header is broken: expected a marker at byte {at}, found 0x{marker >> 8:02x}"
+            )
         if marker == 0xFFFF:  # fill byte
             at += 1
             continue
         if not 0xFFC0 <= marker <= 0xFFFE or 0xFFD0 <= marker <= 0xFFD9:
-            raise ImageError(f"JPEG header is broken: marker 0x{marker:04x} at byte {at} is not allowed there")
+            raise ImageError(
+                f"JPEG header is broken: marker 0x{marker:04x} at byte {at} is not allowed there"
+            )
         if length < 2 or at + 2 + length > end:
-            raise ImageError(f"JPEG header is broken: segment 0x{marker:04x} at byte {at} claims {length} bytes")
+            raise ImageError(
+                f"JPEG header is broken: segment 0x{marker:04x} at byte {at} claims {length} bytes"
+            )
         if marker == 0xFFDA:
             break
         if marker == 0xFFDD and length == 4:
@@ -143,9 +170,18 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
                 raise ImageError(f"JPEG header is broken: a second frame header at byte {at}")
             precision, height, width, count = _SOF(encoded, at + 4) if length >= 8 else (0, 0, 0, 0)
             if length != 8 + 3 * count:
-                raise ImageError(f"JPEG header is broken: frame header of {length} bytes for {count} components")
+                raise ImageError(
+                    f"JPEG header is broken: frame header of {length} bytes for {count} components"
+                )
             frame_at = at
-            sof = (marker - 0xFFC0, precision, height, width, count, bytes(encoded[at + 11 : at + 10 + 3 * count : 3]))
+            sof = (
+                marker - 0xFFC0,
+                precision,
+                height,
+                width,
+                count,
+                bytes(encoded[at + 11 : at + 10 + 3 * count : 3]),
+            )
         at += 2 + length
     if sof is None:
         raise ImageError("JPEG header is broken: pixel data start without a frame header")
@@ -157,7 +193,9 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
     if width == 0 or height == 0:
         raise ImageError(f"JPEG header gives a size of {width}x{height} pixels")
     if count not in _COLOR_SPACES:
-        raise ImageError(f"JPEG of {count} components is not supported: 1 (gray), 3 (color) or 4 (CMYK) are")
+        raise ImageError(
+            f"JPEG of {count} components is not supported: 1 (gray), 3 (color) or 4 (CMYK) are"
+        )
     if not _FACTORS.issuperset(factors):
         raise ImageError(f"JPEG header is broken: sampling factors {factors.hex(' ')}")
     if kind == 2 or encoded[at + 4] != count:
@@ -219,7 +257,15 @@ def _probe_png(encoded: Buffer, allowed: tuple[int, ...] = (8,)) -> ImageInfo:
     if encoded[26] or encoded[27] or encoded[28] > 1:
         raise ImageError(f"PNG header is broken: its methods are {bytes(encoded[26:29]).hex(' ')}")
     return ImageInfo(
-        width, height, "png", _PNG_CHANNELS[color_type], bits, "", progressive=False, restart_interval=0, orientation=1
+        width,
+        height,
+        "png",
+        _PNG_CHANNELS[color_type],
+        bits,
+        "",
+        progressive=False,
+        restart_interval=0,
+        orientation=1,
     )
 
 
@@ -229,7 +275,9 @@ def check_jpeg_end(encoded: Buffer) -> None:
     For decoders that read only some rows, or fill up what is missing. Raises ImageError.
     """
     if encoded[-2:] != b"\xff\xd9" and bytes(encoded[-65536:]).rfind(b"\xff\xd9") < 0:
-        raise ImageError(f"JPEG of {len(encoded)} bytes has no end-of-image marker: the file was cut")
+        raise ImageError(
+            f"JPEG of {len(encoded)} bytes has no end-of-image marker: the file was cut"
+        )
 
 
 def unpack_png(encoded: Buffer, *, bits: tuple[int, ...] = (8,)) -> bytes:
@@ -249,11 +297,20 @@ def unpack_png(encoded: Buffer, *, bits: tuple[int, ...] = (8,)) -> bytes:
     except zlib.error as error:
         raise ImageError(f"PNG cannot be decoded: its pixel data are broken ({error})") from error
     if len(raw) > num_bytes or inflate.unused_data:
-        raise ImageError(f"PNG has more data than its {info.width}x{info.height} pixels: refused as hostile")
+        raise ImageError(
+            f"PNG has more data than its {info.width}x{info.height} pixels: refused as hostile"
+        )
     if len(raw) < num_bytes or not inflate.eof:
         raise ImageError(f"PNG has {len(raw)} of {num_bytes} bytes of pixel data: the file was cut")
     header = bytes(encoded[16:29])
-    return b"".join((_PNG_SIGNATURE, _chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(raw, 0)), _chunk(b"IEND")))
+    return b"".join(
+        (
+            _PNG_SIGNATURE,
+            _chunk(b"IHDR", header),
+            _chunk(b"IDAT", zlib.compress(raw, 0)),
+            _chunk(b"IEND"),
+        )
+    )
 
 
 def _png_chunks(encoded: Buffer) -> Iterator[tuple[bytes, memoryview]]:
@@ -286,7 +343,12 @@ def _png_data_bytes(info: ImageInfo, *, is_interlaced: bool) -> int:
 
 
 def _chunk(name: bytes, data: bytes = b"") -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(data, zlib.crc32(name)))
+    return (
+        struct.pack(">I", len(data))
+        + name
+        + data
+        + struct.pack(">I", zlib.crc32(data, zlib.crc32(name)))
+    )
 
 
 def _describe_stranger(head: bytes) -> str:

@@ -23,17 +23,25 @@ def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:
     info = probe(encoded)
     image = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
     if image is None:
-        raise ImageError("the image cannot be decoded; check the dataset with `fuelrail verify --deep`")
+        raise ImageError(
+            "the image cannot be decoded; check the dataset with `fuelrail verify --deep`"
+        )
     height = max(round(info.height * width / info.width), 1)
-    return cv2.imencode(".jpg", cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA))[1].tobytes()
+    return cv2.imencode(".jpg", cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA))[
+        1
+    ].tobytes()
 
 
 def dataset_html(
-    title: str, splits: Iterable[tuple[str, int, int, int]], read_images: Callable[[], Mapping[str, bytes]]
+    title: str,
+    splits: Iterable[tuple[str, int, int, int]],
+    read_images: Callable[[], Mapping[str, bytes]],
 ) -> str:
     """Return a table of splits (name, samples, clips, shards), and the images, or what is wrong with them."""
     rows = "".join(
-        f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{number:,}</td>" for number in numbers) + "</tr>"
+        f"<tr><td>{escape(name)}</td>"
+        + "".join(f"<td>{number:,}</td>" for number in numbers)
+        + "</tr>"
         for name, *numbers in splits
     )
     figures = []

@@ -109,10 +109,14 @@ class Geometry:
     """
 
     cam_valid: Annotated[NDArray[np.uint8], "u1", "N"]  #: 1 where the image member exists
-    cam_timestamp_ns: Annotated[NDArray[np.int64], "i8", "N"]  #: mid-exposure if known, else trigger
+    cam_timestamp_ns: Annotated[
+        NDArray[np.int64], "i8", "N"
+    ]  #: mid-exposure if known, else trigger
     img_wh: Annotated[NDArray[np.int32], "i4", "N", 2]  #: stored image (width, height) [px]
     intrinsics: Annotated[F64, "f8", "N", 3, 3]  #: K of the stored image
-    dist: Annotated[F64, "f8", "N", NUM_DIST]  #: coefficients of the camera's dist_model, NaN padded
+    dist: Annotated[
+        F64, "f8", "N", NUM_DIST
+    ]  #: coefficients of the camera's dist_model, NaN padded
     cam2ego: Annotated[F64, "f8", "N", 4, 4]  #: static extrinsic
     cam_ego2global: Annotated[F64, "f8", "N", 4, 4]  #: ego pose at cam_timestamp_ns
     ego2global: Annotated[F64, "f8", 4, 4]  #: ego pose at the sample's timestamp_ns
@@ -158,7 +162,9 @@ class Geometry:
         ``key2global`` is the ego pose of another sample to end in; it broadcasts over the leading axes.
         """
         origin = self.ego2global if key2global is None else key2global
-        return np.asarray(invert_rigid(origin)[..., None, :, :] @ (self.cam_ego2global @ self.cam2ego))
+        return np.asarray(
+            invert_rigid(origin)[..., None, :, :] @ (self.cam_ego2global @ self.cam2ego)
+        )
 
     def ego2cam(self) -> F64:
         """Return (N, 4, 4): ego at the sample's time to each camera at its exposure."""
@@ -186,7 +192,9 @@ def box_corners(boxes3d: F32, rotation_wxyz: F32) -> F32:
     signs = np.array([[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)], np.float32) / 2
     offsets = signs[None] * boxes3d[:, None, 3:6]
     rotation = rotation_matrices(rotation_wxyz)
-    return np.asarray(np.einsum("mij,mkj->mki", rotation, offsets) + boxes3d[:, None, :3], np.float32)
+    return np.asarray(
+        np.einsum("mij,mkj->mki", rotation, offsets) + boxes3d[:, None, :3], np.float32
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,12 +204,16 @@ class Boxes:
     boxes3d: Annotated[F32, "f4", "M", 7]  #: x, y, z of the gravity centre, l, w, h [m], yaw [rad]
     rotation_wxyz: Annotated[F32, "f4", "M", 4]  #: full rotation, box to ego
     velocity: Annotated[F32, "f4", "M", 3]  #: [m/s] over ground, ego axes, NaN unknown
-    label: Annotated[NDArray[np.int16], "i2", "M"]  #: index into the manifest's classes, -1 outside them
+    label: Annotated[
+        NDArray[np.int16], "i2", "M"
+    ]  #: index into the manifest's classes, -1 outside them
     instance_id: Annotated[NDArray[np.int64], "i8", "M"]  #: stable hash of the source's track id
     num_lidar_pts: Annotated[NDArray[np.int32], "i4", "M"]  #: -1 unknown
     num_radar_pts: Annotated[NDArray[np.int32], "i4", "M"]  #: -1 unknown
     visibility: Annotated[NDArray[np.int8], "i1", "M"]  #: 1 to 4 as in nuScenes, -1 unknown
-    attribute: Annotated[NDArray[np.int16], "i2", "M"]  #: index into the manifest's attributes, -1 none
+    attribute: Annotated[
+        NDArray[np.int16], "i2", "M"
+    ]  #: index into the manifest's attributes, -1 none
     valid: Annotated[NDArray[np.uint8], "u1", "M"]  #: lidar + radar points > 0, or unknown
 
     def corners(self) -> F32:
@@ -219,7 +231,9 @@ class Sweeps:
     num_points: Annotated[NDArray[np.int64], "i8", "S"]  #: of each sweep; together P
     timestamp_ns: Annotated[NDArray[np.int64], "i8", "S"]
     lidar2global: Annotated[F64, "f8", "S", 4, 4]  #: each at its own time
-    points: Annotated[F32, "f4", "P", "C"]  #: one sweep after the other, columns as the manifest names them
+    points: Annotated[
+        F32, "f4", "P", "C"
+    ]  #: one sweep after the other, columns as the manifest names them
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -245,10 +259,21 @@ class Sample:
         found = len(self.geometry.cam_valid)
         if found != num_cameras:
             raise SchemaError(
-                f"it is of {found} cameras, the manifest has {num_cameras}", key=self.key, member=GEOMETRY
+                f"it is of {found} cameras, the manifest has {num_cameras}",
+                key=self.key,
+                member=GEOMETRY,
             )
         geometry = self.geometry.of_cameras(rows)
-        return Sample(self.key, self.meta, geometry, self.boxes, self.images, self.points, self.extra, self.sweeps)
+        return Sample(
+            self.key,
+            self.meta,
+            geometry,
+            self.boxes,
+            self.images,
+            self.points,
+            self.extra,
+            self.sweeps,
+        )
 
     def __repr__(self) -> str:
         """Name what is in it: its arrays would fill pages."""
@@ -332,12 +357,16 @@ def _check_once(kind: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDAr
         _fitting.add((kind, found))
 
 
-def _check(record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any] | TensorSpec]) -> None:
+def _check(
+    record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any] | TensorSpec]
+) -> None:
     specs = ARRAYS[record]
     if len(arrays) != len(specs):
         unknown = sorted(arrays.keys() - {name for name, _, _ in specs})
         if unknown:
-            raise SchemaError(f"unknown array '{unknown[0]}'; known: {', '.join(name for name, _, _ in specs)}")
+            raise SchemaError(
+                f"unknown array '{unknown[0]}'; known: {', '.join(name for name, _, _ in specs)}"
+            )
     sizes: dict[str, int] = {}
     for name, dtype, shape in specs:
         array = arrays.get(name)
@@ -349,7 +378,9 @@ def _check(record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray
             for i, n in enumerate(shape)
         )
         if array.dtype != dtype or found != wanted:
-            raise SchemaError(f"array '{name}' is {array.dtype}{list(found)}; wanted {dtype}{list(wanted)}")
+            raise SchemaError(
+                f"array '{name}' is {array.dtype}{list(found)}; wanted {dtype}{list(wanted)}"
+            )
 
 
 def encode_points(points: F32) -> bytes:
@@ -369,7 +400,9 @@ def decode_points(data: Buffer) -> F32:
 
 def lidar_channel(name: str) -> str:
     """Return channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and ``lidar_top_sweeps.safetensors``."""
-    return name.removesuffix(SWEEPS_FIELD) if name.endswith(SWEEPS_FIELD) else name.partition(".")[0]
+    return (
+        name.removesuffix(SWEEPS_FIELD) if name.endswith(SWEEPS_FIELD) else name.partition(".")[0]
+    )
 
 
 def decode_sweeps(data: Buffer) -> Sweeps:
@@ -381,7 +414,7 @@ def decode_sweeps(data: Buffer) -> Sweeps:
     return sweeps
 
 
-def decode_member(name: str, data: Buffer) -> Any:  # noqa: ANN401 - one type for each field
+def decode_member(name: str, data: Buffer) -> Any:
     """Decode one member by its field name: Meta, Geometry, Boxes, Sweeps, points (P, C); the bytes of all others.
 
     Raises SchemaError for what does not match the schema.

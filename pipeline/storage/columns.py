@@ -44,7 +44,9 @@ class Disk:
         """Return a column of rows of that type and shape, empty."""
         return Column(self, np.dtype(dtype), shape)
 
-    def filled(self, value: float, num_rows: int, dtype: DTypeLike, shape: tuple[int, ...] = ()) -> NDArray[Any]:
+    def filled(
+        self, value: float, num_rows: int, dtype: DTypeLike, shape: tuple[int, ...] = ()
+    ) -> NDArray[Any]:
         """Return a column of ``num_rows`` rows of ``value`` as an array, to be written to in place."""
         column = self.column(dtype, shape)
         for first in range(0, num_rows, ROWS_AT_ONCE):
@@ -117,13 +119,15 @@ class Column:
         self._length = 0
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # there was no place for the file, or is none for its rest
+        with contextlib.suppress(
+            AttributeError, OSError
+        ):  # there was no place for the file, or is none for its rest
             self._file.close()  # of a column that was not read
 
     def __len__(self) -> int:
         return self._length
 
-    def append(self, values: Any) -> None:  # noqa: ANN401 - what numpy takes
+    def append(self, values: Any) -> None:
         """Add rows (N, ...)."""
         rows = np.ascontiguousarray(values, self._dtype).reshape(-1, *self._shape)
         self._length += len(rows)
@@ -150,8 +154,12 @@ class Texts:
         """Add texts."""
         joined = "".join(texts)
         utf8 = joined.encode()
-        counted = texts if len(utf8) == len(joined) else [text.encode() for text in texts]  # mostly a letter is a byte
-        self._ends.append(np.cumsum(np.fromiter(map(len, counted), np.int64, len(texts))) + len(self._utf8))
+        counted = (
+            texts if len(utf8) == len(joined) else [text.encode() for text in texts]
+        )  # mostly a letter is a byte
+        self._ends.append(
+            np.cumsum(np.fromiter(map(len, counted), np.int64, len(texts))) + len(self._utf8)
+        )
         self._utf8.append(np.frombuffer(utf8, np.uint8))
 
     def __getitem__(self, row: int) -> str:

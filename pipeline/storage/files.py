@@ -43,14 +43,18 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
             raise
         place = Path(path)
         target, folder = Path(os.path.realpath(place)), Path(os.path.realpath(place.parent))
-        if folder not in target.parents or target.is_symlink():  # a link that leads to itself stays one
+        if (
+            folder not in target.parents or target.is_symlink()
+        ):  # a link that leads to itself stays one
             what = "it is a link that leads out of the dataset's folder, or nowhere; put the file itself there"
             raise _refused(path, what) from error
         descriptor = os.open(target, flags)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise _refused(path, "it is a folder, not a file" if stat.S_ISDIR(mode) else "it is not a regular file")
+        raise _refused(
+            path, "it is a folder, not a file" if stat.S_ISDIR(mode) else "it is not a regular file"
+        )
     return descriptor
 
 
@@ -80,7 +84,9 @@ def map_npy(path: str | os.PathLike[str]) -> NDArray[np.generic]:
 
 
 @contextlib.contextmanager
-def published(path: Path, temporary: Path | None = None, *, sync: bool = True) -> Iterator[BinaryIO]:
+def published(
+    path: Path, temporary: Path | None = None, *, sync: bool = True
+) -> Iterator[BinaryIO]:
     """Write a file under another name, in the folder ``temporary`` (default: its own), and rename it at the end.
 
     No reader sees a part of it. The other name is this call's alone: a worker of a run that was killed may live a
@@ -96,7 +102,9 @@ def published(path: Path, temporary: Path | None = None, *, sync: bool = True) -
                 os.fsync(file.fileno())
         part.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # a file system that became read-only says so by the first error
+        with contextlib.suppress(
+            OSError
+        ):  # a file system that became read-only says so by the first error
             part.unlink()
         raise
     if sync:

@@ -18,9 +18,17 @@ from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.storage.retry import redacted
 
 _EXTRAS: Final = {
-    "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "az", "abfs": "az", "abfss": "az",
-    "http": "http", "https": "http", "hf": "hf",
-}  # fmt: skip
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "http": "http",
+    "https": "http",
+    "hf": "hf",
+}
 
 _VERSIONS: Final = ("ETag", "etag", "e_tag", "md5Hash", "generation", "blob_id")
 
@@ -51,7 +59,9 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     Raises ConfigError where the protocol is unknown, its library is not installed, an option is wrong, the URL has a
     query, or a host that the file system connects to at once does not answer.
     """
-    with needs(f"'{shown_url(url)}'", "fsspec"):  # a base requirement; but a trimmed environment may lack it
+    with needs(
+        f"'{shown_url(url)}'", "fsspec"
+    ):  # a base requirement; but a trimmed environment may lack it
         import fsspec
     protocol = url.partition("://")[0]
     if protocol in ("http", "https") and "?" in url:
@@ -63,12 +73,20 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     try:
         # An instance of our own: fsspec's shared ones keep the endpoint and credentials that they met first, and
         # belong to others too.
-        fs, path = fsspec.core.url_to_fs(url, **{"skip_instance_cache": True, **(storage_options or {})})
+        fs, path = fsspec.core.url_to_fs(
+            url, **{"skip_instance_cache": True, **(storage_options or {})}
+        )
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         hint = f"pip install 'fuelrail[{extra}]'" if extra else "install its fsspec implementation"
-        raise ConfigError(f"'{shown_url(url)}' needs a library that is not installed: {hint} ({error})") from error
-    except (ValueError, TypeError, OSError) as error:  # OSError: some, such as FTP's, connect at once
+        raise ConfigError(
+            f"'{shown_url(url)}' needs a library that is not installed: {hint} ({error})"
+        ) from error
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+    ) as error:  # OSError: some, such as FTP's, connect at once
         text = redacted(str(error), storage_options)
         given = " with these storage_options" if storage_options else ""
         raise ConfigError(f"'{shown_url(url)}' cannot be opened{given}: {text}") from None

@@ -26,7 +26,9 @@ def open_folder(path: Path, parent_fd: int | None = None, *, restrict: bool = Tr
     except FileExistsError:
         if stat.S_ISLNK(os.stat(name, dir_fd=parent_fd, follow_symlinks=False).st_mode):
             raise _refused(path, "is a symbolic link, which others could turn elsewhere") from None
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
+    fd = os.open(
+        name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd
+    )
     try:
         found = os.fstat(fd)
         _check_owner(path, found)
@@ -59,7 +61,9 @@ def open_file(path: Path, flags: int, folder_fd: int | None = None) -> int:
             flags &= ~os.O_CREAT
     mode = os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode
     if not stat.S_ISREG(mode):
-        raise _refused(path, "is a symbolic link" if stat.S_ISLNK(mode) else "is not a regular file")
+        raise _refused(
+            path, "is a symbolic link" if stat.S_ISLNK(mode) else "is not a regular file"
+        )
     fd = os.open(name, flags, dir_fd=folder_fd)
     try:
         found = os.fstat(fd)
@@ -74,8 +78,12 @@ def open_file(path: Path, flags: int, folder_fd: int | None = None) -> int:
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
-        raise _refused(path, f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}")
+        raise _refused(
+            path, f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+        )
 
 
 def _refused(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"cache_dir: '{path}' {reason}; remove it, or choose a cache folder of your own")
+    return ConfigError(
+        f"cache_dir: '{path}' {reason}; remove it, or choose a cache folder of your own"
+    )

@@ -33,14 +33,22 @@ _TRANSIENT_4XX: Final = frozenset({408, 409, 425})
 _REFUSED: Final = frozenset({401, 402, 403, 407})
 _RANGE_NOT_SATISFIABLE: Final = 416
 _MISSING: Final = frozenset({404, 410})
-_NO_CREDENTIALS: Final = ("NoCredentials", "PartialCredentials", "NoAuth", "Unauthenticated", "PermissionDenied")
+_NO_CREDENTIALS: Final = (
+    "NoCredentials",
+    "PartialCredentials",
+    "NoAuth",
+    "Unauthenticated",
+    "PermissionDenied",
+)
 _MALFORMED: Final = ("ParamValidation", "InvalidUrl", "InvalidURL")
 """Starts of the names of what botocore and aiohttp raise before a request is sent: no address, no bucket."""
 _ON_THE_WAY: Final = frozenset(
     {"ClientError", "BotoCoreError", "HTTPClientError", "HTTPError", "RequestError", "BaseError"}
 )
 """Base classes of what can go wrong on a connection: aiohttp's, botocore's, urllib3's, gcsfs's, obstore's."""
-_STATUS_IN_TEXT: Final = re.compile(r"\b(?:status|code|error|http)\D{0,24}([45]\d\d)\b", re.IGNORECASE)
+_STATUS_IN_TEXT: Final = re.compile(
+    r"\b(?:status|code|error|http)\D{0,24}([45]\d\d)\b", re.IGNORECASE
+)
 _QUERY: Final = re.compile(r"(\w+://[^\s'\"?<>]*)\?[^\s'\"<>)]*")
 _USERINFO: Final = re.compile(r"(\w+://)[^\s/@'\"]+@")
 
@@ -90,7 +98,10 @@ def _text(error: BaseException) -> str:
 
 def _kind(error: BaseException) -> FaultKind:
     name = type(error).__name__
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or name == "NotFoundError":
+    if (
+        isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        or name == "NotFoundError"
+    ):
         return "missing"
     # s3fs makes PermissionError of AccessDenied, of bad signatures and of unknown keys alike.
     if isinstance(error, PermissionError) or name.startswith(_NO_CREDENTIALS):
@@ -101,7 +112,9 @@ def _kind(error: BaseException) -> FaultKind:
     if status is not None:
         return _kind_of_status(status)
     names = {base.__name__ for base in type(error).__mro__}
-    return "transient" if isinstance(error, OSError | EOFError) or names & _ON_THE_WAY else "invalid"
+    return (
+        "transient" if isinstance(error, OSError | EOFError) or names & _ON_THE_WAY else "invalid"
+    )
 
 
 def _kind_of_status(status: int) -> FaultKind:
@@ -119,15 +132,23 @@ def _kind_of_status(status: int) -> FaultKind:
 def _status(error: BaseException) -> int | None:
     """Return the HTTP status that an error or its cause carries, in the attribute that its library uses."""
     for one in (error, error.__cause__):
-        response = getattr(one, "response", None)  # botocore's ClientError, which s3fs's OSErrors have as a cause
-        stated = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+        response = getattr(
+            one, "response", None
+        )  # botocore's ClientError, which s3fs's OSErrors have as a cause
+        stated = (
+            response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            if isinstance(response, dict)
+            else None
+        )
         for found in (stated, *(getattr(one, name, None) for name in ("status", "status_code"))):
             if isinstance(found, int) and 400 <= found < 600:
                 return found
     code = getattr(error, "code", None)  # gcsfs
     if isinstance(code, int) and type(error).__module__.startswith("gcsfs"):
         return code
-    match = _STATUS_IN_TEXT.search(str(error)) if type(error).__module__.startswith("obstore") else None
+    match = (
+        _STATUS_IN_TEXT.search(str(error)) if type(error).__module__.startswith("obstore") else None
+    )
     return int(match[1]) if match else None
 
 
@@ -145,7 +166,11 @@ def _strings(value: object) -> set[str]:
         return {value} if len(value) >= 4 and "://" not in value else set()
     if isinstance(value, dict):
         value = list(value.values())
-    return {text for item in value for text in _strings(item)} if isinstance(value, list | tuple) else set()
+    return (
+        {text for item in value for text in _strings(item)}
+        if isinstance(value, list | tuple)
+        else set()
+    )
 
 
 def read_checked(read: Callable[[], bytes], check: Callable[[bytes], T], policy: RetryPolicy) -> T:

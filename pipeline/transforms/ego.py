@@ -54,7 +54,10 @@ class BevMap:
         """B, float64 (4, 4): ego to augmented ego; read-only where it is the identity."""
         if self is IDENTITY:
             return _EYE
-        cos, sin = self.scale * math.cos(self.rotation_rad), self.scale * math.sin(self.rotation_rad)
+        cos, sin = (
+            self.scale * math.cos(self.rotation_rad),
+            self.scale * math.sin(self.rotation_rad),
+        )
         x, y = -1.0 if self.flip_x else 1.0, -1.0 if self.flip_y else 1.0
         matrix = np.eye(4)
         matrix[:3, :3] = ((x * cos, -x * sin, 0.0), (y * sin, y * cos, 0.0), (0.0, 0.0, self.scale))
@@ -103,7 +106,9 @@ class BevMap:
             q = q * (1.0, -1.0, 1.0, -1.0)
         return _turn_about_z(math.pi, q) if self.flip_x else q
 
-    def in_frame(self, frame2ego: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def in_frame(
+        self, frame2ego: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return B as a sensor's frame sees it, F^-1 B F: a linear map (3, 3) and a shift (3,), float64.
 
         ``frame2ego`` F is rigid, (4, 4) float64.
@@ -119,7 +124,9 @@ class BevMap:
             return vectors.copy()
         return (vectors.astype(np.float64) @ self.matrix[:3, :3].T).astype(np.float32)
 
-    def points(self, points: NDArray[np.float32], lidar2ego: NDArray[np.float64]) -> NDArray[np.float32]:
+    def points(
+        self, points: NDArray[np.float32], lidar2ego: NDArray[np.float64]
+    ) -> NDArray[np.float32]:
         """Return float32 (P, C) points in the lidar's frame, moved as ego is; columns after x, y, z are copied.
 
         ``lidar2ego`` is rigid, (4, 4) float64.
@@ -183,7 +190,10 @@ class BevAugment(Settings, frozen=True):
             return IDENTITY
         u = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS)[0].tolist()
         # Box and Muller's transform: two uniforms make one normal number. 1 - u is never 0.
-        normal = [math.sqrt(-2 * math.log(1 - u[4 + i])) * math.cos(2 * math.pi * u[7 + i]) for i in range(3)]
+        normal = [
+            math.sqrt(-2 * math.log(1 - u[4 + i])) * math.cos(2 * math.pi * u[7 + i])
+            for i in range(3)
+        ]
         x, y, z = (self.translate_std_m * one for one in normal)
         return BevMap(
             rotation_rad=math.radians(within(self.rotate_deg, u[0])),

@@ -32,7 +32,9 @@ _MIN_FACTOR, _MAX_FACTOR = 1e-3, 1e3
 _MAX_SIDE = 16384
 _Side = Annotated[int, Meta(ge=1, le=_MAX_SIDE), must_be(f"1 to {_MAX_SIDE} pixels")]
 _Factor = Annotated[float, Meta(ge=_MIN_FACTOR, le=_MAX_FACTOR)]
-_RESIZE = must_be(f"width, cover, contain, stretch, or a factor from {_MIN_FACTOR} to {_MAX_FACTOR:g}")
+_RESIZE = must_be(
+    f"width, cover, contain, stretch, or a factor from {_MIN_FACTOR} to {_MAX_FACTOR:g}"
+)
 _MAX_PIXELS = 1 << 26
 """The largest output: the limit of a stored image, too."""
 
@@ -89,15 +91,21 @@ class ImageAugment(Settings, frozen=True):
         if self.resize_jitter is not None and self.resize_range is not None:
             raise ConfigError("resize_jitter and resize_range exclude each other: give one of them")
         if self.resize == "stretch" and (self.resize_jitter or self.resize_range):
-            raise ConfigError("resize='stretch' has no factor to vary: leave out resize_jitter and resize_range")
+            raise ConfigError(
+                "resize='stretch' has no factor to vary: leave out resize_jitter and resize_range"
+            )
         for name in ("resize_jitter", "resize_range", "crop_bottom", "rotate_deg"):
             limits = getattr(self, name)
             if limits is not None and not -math.inf < limits[0] <= limits[1] < math.inf:
-                raise ConfigError(f"{name}={list(limits)} must be [low, high] with low <= high, both finite")
+                raise ConfigError(
+                    f"{name}={list(limits)} must be [low, high] with low <= high, both finite"
+                )
         for name, least in (("resize_range", _MIN_FACTOR), ("resize_jitter", -_MAX_FACTOR)):
             limits = getattr(self, name)
             if limits is not None and not (least <= limits[0] and limits[1] <= _MAX_FACTOR):
-                raise ConfigError(f"{name}={list(limits)} must be factors from {least:g} to {_MAX_FACTOR:g}")
+                raise ConfigError(
+                    f"{name}={list(limits)} must be factors from {least:g} to {_MAX_FACTOR:g}"
+                )
         if self.crop_bottom[0] < 0.0 or self.crop_bottom[1] >= 1.0:
             raise ConfigError(f"crop_bottom={list(self.crop_bottom)} must lie in [0, 1)")
 
@@ -130,11 +138,16 @@ class ImageAugment(Settings, frozen=True):
             return [self._evaluate(int(width), int(height)) for width, height in img_wh]
         count = len(img_wh)
         if self.scope == "sample":
-            draws = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS).tolist() * count
+            draws = (
+                uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS).tolist() * count
+            )
         else:
             rows = range(count) if cameras is None else cameras
             draws = uniforms(seed, epoch, sample, rows, STREAM, _NUM_DRAWS).tolist()
-        return [self._train(int(wh[0]), int(wh[1]), draw) for wh, draw in zip(img_wh, draws, strict=True)]
+        return [
+            self._train(int(wh[0]), int(wh[1]), draw)
+            for wh, draw in zip(img_wh, draws, strict=True)
+        ]
 
     def _base(self, width: int, height: int) -> tuple[tuple[float, float], tuple[int, int]]:
         """Return the factors of width and height without randomness, and the (width, height) that they lead to.
@@ -175,7 +188,9 @@ class ImageAugment(Settings, frozen=True):
         size = _at_least_1(size)
         left_top = self._crop(size, within(self.crop_bottom, u_y), u_x, u_y)
         degrees = within(self.rotate_deg, u_rotate)
-        return self._map((width, height), factors, size, left_top, flip=u_flip < self.flip_prob, degrees=degrees)
+        return self._map(
+            (width, height), factors, size, left_top, flip=u_flip < self.flip_prob, degrees=degrees
+        )
 
     def _crop(self, size: tuple[int, int], share: float, u_x: float, u_y: float) -> tuple[int, int]:
         """Return left and top of the final size in a resized one; ``share`` of its height is left out below."""
@@ -205,7 +220,9 @@ class ImageAugment(Settings, frozen=True):
         image_map = rest(source.resize(*size))
         if self.geometry == "exact":
             return image_map
-        by_factors = ImageMap((factors[0], 0.0, 0.0, 0.0, factors[1], 0.0), source_wh, size, source.visible)
+        by_factors = ImageMap(
+            (factors[0], 0.0, 0.0, 0.0, factors[1], 0.0), source_wh, size, source.visible
+        )
         return dataclasses.replace(image_map, published=rest(by_factors).coefficients)
 
 
@@ -227,7 +244,9 @@ class CameraGroup(Settings, frozen=True):
         resolve_fields(self)
         check_types(self, ConfigError)
         if not self.cameras or len(set(self.cameras)) < len(self.cameras):
-            raise ConfigError(f"cameras={list(self.cameras)} must name one camera or more, each once")
+            raise ConfigError(
+                f"cameras={list(self.cameras)} must name one camera or more, each once"
+            )
 
     def evaluation(self) -> CameraGroup:
         """Return the deterministic variant of these settings."""

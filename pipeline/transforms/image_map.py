@@ -76,7 +76,12 @@ class ImageMap:
         width, height = source_wh
         if width < 1 or height < 1:
             raise ConfigError(f"image size {width}x{height} must be at least 1x1")
-        return cls((1.0, 0.0, 0.0, 0.0, 1.0, 0.0), (width, height), (width, height), (0.0, 0.0, width, height))
+        return cls(
+            (1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
+            (width, height),
+            (width, height),
+            (0.0, 0.0, width, height),
+        )
 
     def resize(self, width: int, height: int) -> ImageMap:
         """Scale the current canvas to (width, height): by the integers used, never by the factor that led to them."""
@@ -84,7 +89,10 @@ class ImageMap:
         sx, sy = width / self.out_wh[0], height / self.out_wh[1]
         a, b, tx, c, d, ty = self.coefficients
         return ImageMap(
-            (a * sx, b * sx, tx * sx, c * sy, d * sy, ty * sy), self.source_wh, (width, height), self.visible
+            (a * sx, b * sx, tx * sx, c * sy, d * sy, ty * sy),
+            self.source_wh,
+            (width, height),
+            self.visible,
         )
 
     def crop(self, left: int, top: int, width: int, height: int) -> ImageMap:
@@ -101,7 +109,9 @@ class ImageMap:
     def flip(self) -> ImageMap:
         """Mirror the current canvas left to right: x' = width - x."""
         a, b, tx, c, d, ty = self.coefficients
-        return ImageMap((-a, -b, self.out_wh[0] - tx, c, d, ty), self.source_wh, self.out_wh, self.visible)
+        return ImageMap(
+            (-a, -b, self.out_wh[0] - tx, c, d, ty), self.source_wh, self.out_wh, self.visible
+        )
 
     def rotate(self, degrees: float) -> ImageMap:
         """Turn the content counter-clockwise (as seen, y down) about the canvas centre; the canvas keeps its size."""
@@ -109,7 +119,9 @@ class ImageMap:
             return self
         quarters, rest = divmod(degrees, 90.0)
         # Exact for quarter turns, so that half a turn keeps rows rows: cos(radians(90)) is 6e-17.
-        cos, sin = (math.cos(math.radians(rest)), math.sin(math.radians(rest))) if rest else (1.0, 0.0)
+        cos, sin = (
+            (math.cos(math.radians(rest)), math.sin(math.radians(rest))) if rest else (1.0, 0.0)
+        )
         for _ in range(int(quarters) % 4):
             cos, sin = -sin, cos
         cx, cy = self.out_wh[0] / 2, self.out_wh[1] / 2
@@ -185,7 +197,14 @@ class ImageMap:
         """Return the edge-origin coefficients of the inverse map, output to source."""
         a, b, tx, c, d, ty = self.coefficients
         det = a * d - b * c
-        return d / det, -b / det, (b * ty - d * tx) / det, -c / det, a / det, (c * tx - a * ty) / det
+        return (
+            d / det,
+            -b / det,
+            (b * ty - d * tx) / det,
+            -c / det,
+            a / det,
+            (c * tx - a * ty) / det,
+        )
 
     def covered_output(self) -> tuple[int, int, int, int]:
         """Return (left, top, right, bottom): output pixels whose centre sees the source; axis-aligned maps only.
@@ -211,17 +230,25 @@ class ImageMap:
         if left >= right or top >= bottom:  # crops beyond each other
             return np.full(height, width), np.zeros(height, np.int64)
         corners = [(u, v) for u in (0.5, width - 0.5) for v in (0.5, height - 0.5)]
-        if all(left <= a * u + b * v + tx <= right and top <= c * u + d * v + ty <= bottom for u, v in corners):
+        if all(
+            left <= a * u + b * v + tx <= right and top <= c * u + d * v + ty <= bottom
+            for u, v in corners
+        ):
             return None
         v = np.arange(height) + 0.5
         first, last = np.full(height, 0.5), np.full(height, width - 0.5)
         for along, across, offset, low, high in ((a, b, tx, left, right), (c, d, ty, top, bottom)):
             along = along if abs(along) > 1e-30 else 1e-30  # parallel to the border: all or nothing
-            at_low, at_high = (low - offset - across * v) / along, (high - offset - across * v) / along
+            at_low, at_high = (
+                (low - offset - across * v) / along,
+                (high - offset - across * v) / along,
+            )
             first = np.maximum(first, np.minimum(at_low, at_high))
             last = np.minimum(last, np.maximum(at_low, at_high))
         first, last = np.clip(first, 0.0, width), np.clip(last, -1.0, width - 0.5)
-        return np.ceil(first - 0.5 - _FUZZ).astype(np.int64), np.floor(last - 0.5 + _FUZZ).astype(np.int64) + 1
+        return np.ceil(first - 0.5 - _FUZZ).astype(np.int64), np.floor(last - 0.5 + _FUZZ).astype(
+            np.int64
+        ) + 1
 
     def source_roi(self, support_px: float = 1.0) -> tuple[int, int, int, int]:
         """Return (left, top, right, bottom): whole source pixels that the output samples, within the source.
@@ -229,7 +256,9 @@ class ImageMap:
         ``support_px`` widens it by the reach of the resampling filter, in source pixels. Empty (0, 0, 0, 0) when the
         output sees nothing of the source.
         """
-        left, top, right, bottom = _intersect(self.visible, _preimage(self.coefficients, *self.out_wh))
+        left, top, right, bottom = _intersect(
+            self.visible, _preimage(self.coefficients, *self.out_wh)
+        )
         if left >= right or top >= bottom:
             return 0, 0, 0, 0
         width, height = self.source_wh
@@ -250,7 +279,9 @@ def ida_mats(maps: Sequence[ImageMap]) -> NDArray[np.float64]:
     return np.array(rows, dtype=np.float64).reshape(-1, 4, 4)
 
 
-def apply_to_intrinsics(ida_mat: NDArray[np.float64], intrinsics: NDArray[np.float64]) -> NDArray[np.float64]:
+def apply_to_intrinsics(
+    ida_mat: NDArray[np.float64], intrinsics: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return M @ K, float64 (..., 3, 3), from ida_mat (..., 4, 4) and the stored image's K (..., 3, 3).
 
     A flip gives a negative focal length and a rotation gives skew: use the whole matrix, not (fx, fy, cx, cy).
@@ -270,7 +301,9 @@ def _intersect(a: Rectangle, b: Rectangle) -> Rectangle:
 def _covered(scale: float, offset: float, low: float, high: float, size: int) -> tuple[int, int]:
     """Return the output pixels [first, last) whose centre maps into [low, high] of the source, on one axis."""
     a, b = scale * low + offset, scale * high + offset
-    return max(0, math.ceil(min(a, b) - 0.5 - _FUZZ)), min(size, math.floor(max(a, b) - 0.5 + _FUZZ) + 1)
+    return max(0, math.ceil(min(a, b) - 0.5 - _FUZZ)), min(
+        size, math.floor(max(a, b) - 0.5 + _FUZZ) + 1
+    )
 
 
 def _preimage(coefficients: Coefficients, width: int, height: int) -> Rectangle:

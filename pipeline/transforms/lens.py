@@ -53,7 +53,9 @@ class Lens:
     rectified: Matrix3
 
 
-def read_lens(model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.float64]) -> Lens | None:
+def read_lens(
+    model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.float64]
+) -> Lens | None:
     """Return the lens of a camera, with the K of a pinhole of the same scale at the centre; None where nothing is bent.
 
     Args:
@@ -68,10 +70,14 @@ def read_lens(model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.floa
     if model == UNBENT or not coefficients:
         return None
     if model not in MODELS:
-        raise ConfigError(f"dist_model '{model}' cannot be undone, only {', '.join(MODELS)}: leave out undistort")
+        raise ConfigError(
+            f"dist_model '{model}' cannot be undone, only {', '.join(MODELS)}: leave out undistort"
+        )
     kind, lengths = MODELS[model]
     if len(coefficients) > lengths[-1]:
-        raise ConfigError(f"dist_model '{model}' has at most {lengths[-1]} coefficients, got {len(coefficients)}")
+        raise ConfigError(
+            f"dist_model '{model}' has at most {lengths[-1]} coefficients, got {len(coefficients)}"
+        )
     length = next(n for n in lengths if n >= len(coefficients))
     coefficients += [0.0] * (length - len(coefficients))
     scale = {"ftheta": coefficients[1], "mei": 1.0 / (1.0 + coefficients[0])}.get(kind, 1.0)
@@ -93,13 +99,19 @@ def source_places(
     camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
     to_output = matrix @ np.array(lens.rectified)
     if lens.kind in OWN:
-        columns, rows = np.meshgrid(np.arange(wh[0], dtype=np.float64), np.arange(wh[1], dtype=np.float64))
+        columns, rows = np.meshgrid(
+            np.arange(wh[0], dtype=np.float64), np.arange(wh[1], dtype=np.float64)
+        )
         rays = np.stack((columns, rows, np.ones_like(rows)), -1) @ np.linalg.inv(to_output).T
         places = bent(rays[..., :2] / rays[..., 2:], lens) @ camera[:2, :2].T + camera[:2, 2]
         return places[..., 0].astype(np.float32), places[..., 1].astype(np.float32)
     import cv2
 
-    make = cv2.fisheye.initUndistortRectifyMap if lens.kind == "fisheye" else cv2.initUndistortRectifyMap
+    make = (
+        cv2.fisheye.initUndistortRectifyMap
+        if lens.kind == "fisheye"
+        else cv2.initUndistortRectifyMap
+    )
     x, y = make(camera, coefficients, np.eye(3), to_output, wh, cv2.CV_32FC1)
     return x, y  # type: ignore[return-value]
 
@@ -130,7 +142,9 @@ def bent(flat: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
     if lens.kind == "ftheta":
         polynomial = np.polynomial.Polynomial(lens.coefficients)
         slope = np.full_like(radius, lens.coefficients[1])  # at the centre, which has no direction
-        return np.asarray(flat * np.divide(polynomial(np.arctan(radius)), radius, out=slope, where=radius > 0))
+        return np.asarray(
+            flat * np.divide(polynomial(np.arctan(radius)), radius, out=slope, where=radius > 0)
+        )
     xi = lens.coefficients[0]
     return _radtan(flat / (1.0 + xi * np.sqrt(1.0 + radius**2)), lens.coefficients[1:])
 
@@ -144,7 +158,9 @@ def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
         for _ in range(_ROUNDS):
             theta = np.clip(theta - (polynomial(theta) - radius) / slope(theta), 0.0, _WIDEST)
         per_radius = np.full_like(radius, 1.0 / lens.coefficients[1])
-        return np.asarray(places * np.divide(np.tan(theta), radius, out=per_radius, where=radius > 0))
+        return np.asarray(
+            places * np.divide(np.tan(theta), radius, out=per_radius, where=radius > 0)
+        )
     xi, coefficients = lens.coefficients[0], lens.coefficients[1:]
     found = places
     for _ in range(_ROUNDS):

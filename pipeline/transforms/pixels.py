@@ -92,7 +92,9 @@ class PixelAugment(Settings, frozen=True):
         for name in ("contrast", "saturation"):
             limits = getattr(self, name)
             if not 0.0 <= limits[0] <= limits[1] < math.inf:
-                raise ConfigError(f"{name}={list(limits)} must be [low, high] with 0 <= low <= high")
+                raise ConfigError(
+                    f"{name}={list(limits)} must be [low, high] with 0 <= low <= high"
+                )
 
     @property
     def changes_nothing(self) -> bool:
@@ -107,7 +109,9 @@ class PixelAugment(Settings, frozen=True):
         """Return the settings that change nothing."""
         return msgspec.structs.replace(self, train=False)
 
-    def draw(self, height: int, *, seed: int, epoch: int, sample: int, cameras: Sequence[int]) -> list[PixelChange]:
+    def draw(
+        self, height: int, *, seed: int, epoch: int, sample: int, cameras: Sequence[int]
+    ) -> list[PixelChange]:
         """Return one change for each camera; ``height`` of the output in pixels, others as in `ImageAugment.draw`."""
         if self.changes_nothing:
             return [NO_CHANGE] * len(cameras)
@@ -115,7 +119,8 @@ class PixelAugment(Settings, frozen=True):
             row = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS)[0].tolist()
             return [self._change(height, row)] * len(cameras)
         return [
-            self._change(height, row) for row in uniforms(seed, epoch, sample, cameras, STREAM, _NUM_DRAWS).tolist()
+            self._change(height, row)
+            for row in uniforms(seed, epoch, sample, cameras, STREAM, _NUM_DRAWS).tolist()
         ]
 
     def _change(self, height: int, u: list[float]) -> PixelChange:
@@ -125,7 +130,9 @@ class PixelAugment(Settings, frozen=True):
             contrast=within(self.contrast, u[3]) if u[2] < prob else 1.0,
             saturation=within(self.saturation, u[5]) if u[4] < prob else 1.0,
             hue_deg=self.hue_deg * (2 * u[7] - 1) if u[6] < prob else 0.0,
-            order=_ORDERS[int(u[9] * len(_ORDERS))] if self.swap_channels and u[8] < prob else (0, 1, 2),
+            order=_ORDERS[int(u[9] * len(_ORDERS))]
+            if self.swap_channels and u[8] < prob
+            else (0, 1, 2),
             contrast_first=u[10] < 0.5,
             holes=self._holes(height, *u[12:]) if u[11] < self.grid_mask_prob else None,
         )

@@ -52,7 +52,9 @@ class PointSweeps(CheckedSettings, frozen=True):
 
     def columns(self, stored: Sequence[str]) -> tuple[str, ...]:
         """Return the columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``, or last."""
-        return tuple("dt_s" if name == RING else name for name in stored) + (() if RING in stored else ("dt_s",))
+        return tuple("dt_s" if name == RING else name for name in stored) + (
+            () if RING in stored else ("dt_s",)
+        )
 
     def chosen(self, num_stored: int, *, seed: int, epoch: int, sample: int) -> list[int]:
         """Return the selected earlier sweeps, the latest (0) first."""
@@ -87,8 +89,12 @@ class PointSweeps(CheckedSettings, frozen=True):
 
         """
         if earlier is not None and earlier.points.shape[1] != own.shape[1]:
-            raise SchemaError(f"earlier sweeps have {earlier.points.shape[1]} columns, the sample's own {own.shape[1]}")
-        parts: list[tuple[NDArray[np.float32], NDArray[np.float64] | None, float]] = [(own, None, 0.0)]
+            raise SchemaError(
+                f"earlier sweeps have {earlier.points.shape[1]} columns, the sample's own {own.shape[1]}"
+            )
+        parts: list[tuple[NDArray[np.float32], NDArray[np.float64] | None, float]] = [
+            (own, None, 0.0)
+        ]
         if self.repeat_if_alone and not chosen:
             parts *= self.num_sweeps
         if earlier is not None and chosen:

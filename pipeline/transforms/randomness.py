@@ -58,7 +58,9 @@ def uniforms(
             f"random address seed={seed}, epoch={epoch}, sample={sample}, cameras={list(cameras)} "
             f"must be integers of signed 64 bits"
         ) from error
-    table = np.frombuffer(words, dtype="<u8").reshape(len(cameras), blocks * _WORDS_PER_BLOCK)[:, :count]
+    table = np.frombuffer(words, dtype="<u8").reshape(len(cameras), blocks * _WORDS_PER_BLOCK)[
+        :, :count
+    ]
     return (table >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

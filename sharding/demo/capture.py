@@ -48,7 +48,9 @@ class Sighting(NamedTuple):
     visible_share: float
 
 
-def filename(world: SynthOptions, clip: SynthClip, channel: str, timestamp_us: int, *, is_key_frame: bool) -> str:
+def filename(
+    world: SynthOptions, clip: SynthClip, channel: str, timestamp_us: int, *, is_key_frame: bool
+) -> str:
     """Return the path of a sensor file below the dataroot, as nuScenes names them."""
     suffix = "pcd.bin" if channel == LIDAR_CHANNEL else "jpg"
     logfile = log_facts(world, clip.log)["logfile"]
@@ -63,23 +65,33 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
     clip = make_clip(world, capture.clip)
     solids = clip.solids(capture.timestamp_us)
     if world.tokens and capture.is_key_frame:
-        tokens = KINDS[TOKENS.kind].encode(top_view_tokens(clip, solids, capture.timestamp_us), TOKENS)
+        tokens = KINDS[TOKENS.kind].encode(
+            top_view_tokens(clip, solids, capture.timestamp_us), TOKENS
+        )
         sample = token(world.seed, "sample", capture.clip, capture.frame)
         (root / channel_file(TOKENS, sample)).write_bytes(tokens)
     for camera in clip.rig.cameras if capture.is_key_frame else ():
         exposure_us = capture.timestamp_us - camera.lead_us
         image = render(clip, camera, solids, exposure_us)
         # As in nuScenes' own files, by their quantisation tables.
-        encoded = simplejpeg.encode_jpeg(image, quality=80, colorspace="RGB", colorsubsampling="420")
+        encoded = simplejpeg.encode_jpeg(
+            image, quality=80, colorspace="RGB", colorsubsampling="420"
+        )
         name = filename(world, clip, camera.channel, exposure_us, is_key_frame=True)
         (root / name).write_bytes(encoded)
     points = cast(clip, solids, capture.timestamp_us)
-    name = filename(world, clip, LIDAR_CHANNEL, capture.timestamp_us, is_key_frame=capture.is_key_frame)
+    name = filename(
+        world, clip, LIDAR_CHANNEL, capture.timestamp_us, is_key_frame=capture.is_key_frame
+    )
     (root / name).write_bytes(points.astype("<f4").tobytes())
-    return capture, _sightings(clip, solids, capture.timestamp_us, points) if capture.is_key_frame else []
+    return capture, _sightings(
+        clip, solids, capture.timestamp_us, points
+    ) if capture.is_key_frame else []
 
 
-def _sightings(clip: SynthClip, solids: list[Solid], capture_us: int, points: NDArray[np.float32]) -> list[Sighting]:
+def _sightings(
+    clip: SynthClip, solids: list[Solid], capture_us: int, points: NDArray[np.float32]
+) -> list[Sighting]:
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     places = points[:, :3].astype(np.float64) @ lidar2global[:3, :3].T + lidar2global[:3, 3]
     shares = visible_shares(clip, solids, capture_us)
@@ -100,7 +112,9 @@ def top_view_tokens(clip: SynthClip, solids: list[Solid], capture_us: int) -> ND
         if solid.actor < 0 or not (0 <= row < _CELLS and 0 <= column < _CELLS):
             continue
         category = clip.actors[solid.actor].category
-        kind = next(number for number, prefix in enumerate(_KINDS, 1) if category.startswith(prefix))
+        kind = next(
+            number for number, prefix in enumerate(_KINDS, 1) if category.startswith(prefix)
+        )
         along = global2ego[:2, :2] @ (np.cos(solid.yaw_rad), np.sin(solid.yaw_rad))
         heading = int(np.arctan2(along[1], along[0]) / np.pi * 4) % 8
         cells[row, column] = kind + 6 * heading

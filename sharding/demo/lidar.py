@@ -35,7 +35,9 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
     global2lidar = invert_rigid(lidar2global)
     elevation = np.radians(np.linspace(_LOWEST_DEG, _HIGHEST_DEG, NUM_RINGS))[:, None]
     flat, level = np.cos(elevation), np.zeros(NUM_COLUMNS)
-    rays = np.stack([flat * np.cos(_AZIMUTH_RAD), flat * np.sin(_AZIMUTH_RAD), np.sin(elevation) + level])
+    rays = np.stack(
+        [flat * np.cos(_AZIMUTH_RAD), flat * np.sin(_AZIMUTH_RAD), np.sin(elevation) + level]
+    )
     down = np.tensordot(lidar2global[2, :3], rays, 1)
     with np.errstate(divide="ignore"):
         ranges = np.where(down < -1e-6, -lidar2global[2, 3] / down, np.inf)
@@ -53,7 +55,11 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
     draw, shape = stream("lidar", clip.name, capture_us), ranges.shape
     noisy = ranges + np.clip(draw.normal(0.0, _NOISE_M, shape), -_MOST_NOISE_M, _MOST_NOISE_M)
     intensity = np.clip(np.rint(reflectance * draw.uniform(0.5, 1.6, shape)), 0, 255)
-    kept = (ranges > _NEAREST_M) & (ranges < _FARTHEST_M) & (draw.random(shape) > 0.02 * (1.0 + ranges / _FARTHEST_M))
+    kept = (
+        (ranges > _NEAREST_M)
+        & (ranges < _FARTHEST_M)
+        & (draw.random(shape) > 0.02 * (1.0 + ranges / _FARTHEST_M))
+    )
     # As a spinning lidar writes them: all rings of a column, then the next column.
     column, ring = np.nonzero(kept.T)
     points = np.empty((len(ring), POINT_COLUMNS), np.float32)

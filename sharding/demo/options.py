@@ -39,8 +39,12 @@ class SynthOptions(CheckedSettings, frozen=True, kw_only=True):
         flag("size of the images in pixels (default: 1600x900)", parse=_parse_size, metavar="WxH"),
     ] = (1600, 900)
     lidar_sweeps: Annotated[int, _number("number of lidar sweeps between two keyframes", 0, 9)] = 1
-    tokens: Annotated[bool, flag("write what is around the vehicle in each keyframe as tokens, for a decoder")] = False
-    workers: Annotated[int, _number(f"number of threads (default: one per core, at most {MOST_WORKERS})", 0, 999)] = 0
+    tokens: Annotated[
+        bool, flag("write what is around the vehicle in each keyframe as tokens, for a decoder")
+    ] = False
+    workers: Annotated[
+        int, _number(f"number of threads (default: one per core, at most {MOST_WORKERS})", 0, 999)
+    ] = 0
 
 
 class SynthReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -83,9 +83,15 @@ def owners(
     scale = width_px / camera.size[0]
     size, global2cam = (width_px, round(camera.size[1] * scale)), invert_rigid(cam2global)
     move = (scale - 1.0) / 2.0
-    intrinsics = np.array([[scale, 0.0, move], [0.0, scale, move], [0.0, 0.0, 1.0]]) @ camera.intrinsics
+    intrinsics = (
+        np.array([[scale, 0.0, move], [0.0, scale, move], [0.0, 0.0, 1.0]]) @ camera.intrinsics
+    )
     rays = pixel_rays(intrinsics, size)
-    found, nearest, alone = np.full(size[::-1], -1, np.int32), np.full(size[::-1], np.inf), dict[int, int]()
+    found, nearest, alone = (
+        np.full(size[::-1], -1, np.int32),
+        np.full(size[::-1], np.inf),
+        dict[int, int](),
+    )
     for solid in solids:
         silhouette = np.zeros(size[::-1], np.bool_)
         for sight in sights(solid, global2cam, intrinsics, rays):
@@ -107,16 +113,24 @@ def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dic
         seen += np.bincount(found.ravel() + 1, minlength=len(seen))
         for actor, pixels in alone.items():
             whole[actor + 1] += pixels
-    return {actor - 1: float(seen[actor] / whole[actor]) for actor in range(1, len(whole)) if whole[actor]}
+    return {
+        actor - 1: float(seen[actor] / whole[actor])
+        for actor in range(1, len(whole))
+        if whole[actor]
+    }
 
 
-def render(clip: SynthClip, camera: RigSensor, solids: list[Solid], exposure_us: int) -> NDArray[np.uint8]:
+def render(
+    clip: SynthClip, camera: RigSensor, solids: list[Solid], exposure_us: int
+) -> NDArray[np.uint8]:
     """Return the picture (H, W, 3), RGB, taken at ``exposure_us``."""
     cam2global = clip.ego2global(exposure_us) @ camera.sensor2ego
     rays = pixel_rays(camera.intrinsics, camera.size)
     image = _backdrop(clip, camera, cam2global, rays)
     nearest = np.full(image.shape[:2], np.inf, np.float32)
-    for solid in sorted(solids, key=lambda one: math.dist(one.centre[:2], cam2global[:2, 3])):  # fewer are painted over
+    for solid in sorted(
+        solids, key=lambda one: math.dist(one.centre[:2], cam2global[:2, 3])
+    ):  # fewer are painted over
         for sight in sights(solid, invert_rigid(cam2global), camera.intrinsics, rays):
             shown = sight.depth < nearest[sight.window]
             depth = sight.depth[shown]
@@ -137,9 +151,13 @@ def _through_air(colour: Floats, depth: Floats, weather: Weather) -> Floats:
     return np.asarray(haze + (colour * np.float32(weather.light) - haze) * left)
 
 
-def _backdrop(clip: SynthClip, camera: RigSensor, cam2global: NDArray[np.float64], rays: Floats) -> Floats:
+def _backdrop(
+    clip: SynthClip, camera: RigSensor, cam2global: NDArray[np.float64], rays: Floats
+) -> Floats:
     """Return sky and ground (H, W, 3)."""
-    zenith, haze = (np.array(rgb, np.float32) for rgb in (clip.weather.zenith_rgb, clip.weather.haze_rgb))
+    zenith, haze = (
+        np.array(rgb, np.float32) for rgb in (clip.weather.zenith_rgb, clip.weather.haze_rgb)
+    )
     toward = np.einsum("ij,jrc->irc", cam2global[:3, :3].astype(np.float32), rays)
     up = np.clip(toward[2] / np.hypot(toward[0], toward[1]), 0.0, 3.0)
     image = haze + (zenith - haze) * (1.0 - np.exp(-2.6 * up))[..., None]
@@ -158,10 +176,16 @@ def _ground(along: Floats, left: Floats, pixel_m: Floats) -> Floats:
     def band(distance: Floats, half: float) -> Floats:
         return np.clip((half - np.abs(distance)) / pixel_m + 0.5, 0.0, 1.0)
 
-    grey = 86.0 + 13.0 * noise_at(along, left, 60.0) / (1.0 + 9.0 * pixel_m) + 4.5 * noise_at(along, left, 6.0)
+    grey = (
+        86.0
+        + 13.0 * noise_at(along, left, 60.0) / (1.0 + 9.0 * pixel_m)
+        + 4.5 * noise_at(along, left, 6.0)
+    )
     dashes = band(np.mod(along, 9.0) - 4.5, 1.6)
     paint = band(np.abs(left) - 0.14, 0.06) + band(np.abs(left) - LANE_WIDTH_M, 0.07) * dashes
     paint += band(np.abs(left) - 2 * LANE_WIDTH_M, 0.07)
     grey += (1.0 - band(left, KERB_M)) * 50.0 + (210.0 - grey) * 0.85 * paint
     grass = 1.0 - band(left, FACADE_M - 1.2)
-    return np.asarray(grey[:, None] * (1.0 - grass[:, None] * np.array((0.36, 0.2, 0.6), np.float32)), np.float32)
+    return np.asarray(
+        grey[:, None] * (1.0 - grass[:, None] * np.array((0.36, 0.2, 0.6), np.float32)), np.float32
+    )

@@ -19,7 +19,9 @@ from fuelrail.pipeline.rigid import rigid
 from fuelrail.sharding.sources.adapter.poses import quaternions
 
 QUATERNION_DECIMALS: Final = 12
-METRE_DECIMALS: Final = 6  # of what ends up in a table: it is rounded first, so what is rendered is what they say
+METRE_DECIMALS: Final = (
+    6  # of what ends up in a table: it is rounded first, so what is rendered is what they say
+)
 LIDAR_CHANNEL: Final = "LIDAR_TOP"
 
 
@@ -42,7 +44,12 @@ def _rotation(roll: float, pitch: float, yaw: float) -> NDArray[np.float64]:
 def yaw_quaternion(yaw_rad: float) -> tuple[float, float, float, float]:
     """Return the rounded quaternion of a rotation about z."""
     half = yaw_rad / 2.0
-    return (round(math.cos(half), QUATERNION_DECIMALS), 0.0, 0.0, round(math.sin(half), QUATERNION_DECIMALS))
+    return (
+        round(math.cos(half), QUATERNION_DECIMALS),
+        0.0,
+        0.0,
+        round(math.sin(half), QUATERNION_DECIMALS),
+    )
 
 
 def _rounded_quaternion(rotation: NDArray[np.float64]) -> tuple[float, ...]:
@@ -120,11 +127,17 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
                 [0.0, 0.0, 1.0],
             ]
         )
-        translation = tuple(np.round(mount.translation + draw.normal(0.0, 0.01, 3), METRE_DECIMALS).tolist())
+        translation = tuple(
+            np.round(mount.translation + draw.normal(0.0, 0.01, 3), METRE_DECIMALS).tolist()
+        )
         lead_us = mount.lead_us + int(draw.integers(-300, 301))
-        turned = _rounded_quaternion(_rotation(roll, pitch, math.radians(mount.yaw_deg) + yaw) @ _OPTICAL2FORWARD)
+        turned = _rounded_quaternion(
+            _rotation(roll, pitch, math.radians(mount.yaw_deg) + yaw) @ _OPTICAL2FORWARD
+        )
         size = (width_px, height_px)
-        cameras.append(RigSensor(channel, size, np.round(intrinsics, 9), translation, turned, lead_us))
+        cameras.append(
+            RigSensor(channel, size, np.round(intrinsics, 9), translation, turned, lead_us)
+        )
     draw = stream(seed, "rig", vehicle, LIDAR_CHANNEL)
     roll, pitch, yaw = np.radians(draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3)))
     translation = (round(0.96 + draw.normal(0.0, 0.02), METRE_DECIMALS), 0.0, 1.84)

@@ -20,11 +20,19 @@ Floats = NDArray[np.floating[Any]]
 
 INSET_M: Final = 0.02  # as annotators leave a little room
 _COLOURS: Final = {
-    "tyre": (30, 30, 32), "glass": (44, 54, 62), "concrete": (170, 168, 162), "bark": (82, 66, 52),
-    "leaves": (74, 94, 46), "trousers": (52, 54, 66), "skin": (196, 150, 120), "metal": (96, 98, 100),
-}  # fmt: skip
+    "tyre": (30, 30, 32),
+    "glass": (44, 54, 62),
+    "concrete": (170, 168, 162),
+    "bark": (82, 66, 52),
+    "leaves": (74, 94, 46),
+    "trousers": (52, 54, 66),
+    "skin": (196, 150, 120),
+    "metal": (96, 98, 100),
+}
 _GRAIN: Final = {"leaves": 24.0, "bark": 16.0, "facade": 9.0, "cloth": 12.0}
-_SHADE: Final = np.array((0.95, 0.78, 1.1), np.float32)  # of sides across x, y and z of the unit box
+_SHADE: Final = np.array(
+    (0.95, 0.78, 1.1), np.float32
+)  # of sides across x, y and z of the unit box
 _NOISE_PX: Final = 512
 
 
@@ -54,45 +62,60 @@ def _rider(seat: float) -> tuple[Block, ...]:
     )
 
 
-_WHEELS: Final = (_block((-0.42, -0.22), (0.0, 0.2), 0.46, "tyre"), _block((0.2, 0.4), (0.0, 0.2), 0.46, "tyre"))
+_WHEELS: Final = (
+    _block((-0.42, -0.22), (0.0, 0.2), 0.46, "tyre"),
+    _block((0.2, 0.4), (0.0, 0.2), 0.46, "tyre"),
+)
 _SHAPES: Final[dict[str, tuple[Block, ...]]] = {
     "vehicle.car": (
-        *_WHEELS, _block((-0.5, 0.5), (0.15, 0.56), 0.5, "paint"), _block((-0.44, 0.22), (0.56, 1.0), 0.44, "glass"),
+        *_WHEELS,
+        _block((-0.5, 0.5), (0.15, 0.56), 0.5, "paint"),
+        _block((-0.44, 0.22), (0.56, 1.0), 0.44, "glass"),
     ),
     "vehicle.truck": (
-        *_WHEELS, _block((-0.5, 0.25), (0.15, 1.0), 0.5, "paint"), _block((0.26, 0.5), (0.15, 0.5), 0.47, "metal"),
+        *_WHEELS,
+        _block((-0.5, 0.25), (0.15, 1.0), 0.5, "paint"),
+        _block((0.26, 0.5), (0.15, 0.5), 0.47, "metal"),
         _block((0.26, 0.47), (0.5, 0.84), 0.47, "glass"),
     ),
     "vehicle.bus.rigid": (
-        *_WHEELS, _block((-0.5, 0.5), (0.12, 0.45), 0.5, "paint"), _block((-0.49, 0.49), (0.45, 0.85), 0.49, "glass"),
+        *_WHEELS,
+        _block((-0.5, 0.5), (0.12, 0.45), 0.5, "paint"),
+        _block((-0.49, 0.49), (0.45, 0.85), 0.49, "glass"),
         _block((-0.5, 0.5), (0.85, 1.0), 0.5, "paint"),
     ),
     "vehicle.trailer": (*_WHEELS, _block((-0.5, 0.5), (0.2, 1.0), 0.5, "paint")),
     "vehicle.construction": (
-        _block((-0.42, 0.36), (0.0, 0.3), 0.5, "tyre"), _block((-0.5, 0.02), (0.3, 0.64), 0.44, "paint"),
-        _block((0.03, 0.3), (0.3, 1.0), 0.3, "glass"), _block((0.31, 0.5), (0.1, 0.9), 0.08, "paint"),
+        _block((-0.42, 0.36), (0.0, 0.3), 0.5, "tyre"),
+        _block((-0.5, 0.02), (0.3, 0.64), 0.44, "paint"),
+        _block((0.03, 0.3), (0.3, 1.0), 0.3, "glass"),
+        _block((0.31, 0.5), (0.1, 0.9), 0.08, "paint"),
     ),
     "vehicle.bicycle": _rider(0.42),
     "vehicle.motorcycle": _rider(0.5),
     "movable_object.trafficcone": (
-        _block((-0.5, 0.5), (0.0, 0.06), 0.5, "tyre"), _block((-0.3, 0.3), (0.06, 0.5), 0.3, "striped"),
+        _block((-0.5, 0.5), (0.0, 0.06), 0.5, "tyre"),
+        _block((-0.3, 0.3), (0.06, 0.5), 0.3, "striped"),
         _block((-0.16, 0.16), (0.5, 1.0), 0.16, "striped"),
     ),
     "movable_object.barrier": (
-        _block((-0.5, 0.5), (0.0, 0.3), 0.5, "concrete"), _block((-0.25, 0.25), (0.3, 1.0), 0.5, "striped"),
+        _block((-0.5, 0.5), (0.0, 0.3), 0.5, "concrete"),
+        _block((-0.25, 0.25), (0.3, 1.0), 0.5, "striped"),
     ),
     "human": (
-        _block((-0.4, 0.4), (0.0, 0.46), 0.34, "trousers"), _block((-0.3, 0.3), (0.46, 0.84), 0.5, "cloth"),
+        _block((-0.4, 0.4), (0.0, 0.46), 0.34, "trousers"),
+        _block((-0.3, 0.3), (0.46, 0.84), 0.5, "cloth"),
         _block((-0.16, 0.16), (0.84, 1.0), 0.17, "skin"),
     ),
     "building": (_block((-0.5, 0.5), (0.0, 1.0), 0.5, "facade"),),
     "trunk": (_block((-0.5, 0.5), (0.0, 1.0), 0.5, "bark"),),
     "crown": (
-        _block((-0.36, 0.36), (0.0, 0.25), 0.36, "leaves"), _block((-0.5, 0.5), (0.25, 0.7), 0.5, "leaves"),
+        _block((-0.36, 0.36), (0.0, 0.25), 0.36, "leaves"),
+        _block((-0.5, 0.5), (0.25, 0.7), 0.5, "leaves"),
         _block((-0.36, 0.36), (0.7, 1.0), 0.36, "leaves"),
     ),
     "post": (_block((-0.5, 0.5), (0.0, 1.0), 0.5, "metal"),),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +161,9 @@ def meet(block: Block, sensor2unit: Floats, rays: Floats) -> tuple[Floats, Float
     enters by is across the axis of the largest of these.
     """
     # A ray is inside from the last entry between two opposite sides to the first exit.
-    along = np.einsum("ij,jrc->irc", sensor2unit[:3, :3].astype(rays.dtype), rays)  # unlike BLAS, in this thread alone
+    along = np.einsum(
+        "ij,jrc->irc", sensor2unit[:3, :3].astype(rays.dtype), rays
+    )  # unlike BLAS, in this thread alone
     with np.errstate(divide="ignore", invalid="ignore"):
         first, second = (
             (np.array(corner) - sensor2unit[:3, 3]).astype(rays.dtype)[:, None, None] / along
@@ -162,7 +187,9 @@ def _noise() -> NDArray[np.float32]:
 
 def noise_at(x_m: Floats, y_m: Floats, px_per_m: float) -> Floats:
     """Return noise of mean 0 and standard deviation 1 at places on a surface, in metres."""
-    x, y = (np.floor(place * np.float32(px_per_m)).astype(np.int32) % _NOISE_PX for place in (x_m, y_m))
+    x, y = (
+        np.floor(place * np.float32(px_per_m)).astype(np.int32) % _NOISE_PX for place in (x_m, y_m)
+    )
     return np.asarray(_noise()[y, x])
 
 
@@ -173,7 +200,9 @@ def colours(solid: Solid, material: str, places: Floats, axes: NDArray[np.intp])
     grain = noise_at(across + solid.style, up, 24.0) * _GRAIN.get(material, 4.0)
     found = np.array(_COLOURS.get(material, solid.colour), np.float32) + grain[:, None]
     if material == "facade":
-        found[(axes != 2) & (np.mod(across, 2.6) < 1.2) & (np.mod(up, 3.1) > 1.5)] = _COLOURS["glass"]
+        found[(axes != 2) & (np.mod(across, 2.6) < 1.2) & (np.mod(up, 3.1) > 1.5)] = _COLOURS[
+            "glass"
+        ]
     elif material == "striped":
         found[np.mod(up, 0.3) < 0.13] = (240, 240, 238)
     return np.asarray(found * _SHADE[axes][:, None], np.float32)

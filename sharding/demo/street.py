@@ -26,12 +26,19 @@ _CROWN_BASE_M: Final = 3.9  # above every parked vehicle
 _CHECK_STEP_S: Final = 0.1
 _ELBOW_ROOM_M: Final = 0.35
 SIZES_WLH: Final = {
-    "vehicle.car": (1.88, 4.55, 1.62), "vehicle.truck": (2.45, 7.4, 3.1), "vehicle.bus.rigid": (2.6, 11.6, 3.3),
-    "vehicle.trailer": (2.5, 9.0, 3.6), "vehicle.construction": (2.4, 5.6, 2.9), "vehicle.motorcycle": (0.8, 2.1, 1.55),
-    "vehicle.bicycle": (0.62, 1.75, 1.65), "human.pedestrian.adult": (0.66, 0.7, 1.76),
-    "human.pedestrian.child": (0.5, 0.52, 1.22), "human.pedestrian.construction_worker": (0.7, 0.72, 1.8),
-    "movable_object.trafficcone": (0.4, 0.4, 0.82), "movable_object.barrier": (2.1, 0.55, 1.0),
-}  # fmt: skip
+    "vehicle.car": (1.88, 4.55, 1.62),
+    "vehicle.truck": (2.45, 7.4, 3.1),
+    "vehicle.bus.rigid": (2.6, 11.6, 3.3),
+    "vehicle.trailer": (2.5, 9.0, 3.6),
+    "vehicle.construction": (2.4, 5.6, 2.9),
+    "vehicle.motorcycle": (0.8, 2.1, 1.55),
+    "vehicle.bicycle": (0.62, 1.75, 1.65),
+    "human.pedestrian.adult": (0.66, 0.7, 1.76),
+    "human.pedestrian.child": (0.5, 0.52, 1.22),
+    "human.pedestrian.construction_worker": (0.7, 0.72, 1.8),
+    "movable_object.trafficcone": (0.4, 0.4, 0.82),
+    "movable_object.barrier": (2.1, 0.55, 1.0),
+}
 _SIGNAL_COLOURS: Final = {
     "vehicle.construction": (222, 168, 30),
     "human.pedestrian.construction_worker": (240, 130, 20),
@@ -39,10 +46,23 @@ _SIGNAL_COLOURS: Final = {
     "movable_object.barrier": (206, 40, 34),
 }
 _PAINTS: Final = (
-    (196, 198, 200), (236, 236, 234), (44, 46, 50), (120, 24, 28), (28, 60, 120), (92, 98, 104), (20, 84, 66),
+    (196, 198, 200),
+    (236, 236, 234),
+    (44, 46, 50),
+    (120, 24, 28),
+    (28, 60, 120),
+    (92, 98, 104),
+    (20, 84, 66),
     (170, 140, 84),
-)  # fmt: skip
-_WALLS: Final = ((168, 122, 98), (196, 184, 162), (142, 138, 136), (184, 152, 112), (120, 88, 76), (206, 200, 190))
+)
+_WALLS: Final = (
+    (168, 122, 98),
+    (196, 184, 162),
+    (142, 138, 136),
+    (184, 152, 112),
+    (120, 88, 76),
+    (206, 200, 190),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +89,9 @@ class Road:
         c, s = math.cos(self.heading_rad), math.sin(self.heading_rad)
         return self.x + c * u - s * v, self.y + s * u + c * v
 
-    def locate(self, x: NDArray[np.float32], y: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def locate(
+        self, x: NDArray[np.float32], y: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the inverse of `point` for arrays of offsets from the road's origin, float32 in the global axes."""
         c, s = np.float32(math.cos(self.heading_rad)), np.float32(math.sin(self.heading_rad))
         u, v = c * x + s * y, c * y - s * x
@@ -83,13 +105,19 @@ class Road:
 
 
 def corners(
-    x: NDArray[np.float64], y: NDArray[np.float64], yaw_rad: NDArray[np.float64], length: float, width: float
+    x: NDArray[np.float64],
+    y: NDArray[np.float64],
+    yaw_rad: NDArray[np.float64],
+    length: float,
+    width: float,
 ) -> NDArray[np.float64]:
     """Return the corners (..., 4, 2) of footprints, counter-clockwise, of upright boxes with the given centres."""
     along = np.array([0.5, -0.5, -0.5, 0.5]) * length
     left = np.array([0.5, 0.5, -0.5, -0.5]) * width
     c, s = np.cos(yaw_rad)[..., None], np.sin(yaw_rad)[..., None]
-    return np.stack([x[..., None] + c * along - s * left, y[..., None] + s * along + c * left], axis=-1)
+    return np.stack(
+        [x[..., None] + c * along - s * left, y[..., None] + s * along + c * left], axis=-1
+    )
 
 
 def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) -> bool:
@@ -107,17 +135,32 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
     """Return buildings, trees and posts on both sides of the road, from behind the start to past the end."""
     found: list[Solid] = []
 
-    def stand(kind: str, along: float, left: float, size_lwh: tuple[float, float, float], floor_m: float = 0.0) -> None:
+    def stand(
+        kind: str,
+        along: float,
+        left: float,
+        size_lwh: tuple[float, float, float],
+        floor_m: float = 0.0,
+    ) -> None:
         centre = (*road.point(along, left), floor_m + size_lwh[2] / 2.0)
         colour = _WALLS[int(draw.integers(len(_WALLS)))]
-        found.append(Solid(kind, -1, centre, road.heading(along), size_lwh, colour, int(draw.integers(1 << 16))))
+        found.append(
+            Solid(
+                kind, -1, centre, road.heading(along), size_lwh, colour, int(draw.integers(1 << 16))
+            )
+        )
 
     start, end = -110.0, route_m + 150.0
     for side in (-1, 1):
         along = start
         while along < end:
             length, depth, height = draw.uniform((11.0, 9.0, 5.5), (26.0, 16.0, 24.0)).tolist()
-            stand("building", along + length / 2.0, side * (FACADE_M + depth / 2.0), (length, depth, height))
+            stand(
+                "building",
+                along + length / 2.0,
+                side * (FACADE_M + depth / 2.0),
+                (length, depth, height),
+            )
             along += length + draw.uniform(0.5, 6.0)
         along = start
         while along < end:
@@ -153,7 +196,11 @@ class Actor:
         """Return rounded global x, y of the footprint's centre and yaw, ``t_s`` seconds into the clip."""
         along = self.along + self.speed_mps[0] * t_s
         x, y = road.point(along, self.left + self.speed_mps[1] * t_s)
-        return round(x, METRE_DECIMALS), round(y, METRE_DECIMALS), round(road.heading(along) + self.facing_rad, 9)
+        return (
+            round(x, METRE_DECIMALS),
+            round(y, METRE_DECIMALS),
+            round(road.heading(along) + self.facing_rad, 9),
+        )
 
 
 def _actor(
@@ -167,24 +214,37 @@ def _actor(
 ) -> Actor:
     """Return an actor that faces where it goes, or as ``facing_rad`` says, of a size near its category's."""
     spread = 0.0 if category.startswith("movable") else 0.06
-    width, length, height = (round(size * (1.0 + draw.uniform(-spread, spread)), 3) for size in SIZES_WLH[category])
+    width, length, height = (
+        round(size * (1.0 + draw.uniform(-spread, spread)), 3) for size in SIZES_WLH[category]
+    )
     facing = math.atan2(speed_mps[1], speed_mps[0]) if facing_rad is None else facing_rad
     colour = _SIGNAL_COLOURS.get(category, _PAINTS[int(draw.integers(len(_PAINTS)))])
-    return Actor(category, (width, length, height), colour, along, left, speed_mps, facing, attribute)
+    return Actor(
+        category, (width, length, height), colour, along, left, speed_mps, facing, attribute
+    )
 
 
-def _vehicles(draw: np.random.Generator, start: float, end: float, ego_mps: float) -> Iterator[Actor]:
+def _vehicles(
+    draw: np.random.Generator, start: float, end: float, ego_mps: float
+) -> Iterator[Actor]:
     mix = ["vehicle.car"] * 8 + ["vehicle.truck"] * 2 + ["vehicle.bus.rigid", "vehicle.motorcycle"]
     for lane, direction in ((-0.5, 1), (-1.5, 1), (0.5, -1), (1.5, -1)):
         # Within a lane all keep one speed, so nobody ever runs into the one ahead.
-        speed = direction * (ego_mps + draw.uniform(-0.3, 0.3) if lane == -0.5 else ego_mps * draw.uniform(0.75, 1.3))
+        speed = direction * (
+            ego_mps + draw.uniform(-0.3, 0.3) if lane == -0.5 else ego_mps * draw.uniform(0.75, 1.3)
+        )
         drift = abs(speed) * end / max(ego_mps, 1.0) if direction < 0 else 0.0
         along = start + draw.uniform(0.0, 12.0)
         while along < end + drift:
             category = mix[int(draw.integers(len(mix)))]
             attribute = "cycle.with_rider" if category == "vehicle.motorcycle" else "vehicle.moving"
             yield _actor(
-                draw, category, along, lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15), attribute, (speed, 0.0)
+                draw,
+                category,
+                along,
+                lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15),
+                attribute,
+                (speed, 0.0),
             )
             along += SIZES_WLH[category][1] + draw.uniform(13.0, 34.0)
     mix = ["vehicle.car"] * 8 + ["vehicle.truck", "vehicle.trailer"]
@@ -193,7 +253,9 @@ def _vehicles(draw: np.random.Generator, start: float, end: float, ego_mps: floa
         while along < end:
             category = mix[int(draw.integers(len(mix)))]
             turned = facing + draw.normal(0, 0.02)
-            yield _actor(draw, category, along, side * PARKING_M, "vehicle.parked", facing_rad=turned)
+            yield _actor(
+                draw, category, along, side * PARKING_M, "vehicle.parked", facing_rad=turned
+            )
             along += SIZES_WLH[category][1] + draw.uniform(1.4, 11.0)
 
 
@@ -203,7 +265,10 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
 
     for _ in range(int((end - start) / 9.0)):
         category = "human.pedestrian.child" if draw.random() < 0.15 else "human.pedestrian.adult"
-        place, speed = somewhere(KERB_M + 1.7, KERB_M + 4.2), draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6)
+        place, speed = (
+            somewhere(KERB_M + 1.7, KERB_M + 4.2),
+            draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6),
+        )
         if draw.random() < 0.3:
             facing = draw.uniform(-math.pi, math.pi)
             yield _actor(draw, category, *place, "pedestrian.standing", facing_rad=facing)
@@ -224,16 +289,24 @@ def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
     lane = side * PARKING_M
     yield _actor(draw, "vehicle.construction", along, lane, "vehicle.stopped")
     for step in range(6):
-        yield _actor(draw, "movable_object.trafficcone", along - 12.0 + 3.2 * step, lane - side * 2.1)
+        yield _actor(
+            draw, "movable_object.trafficcone", along - 12.0 + 3.2 * step, lane - side * 2.1
+        )
     for step in range(3):
         yield _actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane)
     for step in range(2):
         category, facing = "human.pedestrian.construction_worker", draw.uniform(-3.0, 3.0)
-        yield _actor(draw, category, along + 5.0 + 2.0 * step, lane, "pedestrian.standing", facing_rad=facing)
+        yield _actor(
+            draw, category, along + 5.0 + 2.0 * step, lane, "pedestrian.standing", facing_rad=facing
+        )
 
 
 def populate(
-    draw: np.random.Generator, road: Road, ego_track: NDArray[np.float64], route_m: float, ego_mps: float
+    draw: np.random.Generator,
+    road: Road,
+    ego_track: NDArray[np.float64],
+    route_m: float,
+    ego_mps: float,
 ) -> tuple[Actor, ...]:
     """Return actors along ``route_m`` metres of road, none of which ever touches another or the ego car.
 
@@ -261,7 +334,9 @@ def check_times(duration_s: float) -> list[float]:
     return [_CHECK_STEP_S * step for step in range(int(duration_s / _CHECK_STEP_S) + 2)]
 
 
-def footprint_track(actor: Actor, road: Road, times_s: Sequence[float], margin_m: float = 0.0) -> NDArray[np.float64]:
+def footprint_track(
+    actor: Actor, road: Road, times_s: Sequence[float], margin_m: float = 0.0
+) -> NDArray[np.float64]:
     """Return the footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in length and width."""
     x, y, yaw = np.array([actor.pose(road, t) for t in times_s]).T
     return corners(x, y, yaw, actor.size_wlh[1] + margin_m, actor.size_wlh[0] + margin_m)

@@ -52,10 +52,14 @@ def synth(
     else than exactly this world, DatasetError where it cannot be written.
     """
     if world is not None and options:
-        raise ConfigError(f"give the options as a struct or as keywords, not both; got {', '.join(options)} too")
+        raise ConfigError(
+            f"give the options as a struct or as keywords, not both; got {', '.join(options)} too"
+        )
     chosen = make_options(SynthOptions, world, options)
     if is_url(os.fspath(out)):
-        raise ConfigError(f"the output of synth must be a folder of this machine, got '{shown_url(os.fspath(out))}'")
+        raise ConfigError(
+            f"the output of synth must be a folder of this machine, got '{shown_url(os.fspath(out))}'"
+        )
     folder = Path(os.path.abspath(out))  # noqa: PTH100 - a link as OUT stays the link
     plain = msgspec.structs.replace(chosen, workers=0)
     report = _report_of(folder, plain)
@@ -70,7 +74,9 @@ def _report_of(out: Path, world: SynthOptions) -> SynthReport | None:
     if not out.exists():
         return None
     if not out.is_dir():
-        raise DatasetExistsError(f"'{out}' is a file; name a folder that isn't there yet, or an empty one")
+        raise DatasetExistsError(
+            f"'{out}' is a file; name a folder that isn't there yet, or an empty one"
+        )
     try:
         if not any(out.iterdir()):
             return None
@@ -82,7 +88,9 @@ def _report_of(out: Path, world: SynthOptions) -> SynthReport | None:
     report = marker.report
     if report.world != world or marker.rendering != _RENDERING:
         there, asked = msgspec.structs.asdict(report.world), msgspec.structs.asdict(world)
-        found = ", ".join(f"{name} {one}, not {asked[name]}" for name, one in there.items() if one != asked[name])
+        found = ", ".join(
+            f"{name} {one}, not {asked[name]}" for name, one in there.items() if one != asked[name]
+        )
         raise DatasetExistsError(
             f"'{out}' holds another synthetic world ({found or 'of another version of this program'}); name another "
             "folder, or remove this one"
@@ -96,10 +104,16 @@ def _report_of(out: Path, world: SynthOptions) -> SynthReport | None:
 
 def _num_bytes(folder: Path) -> int:
     """Return the size of all files but the marker."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path != folder / MARKER)
+    return sum(
+        path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and path != folder / MARKER
+    )
 
 
-def _build(out: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]) -> SynthReport:
+def _build(
+    out: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]
+) -> SynthReport:
     """Make the world in a folder beside ``out`` and rename it."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -117,8 +131,14 @@ def _build(out: Path, world: SynthOptions, num_workers: int, advance: Callable[[
     return report
 
 
-def _write(root: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]) -> SynthReport:
-    tasks = [capture for index in range(world.clips) for capture in captures(world, make_clip(world, index))]
+def _write(
+    root: Path, world: SynthOptions, num_workers: int, advance: Callable[[int, int], None]
+) -> SynthReport:
+    tasks = [
+        capture
+        for index in range(world.clips)
+        for capture in captures(world, make_clip(world, index))
+    ]
     for channel in (*CAMERA_CHANNELS, LIDAR_CHANNEL):
         (root / "samples" / channel).mkdir(parents=True)
     (root / "sweeps" / LIDAR_CHANNEL).mkdir(parents=True)
@@ -129,7 +149,9 @@ def _write(root: Path, world: SynthOptions, num_workers: int, advance: Callable[
         _write_json(folder / CHANNELS_FILE, [msgspec.to_builtins(TOKENS)])
     sightings: dict[tuple[int, int], list[Sighting]] = {}
     advance(0, len(tasks))
-    for done, (capture, found) in enumerate(in_threads(partial(record, world, root), tasks, num_workers), 1):
+    for done, (capture, found) in enumerate(
+        in_threads(partial(record, world, root), tasks, num_workers), 1
+    ):
         if capture.is_key_frame:
             sightings[capture.clip, capture.frame] = found
         advance(done, len(tasks))

@@ -23,21 +23,50 @@ Tokens = Callable[..., str]
 
 # nuScenes' names in full, so that tools which look for one of them find it, whether or not the world has any.
 _CATEGORIES: Final = (
-    "human.pedestrian.adult", "human.pedestrian.child", "human.pedestrian.wheelchair", "human.pedestrian.stroller",
-    "human.pedestrian.personal_mobility", "human.pedestrian.police_officer", "human.pedestrian.construction_worker",
-    "animal", "vehicle.car", "vehicle.motorcycle", "vehicle.bicycle", "vehicle.bus.bendy", "vehicle.bus.rigid",
-    "vehicle.truck", "vehicle.construction", "vehicle.emergency.ambulance", "vehicle.emergency.police",
+    "human.pedestrian.adult",
+    "human.pedestrian.child",
+    "human.pedestrian.wheelchair",
+    "human.pedestrian.stroller",
+    "human.pedestrian.personal_mobility",
+    "human.pedestrian.police_officer",
+    "human.pedestrian.construction_worker",
+    "animal",
+    "vehicle.car",
+    "vehicle.motorcycle",
+    "vehicle.bicycle",
+    "vehicle.bus.bendy",
+    "vehicle.bus.rigid",
+    "vehicle.truck",
+    "vehicle.construction",
+    "vehicle.emergency.ambulance",
+    "vehicle.emergency.police",
     "vehicle.trailer",
-    "movable_object.barrier", "movable_object.trafficcone", "movable_object.pushable_pullable", "movable_object.debris",
+    "movable_object.barrier",
+    "movable_object.trafficcone",
+    "movable_object.pushable_pullable",
+    "movable_object.debris",
     "static_object.bicycle_rack",
-)  # fmt: skip
+)
 _ATTRIBUTES: Final = (
-    "vehicle.moving", "vehicle.stopped", "vehicle.parked", "cycle.with_rider", "cycle.without_rider",
-    "pedestrian.sitting_lying_down", "pedestrian.standing", "pedestrian.moving",
-)  # fmt: skip
+    "vehicle.moving",
+    "vehicle.stopped",
+    "vehicle.parked",
+    "cycle.with_rider",
+    "cycle.without_rider",
+    "pedestrian.sitting_lying_down",
+    "pedestrian.standing",
+    "pedestrian.moving",
+)
 _FILLED: Final = (
-    "instance", "calibrated_sensor", "ego_pose", "log", "scene", "sample", "sample_data", "sample_annotation",
-)  # fmt: skip
+    "instance",
+    "calibrated_sensor",
+    "ego_pose",
+    "log",
+    "scene",
+    "sample",
+    "sample_data",
+    "sample_annotation",
+)
 _VAL_EVERY: Final = 4
 _VISIBILITY_LEVELS: Final = ("v0-40", "v40-60", "v60-80", "v80-100")
 
@@ -59,12 +88,17 @@ def splits(world: SynthOptions) -> dict[str, list[str]]:
     return {"train": [name for name in names if name not in val], "val": val}
 
 
-def make_tables(world: SynthOptions, sightings: Mapping[tuple[int, int], Sequence[Sighting]]) -> dict[str, list[Row]]:
+def make_tables(
+    world: SynthOptions, sightings: Mapping[tuple[int, int], Sequence[Sighting]]
+) -> dict[str, list[Row]]:
     """Return all thirteen tables by name, from what each keyframe (clip, frame) shows of the actors."""
     tokens: Tokens = partial(token, world.seed)
     clips = [make_clip(world, index) for index in range(world.clips)]
     tables: dict[str, list[Row]] = {
-        name: [{"token": tokens(name, one), "name": one, "description": f"As nuScenes' {one}."} for one in names]
+        name: [
+            {"token": tokens(name, one), "name": one, "description": f"As nuScenes' {one}."}
+            for one in names
+        ]
         for name, names in (("category", _CATEGORIES), ("attribute", _ATTRIBUTES))
     }
     tables["visibility"] = [
@@ -76,7 +110,11 @@ def make_tables(world: SynthOptions, sightings: Mapping[tuple[int, int], Sequenc
         for number, level in enumerate(_VISIBILITY_LEVELS, 1)
     ]
     tables["sensor"] = [
-        {"token": tokens("sensor", name), "channel": name, "modality": "lidar" if name == LIDAR_CHANNEL else "camera"}
+        {
+            "token": tokens("sensor", name),
+            "channel": name,
+            "modality": "lidar" if name == LIDAR_CHANNEL else "camera",
+        }
         for name in (*CAMERA_CHANNELS, LIDAR_CHANNEL)
     ]
     tables |= {name: [] for name in _FILLED}
@@ -99,7 +137,9 @@ def make_tables(world: SynthOptions, sightings: Mapping[tuple[int, int], Sequenc
     return tables
 
 
-def _scene(world: SynthOptions, clip: SynthClip, tokens: Tokens, tables: dict[str, list[Row]]) -> list[int]:
+def _scene(
+    world: SynthOptions, clip: SynthClip, tokens: Tokens, tables: dict[str, list[Row]]
+) -> list[int]:
     times = [capture.timestamp_us for capture in captures(world, clip) if capture.is_key_frame]
     samples = [tokens("sample", clip.index, frame) for frame in range(len(times))]
     tables["scene"].append(
@@ -124,11 +164,17 @@ def _scene(world: SynthOptions, clip: SynthClip, tokens: Tokens, tables: dict[st
 def _chained(rows: Sequence[Row]) -> list[Row]:
     """Return the rows, each with the tokens of those before and after it."""
     tokens = ["", *(row["token"] for row in rows), ""]
-    return [{**row, "prev": tokens[place], "next": tokens[place + 2]} for place, row in enumerate(rows)]
+    return [
+        {**row, "prev": tokens[place], "next": tokens[place + 2]} for place, row in enumerate(rows)
+    ]
 
 
 def _sensor_data(
-    world: SynthOptions, clip: SynthClip, sensor: RigSensor, tokens: Tokens, tables: dict[str, list[Row]]
+    world: SynthOptions,
+    clip: SynthClip,
+    sensor: RigSensor,
+    tokens: Tokens,
+    tables: dict[str, list[Row]],
 ) -> None:
     channel, is_lidar = sensor.channel, sensor.channel == LIDAR_CHANNEL
     calibrated = tokens("calibrated_sensor", clip.index, channel)
@@ -150,7 +196,12 @@ def _sensor_data(
         translation, rotation = clip.ego(time)
         # As in nuScenes, the pose of a file has the file's own token.
         tables["ego_pose"].append(
-            {"token": own, "timestamp": time, "rotation": list(rotation), "translation": list(translation)}
+            {
+                "token": own,
+                "timestamp": time,
+                "rotation": list(rotation),
+                "translation": list(translation),
+            }
         )
         rows.append(
             {
@@ -170,7 +221,11 @@ def _sensor_data(
 
 
 def _annotations(
-    clip: SynthClip, times: list[int], sightings: list[Sequence[Sighting]], tokens: Tokens, tables: dict[str, list[Row]]
+    clip: SynthClip,
+    times: list[int],
+    sightings: list[Sequence[Sighting]],
+    tokens: Tokens,
+    tables: dict[str, list[Row]],
 ) -> None:
     """Annotate each actor from the first to the last keyframe in which the lidar has a point of it."""
     by_actor: dict[int, dict[int, Sighting]] = defaultdict(dict)
@@ -193,7 +248,9 @@ def _annotations(
                     "sample_token": tokens("sample", clip.index, frame),
                     "instance_token": instance,
                     "visibility_token": visibility_level(sighting.visible_share),
-                    "attribute_tokens": [tokens("attribute", actor.attribute)] if actor.attribute else [],
+                    "attribute_tokens": [tokens("attribute", actor.attribute)]
+                    if actor.attribute
+                    else [],
                     "translation": list(centre),
                     "size": list(actor.size_wlh),
                     "rotation": list(yaw_quaternion(yaw)),

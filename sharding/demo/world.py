@@ -24,13 +24,23 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.sharding.demo.rig import METRE_DECIMALS, Rig, make_rig, stream, yaw_quaternion
 from fuelrail.sharding.demo.shapes import Solid
-from fuelrail.sharding.demo.street import LANE_WIDTH_M, Actor, Road, check_times, corners, line_the_road, populate
+from fuelrail.sharding.demo.street import (
+    LANE_WIDTH_M,
+    Actor,
+    Road,
+    check_times,
+    corners,
+    line_the_road,
+    populate,
+)
 
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.options import SynthOptions
 
 KEYFRAME_US: Final = 500_000
-_EPOCH_S: Final = 1_893_506_400  # 2030-01-01 14:00 UTC: nobody can take these drives for recorded ones
+_EPOCH_S: Final = (
+    1_893_506_400  # 2030-01-01 14:00 UTC: nobody can take these drives for recorded ones
+)
 _CLIPS_PER_LOG: Final = 2
 _EGO_LENGTH_M, _EGO_WIDTH_M, _EGO_CENTRE_M = 4.6, 1.95, 1.4
 _BOX_LIFT_M: Final = 0.03
@@ -81,7 +91,9 @@ class SynthClip:
     actors: tuple[Actor, ...]
     scenery: tuple[Solid, ...]
     speed_mps: float
-    sway: tuple[float, float, float]  # amplitude in m/s and rate in rad/s of the speed, amplitude in m across the lane
+    sway: tuple[
+        float, float, float
+    ]  # amplitude in m/s and rate in rad/s of the speed, amplitude in m across the lane
 
     @property
     def description(self) -> str:
@@ -92,7 +104,9 @@ class SynthClip:
         """Return the time since the start of the clip [s]."""
         return (timestamp_us - self.start_us) / 1e6
 
-    def ego(self, timestamp_us: int) -> tuple[tuple[float, float, float], tuple[float, float, float, float]]:
+    def ego(
+        self, timestamp_us: int
+    ) -> tuple[tuple[float, float, float], tuple[float, float, float, float]]:
         """Return the rounded global translation and rotation (w, x, y, z) of the car; it moves in the plane z = 0."""
         x, y, yaw = _ego_pose(self.road, self.speed_mps, self.sway, self.seconds(timestamp_us))
         return (round(x, METRE_DECIMALS), round(y, METRE_DECIMALS), 0.0), yaw_quaternion(yaw)
@@ -114,12 +128,20 @@ class SynthClip:
         for index, actor in enumerate(self.actors):
             centre, yaw = self.actor_box(actor, capture_us)
             width, length, height = actor.size_wlh
-            found.append(Solid(actor.category, index, centre, yaw, (length, width, height), actor.colour, index))
+            found.append(
+                Solid(
+                    actor.category, index, centre, yaw, (length, width, height), actor.colour, index
+                )
+            )
         ego_xy = self.ego(capture_us)[0][:2]
-        return [one for one in (*found, *self.scenery) if math.dist(one.centre[:2], ego_xy) < _REACH_M]
+        return [
+            one for one in (*found, *self.scenery) if math.dist(one.centre[:2], ego_xy) < _REACH_M
+        ]
 
 
-def _ego_pose(road: Road, speed_mps: float, sway: tuple[float, float, float], t_s: float) -> tuple[float, float, float]:
+def _ego_pose(
+    road: Road, speed_mps: float, sway: tuple[float, float, float], t_s: float
+) -> tuple[float, float, float]:
     """Return x, y, yaw: speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a slow sway in the lane."""
     pulse, rate, drift = sway
     along = speed_mps * t_s + pulse * (1.0 - math.cos(rate * t_s)) / rate
@@ -131,7 +153,9 @@ def _ego_pose(road: Road, speed_mps: float, sway: tuple[float, float, float], t_
 
 def token(seed: int, *path: object) -> str:
     """Return 32 hex digits for a record, from the seed and what the record is."""
-    return hashlib.sha256("/".join(map(str, ("fuelrail-synth", seed, *path))).encode()).hexdigest()[:32]
+    return hashlib.sha256("/".join(map(str, ("fuelrail-synth", seed, *path))).encode()).hexdigest()[
+        :32
+    ]
 
 
 @lru_cache(maxsize=2)
@@ -140,7 +164,9 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
     draw = stream(world.seed, "clip", index)
     log = index // _CLIPS_PER_LOG
     log_start_s = _EPOCH_S + 7 * 86_400 * log
-    start_us = (log_start_s + 1800 * (index % _CLIPS_PER_LOG)) * 1_000_000 + int(draw.integers(0, 1_000_000))
+    start_us = (log_start_s + 1800 * (index % _CLIPS_PER_LOG)) * 1_000_000 + int(
+        draw.integers(0, 1_000_000)
+    )
     duration_s = KEYFRAME_US * 1e-6 * (world.frames - 1)
     speed_mps = draw.uniform(6.0, 9.5)
     route_m = speed_mps * duration_s
@@ -151,7 +177,11 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
         heading_rad=float(draw.uniform(-math.pi, math.pi)),
         curvature_per_m=0.0 if index % 3 == 1 else float(bend),
     )
-    sway = (float(draw.uniform(0.4, 1.0)), float(draw.uniform(0.7, 1.1)), float(draw.uniform(0.1, 0.25)))
+    sway = (
+        float(draw.uniform(0.4, 1.0)),
+        float(draw.uniform(0.7, 1.1)),
+        float(draw.uniform(0.1, 0.25)),
+    )
     track = [_ego_pose(road, speed_mps, sway, t) for t in check_times(duration_s)]
     return SynthClip(
         index=index,
@@ -162,7 +192,9 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
         road=road,
         rig=make_rig(world.seed, _VEHICLES[log % len(_VEHICLES)], *world.size),
         weather=_WEATHERS[index % len(_WEATHERS)],
-        actors=populate(stream(world.seed, "traffic", index), road, _ego_footprints(track), route_m, speed_mps),
+        actors=populate(
+            stream(world.seed, "traffic", index), road, _ego_footprints(track), route_m, speed_mps
+        ),
         scenery=line_the_road(stream(world.seed, "scenery", index), road, route_m),
         speed_mps=float(speed_mps),
         sway=sway,
@@ -172,7 +204,11 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
 def _ego_footprints(track: list[tuple[float, float, float]]) -> NDArray[np.float64]:
     x, y, yaw = np.array(track).T
     return corners(
-        x + _EGO_CENTRE_M * np.cos(yaw), y + _EGO_CENTRE_M * np.sin(yaw), yaw, _EGO_LENGTH_M + 0.8, _EGO_WIDTH_M + 0.5
+        x + _EGO_CENTRE_M * np.cos(yaw),
+        y + _EGO_CENTRE_M * np.sin(yaw),
+        yaw,
+        _EGO_LENGTH_M + 0.8,
+        _EGO_WIDTH_M + 0.5,
     )
 
 
@@ -192,7 +228,10 @@ def captures(world: SynthOptions, clip: SynthClip) -> list[Capture]:
     """Return all captures of a clip by time. Keyframes are half a second apart, within 2 ms; sweeps divide the time."""
     draw = stream(world.seed, "clock", clip.index)
     jitter = draw.integers(-1000, 1001, world.frames)
-    keys = [clip.start_us + KEYFRAME_US * frame + (int(jitter[frame]) if frame else 0) for frame in range(world.frames)]
+    keys = [
+        clip.start_us + KEYFRAME_US * frame + (int(jitter[frame]) if frame else 0)
+        for frame in range(world.frames)
+    ]
     found = [Capture(clip.index, 0, keys[0], is_key_frame=True)]
     for frame, (before, key) in enumerate(pairwise(keys), 1):
         for step in range(1, world.lidar_sweeps + 2):

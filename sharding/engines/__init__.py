@@ -18,7 +18,11 @@ LOCAL_ENGINES: Final = ("threads", "processes")
 
 
 RayAddress = Annotated[
-    str | None, flag("address of a Ray cluster: auto, or HOST:PORT (default: start a local one)", metavar="ADDRESS")
+    str | None,
+    flag(
+        "address of a Ray cluster: auto, or HOST:PORT (default: start a local one)",
+        metavar="ADDRESS",
+    ),
 ]
 
 
@@ -44,7 +48,9 @@ class EngineOptions(Settings, frozen=True, kw_only=True):
 class Engine(Protocol):
     """A place where shards are made."""
 
-    def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
+    def make_shards(
+        self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]
+    ) -> Iterator[ShardDone]:
         """Make these shards of the plan; yield them as they are done, in any order.
 
         ``advance`` gets the bytes written since its last call, in the calling thread. Raises the first error of a task;

@@ -9,7 +9,13 @@ from __future__ import annotations
 import multiprocessing.dummy
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
 from typing import Any, Final
@@ -36,7 +42,9 @@ class LocalEngine:
         self._num_workers = num_workers
         self._kind = kind or ("threads" if num_workers <= MAX_THREADS else "processes")
 
-    def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
+    def make_shards(
+        self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]
+    ) -> Iterator[ShardDone]:
         """Make these shards of the plan."""
         num_workers = min(self._num_workers, len(numbers))
         if num_workers > 1 or (num_workers and self._kind == "processes"):
@@ -47,7 +55,11 @@ class LocalEngine:
                 yield writer.make(number, advance)
 
     def _in_pool(
-        self, job: WriteJob, numbers: Iterator[int], num_workers: int, advance: Callable[[int], None]
+        self,
+        job: WriteJob,
+        numbers: Iterator[int],
+        num_workers: int,
+        advance: Callable[[int], None],
     ) -> Iterator[ShardDone]:
         # Spawned, not forked: threads of Arrow and of the progress bar run here, and the lock must stay with this
         # process.
@@ -95,7 +107,7 @@ class LocalEngine:
                 pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:  # noqa: ANN401 - of threads or processes
+def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:
     """Set up a worker: its writer, its progress counter, and its stop signal."""
 
     def pulse(num_bytes: int) -> None:

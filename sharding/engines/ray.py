@@ -40,7 +40,9 @@ _POLL_S: Final = 0.5
 
 _STOP_S: Final = 30.0
 
-_TASKS_AHEAD: Final = 2  # submitted for each CPU of the cluster, so that none waits for the next one
+_TASKS_AHEAD: Final = (
+    2  # submitted for each CPU of the cluster, so that none waits for the next one
+)
 
 _LOOK_S: Final = 5.0
 
@@ -67,14 +69,18 @@ class RayEngine:
     Each piece takes ``cpus`` and ``gpus`` of one node.
     """
 
-    def __init__(self, address: str | None, num_workers: int = 0, *, cpus: int = 1, gpus: int = 0) -> None:
+    def __init__(
+        self, address: str | None, num_workers: int = 0, *, cpus: int = 1, gpus: int = 0
+    ) -> None:
         """Check that Ray is installed; raise ConfigError otherwise."""
         with needs("--engine ray", "fuelrail[ray]"):
             import ray
         self._ray: Any = ray
         self._address, self._num_workers, self._cpus, self._gpus = address, num_workers, cpus, gpus
 
-    def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
+    def make_shards(
+        self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]
+    ) -> Iterator[ShardDone]:
         """Make these shards of the plan, each in a task."""
         if not len(numbers):
             return
@@ -82,13 +88,17 @@ class RayEngine:
             run = uuid.uuid4().hex
             share_inputs(job, run)
             try:
-                for done in self.make(partial(_start_writer, job, run), numbers, partial(advance, 0)):
+                for done in self.make(
+                    partial(_start_writer, job, run), numbers, partial(advance, 0)
+                ):
                     advance(done.num_bytes)
                     yield done
             finally:
                 self._forget(job)
 
-    def make(self, start: Start, numbers: Sequence[int], look: Callable[[], None] = lambda: None) -> Iterator[Any]:
+    def make(
+        self, start: Start, numbers: Sequence[int], look: Callable[[], None] = lambda: None
+    ) -> Iterator[Any]:
         """Yield what becomes of these pieces, each made by a task, in any order; call ``look`` twice a second.
 
         Raises the first error of a task, and FuelrailError where a task is lost again and again.
@@ -124,7 +134,7 @@ class RayEngine:
         finally:
             self._stop(pending)
 
-    def _result(self, reference: Any) -> Any:  # noqa: ANN401 - Ray's, which has no types for it
+    def _result(self, reference: Any) -> Any:
         ray = self._ray
         try:
             result = ray.get(reference, timeout=_RESULT_S)
@@ -163,7 +173,9 @@ class RayEngine:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         tidy = [
             ray.remote(forget_inputs)
-            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True))
+            .options(
+                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)
+            )
             .remote(job.out)
             for node in nodes
         ]
@@ -173,7 +185,9 @@ class RayEngine:
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
         """Be connected to the cluster, which is started where there is no address; raise ConfigError otherwise."""
-        is_ours = connect_ray(self._ray, self._address, self._num_workers or len(os.sched_getaffinity(0)))
+        is_ours = connect_ray(
+            self._ray, self._address, self._num_workers or len(os.sched_getaffinity(0))
+        )
         try:
             yield
         finally:
@@ -184,7 +198,7 @@ class RayEngine:
 class _Nodes:
     """What is on the cluster's nodes, read every few seconds because each read is a call."""
 
-    def __init__(self, ray: Any, needed: dict[str, int]) -> None:  # noqa: ANN401 - Ray's, which has no types for it
+    def __init__(self, ray: Any, needed: dict[str, int]) -> None:
         self._ray, self._needed = ray, needed
         self._looked_s = self._fitting_s = time.monotonic()
         self._room = 0
@@ -200,7 +214,9 @@ class _Nodes:
         """Raise FuelrailError where for a long time no node has been there that could take a task."""
         self.room()
         if not self._room and time.monotonic() - self._fitting_s > NO_NODE_S:
-            units = " and ".join(f"{amount:,} {name}" for name, amount in self._needed.items() if amount)
+            units = " and ".join(
+                f"{amount:,} {name}" for name, amount in self._needed.items() if amount
+            )
             raise FuelrailError(
                 f"the Ray cluster has had no node with {units} for {NO_NODE_S:.0f} s, which each task needs; add "
                 "nodes, then run the same command again to resume"
@@ -209,13 +225,16 @@ class _Nodes:
     def _look(self) -> None:
         self._looked_s = time.monotonic()
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        fitting = [[node.get(name, 0) // amount for name, amount in self._needed.items() if amount] for node in nodes]
+        fitting = [
+            [node.get(name, 0) // amount for name, amount in self._needed.items() if amount]
+            for node in nodes
+        ]
         self._room = sum(int(min(one)) for one in fitting)
         if self._room:
             self._fitting_s = self._looked_s
 
 
-def _make(start: Start, run: str, number: int) -> Any:  # noqa: ANN401
+def _make(start: Start, run: str, number: int) -> Any:
     """Run the task. Return a permanent error as bytes; raise an error after which Ray is to try again."""
     global _started
     import ray
@@ -227,7 +246,9 @@ def _make(start: Start, run: str, number: int) -> Any:  # noqa: ANN401
             _started = run, start(node)
         return _started[1](number)
     except SourceError as error:
-        return pickled_error(SourceError(f"{error} (on node {node})").with_traceback(error.__traceback__))
+        return pickled_error(
+            SourceError(f"{error} (on node {node})").with_traceback(error.__traceback__)
+        )
     except FuelrailError as error:
         return pickled_error(error)
 
@@ -257,7 +278,9 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
 
     Raises DatasetError or ConfigError naming the node that cannot read output or source.
     """
-    if not is_url(job.source.location) and not all(Path(place).exists() for place in job.source.location.split("\n")):
+    if not is_url(job.source.location) and not all(
+        Path(place).exists() for place in job.source.location.split("\n")
+    ):
         raise ConfigError(
             f"node {node} cannot read the source '{job.source.location}': it must be on a file system that all nodes "
             "share, at the same path, or at a URL"

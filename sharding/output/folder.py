@@ -23,8 +23,21 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
-from fuelrail.pipeline.format.manifest import DATASETS, MANIFEST_FILE, WORK_FOLDER, Kinds, Manifest, decode_manifest
-from fuelrail.pipeline.storage.files import open_descriptor, open_file, published, read_file, sync_folder
+from fuelrail.pipeline.format.manifest import (
+    DATASETS,
+    MANIFEST_FILE,
+    WORK_FOLDER,
+    Kinds,
+    Manifest,
+    decode_manifest,
+)
+from fuelrail.pipeline.storage.files import (
+    open_descriptor,
+    open_file,
+    published,
+    read_file,
+    sync_folder,
+)
 from fuelrail.pipeline.storage.filesystem import DISK_FULL, is_url
 from fuelrail.sharding.output.url import UrlOutput
 
@@ -96,11 +109,17 @@ class FolderOutput:
         except FileNotFoundError:
             return []
         except NotADirectoryError as error:
-            file = next((path for path in (self.root, *self.root.parents) if path.exists()), self.root)
+            file = next(
+                (path for path in (self.root, *self.root.parents) if path.exists()), self.root
+            )
             kind = "a file" if file.is_file() else "not a folder"
-            raise DatasetExistsError(f"output folder '{self.root}' cannot be made: '{file}' is {kind}") from error
+            raise DatasetExistsError(
+                f"output folder '{self.root}' cannot be made: '{file}' is {kind}"
+            ) from error
         except OSError as error:
-            raise DatasetError(f"output folder '{self.root}' cannot be read: {error.strerror}") from error
+            raise DatasetError(
+                f"output folder '{self.root}' cannot be read: {error.strerror}"
+            ) from error
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes | None:
         """Return a small file's bytes, or the first ``num_bytes`` of a file; None where it does not exist."""
@@ -173,8 +192,14 @@ class FolderOutput:
             what = error.strerror or (str(error) if number is None else os.strerror(number))
             file = Path(str(error.filename2 or error.filename or self.root))
             name = f"'{file.name}': " if file.parent == self.root and file != self.work else ""
-            hint = f"; {kept} are kept; run the same command again to resume" if number in DISK_FULL else ""
-            raise DatasetError(f"output folder '{self.root}' cannot be written: {name}{what}{hint}") from error
+            hint = (
+                f"; {kept} are kept; run the same command again to resume"
+                if number in DISK_FULL
+                else ""
+            )
+            raise DatasetError(
+                f"output folder '{self.root}' cannot be written: {name}{what}{hint}"
+            ) from error
 
 
 Output: TypeAlias = FolderOutput | UrlOutput

@@ -52,7 +52,9 @@ class ObjectLock:
     def __init__(self, out: UrlOutput, place: str) -> None:
         """Take it; raises DatasetError where another run holds it."""
         self._out, self._path = out, out.path(LOCK_NAME)
-        self._mine = _Held(uuid.uuid4().hex, place, f"process {os.getpid()} on {socket.gethostname()}")
+        self._mine = _Held(
+            uuid.uuid4().hex, place, f"process {os.getpid()} on {socket.gethostname()}"
+        )
         self._ended = threading.Event()
         self._lost: str | None = None
         self._take()
@@ -62,7 +64,9 @@ class ObjectLock:
     def check(self) -> None:
         """Raise DatasetError where another run has taken the lock over."""
         if self._lost is not None:
-            raise DatasetError(f"another run ({self._lost}) has taken over '{self._out.shown}': this one stops")
+            raise DatasetError(
+                f"another run ({self._lost}) has taken over '{self._out.shown}': this one stops"
+            )
 
     def release(self) -> None:
         """Stop renewing it and remove it, if it is still ours."""
@@ -99,7 +103,9 @@ class ObjectLock:
                 self._refuse(found)
 
     def _refuse(self, held: _Held) -> None:
-        raise DatasetError(f"another run ({held.who}) is writing to '{self._out.shown}': wait for it or stop it first")
+        raise DatasetError(
+            f"another run ({held.who}) is writing to '{self._out.shown}': wait for it or stop it first"
+        )
 
     def _beat(self) -> None:
         held = self._mine

@@ -40,7 +40,9 @@ def recipe_of(shown: str, manifest: Manifest) -> Recipe:
     """Return the recipe of a finished dataset; raises DatasetExistsError where it has none."""
     recipe = manifest.provenance.get("recipe")
     if recipe is None:
-        raise DatasetExistsError(f"output folder '{shown}' holds a dataset that was not made by `fuelrail shard`")
+        raise DatasetExistsError(
+            f"output folder '{shown}' holds a dataset that was not made by `fuelrail shard`"
+        )
     return convert(recipe, Recipe, f"recipe in the manifest of '{shown}'")
 
 
@@ -49,10 +51,14 @@ def check_same_recipe(shown: str, stored: Recipe | None, current: Recipe) -> Non
     if stored is None:
         return
     if not (current.scan_sha256 and stored.scan_sha256):
-        stored, current = (msgspec.structs.replace(side, scan_sha256="") for side in (stored, current))
+        stored, current = (
+            msgspec.structs.replace(side, scan_sha256="") for side in (stored, current)
+        )
     if stored != current:
         sides = recipe_differences(stored, current)
-        raise DatasetExistsError(f"output folder '{shown}' holds another dataset: {sides}; choose another folder")
+        raise DatasetExistsError(
+            f"output folder '{shown}' holds another dataset: {sides}; choose another folder"
+        )
 
 
 def run_state(
@@ -103,11 +109,16 @@ def _samples(state: RunState) -> str:
 
 def shard_stamps(plan: Plan, stamps: NDArray[np.uint64]) -> tuple[int, ...]:
     """Return one number for each shard: a digest of the stamps of its rows in the scan table."""
-    runs = (slice(shard.first_sample, shard.first_sample + shard.num_samples) for shard in plan.shards)
+    runs = (
+        slice(shard.first_sample, shard.first_sample + shard.num_samples) for shard in plan.shards
+    )
     return tuple(xxhash.xxh3_64_intdigest(stamps[plan.rows[run]].data.cast("B")) for run in runs)
 
 
 def shards_of(finished: Iterable[ShardEntry]) -> list[PlannedShard]:
     """Return the cut of a finished dataset into shards."""
     numbers: defaultdict[str, count[int]] = defaultdict(count)
-    return [PlannedShard(one.split, next(numbers[one.split]), one.first_sample, one.num_samples) for one in finished]
+    return [
+        PlannedShard(one.split, next(numbers[one.split]), one.first_sample, one.num_samples)
+        for one in finished
+    ]

@@ -18,7 +18,12 @@ from typing import Any, BinaryIO, Final
 
 from fuelrail.pipeline.errors import DatasetError, FuelrailError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
-from fuelrail.pipeline.storage.filesystem import default_cache_folder, filesystem, shown_url, stated_version
+from fuelrail.pipeline.storage.filesystem import (
+    default_cache_folder,
+    filesystem,
+    shown_url,
+    stated_version,
+)
 from fuelrail.pipeline.storage.retry import fault_of
 
 PART_BYTES: Final = 32 << 20
@@ -32,8 +37,14 @@ class UrlOutput:
         self.location = url.rstrip("/")
         self.shown = shown_url(self.location)
         self.fs, self._root = filesystem(self.location)
-        self._is_s3 = hasattr(self.fs, "call_s3")  # its files are put or completed when they are closed
-        self.work = default_cache_folder() / "sharding" / hashlib.sha256(self.location.encode()).hexdigest()[:16]
+        self._is_s3 = hasattr(
+            self.fs, "call_s3"
+        )  # its files are put or completed when they are closed
+        self.work = (
+            default_cache_folder()
+            / "sharding"
+            / hashlib.sha256(self.location.encode()).hexdigest()[:16]
+        )
 
     def path(self, name: str) -> str:
         """Return the path of a file in the file system."""
@@ -48,7 +59,9 @@ class UrlOutput:
                 found = self.fs.ls(root, detail=False)
             except FileNotFoundError:
                 return []
-        names = {str(path).rstrip("/").removeprefix(root).strip("/").partition("/")[0] for path in found}
+        names = {
+            str(path).rstrip("/").removeprefix(root).strip("/").partition("/")[0] for path in found
+        }
         return sorted(names - {""})
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes | None:
@@ -95,7 +108,9 @@ class UrlOutput:
         digest = hashlib.sha256()
         with (
             self._reading(),
-            self.fs.open(self.path(name), "rb", block_size=_COPY_BYTES, cache_type="readahead") as file,
+            self.fs.open(
+                self.path(name), "rb", block_size=_COPY_BYTES, cache_type="readahead"
+            ) as file,
         ):
             while data := file.read(_COPY_BYTES):
                 digest.update(data)
@@ -135,11 +150,17 @@ class UrlOutput:
             for upload in page.get("Uploads", ()):
                 with contextlib.suppress(FileNotFoundError):  # completed or aborted in this moment
                     self.fs.call_s3(
-                        "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                        "abort_multipart_upload",
+                        Bucket=bucket,
+                        Key=upload["Key"],
+                        UploadId=upload["UploadId"],
                     )
             if not page.get("IsTruncated"):
                 return
-            wanted |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            wanted |= {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
 
     @contextlib.contextmanager
     def writing(self, kept: str = "finished shards") -> Iterator[None]:
@@ -155,7 +176,9 @@ class UrlOutput:
                 "refused": "check credentials, profile and endpoint",
                 "invalid": "the store refused it",
             }.get(fault.kind, f"{kept} are kept; run the same command again to resume")
-            raise DatasetError(f"output '{self.shown}' cannot be written: {hint} ({fault.text})") from error
+            raise DatasetError(
+                f"output '{self.shown}' cannot be written: {hint} ({fault.text})"
+            ) from error
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -166,7 +189,9 @@ class UrlOutput:
         except Exception as error:
             fault = fault_of(error)
             hint = ": check credentials, profile and endpoint" if fault.kind == "refused" else ""
-            raise DatasetError(f"output '{self.shown}' cannot be read{hint} ({fault.text})") from error
+            raise DatasetError(
+                f"output '{self.shown}' cannot be read{hint} ({fault.text})"
+            ) from error
 
     def _info(self, name: str) -> dict[str, Any] | None:
         with self._reading():

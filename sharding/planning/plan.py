@@ -68,11 +68,15 @@ def assign_splits(
         return _by_share(ids, splits, recipe.split_seed)
     named = _by_name(clips, lists or own_splits or {}, must_exist=bool(lists))
     wanted = set(numbers)
-    clips_by_split = {split: [number for number in found if number in wanted] for split, found in named.items()}
+    clips_by_split = {
+        split: [number for number in found if number in wanted] for split, found in named.items()
+    }
     clips_by_split = {split: found for split, found in clips_by_split.items() if found}
     check_split_names(clips_by_split)
     if not clips_by_split:
-        raise ConfigError(f"none of the {len(numbers)} clips is in one of the splits {', '.join(named)}")
+        raise ConfigError(
+            f"none of the {len(numbers)} clips is in one of the splits {', '.join(named)}"
+        )
     return clips_by_split
 
 
@@ -88,9 +92,13 @@ def _by_name(
     clips_by_split: dict[str, list[int]] = {split: [] for split in lists}
     used: set[str] = set()
     for number, clip in enumerate(clips):
-        found = {name: split_of[name] for name in (clip.clip_id, clip.clip_name) if name in split_of}
+        found = {
+            name: split_of[name] for name in (clip.clip_id, clip.clip_name) if name in split_of
+        }
         if len(set(found.values())) > 1:
-            raise ConfigError(f"clip '{clip.clip_name}' ({clip.clip_id}) is in two splits: {', '.join(found.values())}")
+            raise ConfigError(
+                f"clip '{clip.clip_name}' ({clip.clip_id}) is in two splits: {', '.join(found.values())}"
+            )
         used |= found.keys()
         if found:
             clips_by_split[next(iter(found.values()))].append(number)
@@ -107,13 +115,19 @@ def _by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, 
 
     Largest remainders on clips in the order of a keyed hash of their ids; every split gets one clip at least."""
     if len(clips) < len(shares):
-        raise ConfigError(f"{len(clips)} clips cannot be split into {', '.join(shares)}: a split needs a clip at least")
+        raise ConfigError(
+            f"{len(clips)} clips cannot be split into {', '.join(shares)}: a split needs a clip at least"
+        )
     exact = np.array([share for share in shares.values() if isinstance(share, float)]) * len(clips)
     counts = np.maximum(np.floor(exact + 1e-9).astype(np.int64), 1)
     while (left := len(clips) - int(counts.sum())) != 0:
         gap = exact - counts
-        counts[int(np.argmax(gap)) if left > 0 else int(np.argmin(np.where(counts > 1, gap, np.inf)))] += np.sign(left)
-    ranked = sorted(clips, key=lambda number: hashlib.sha256(f"split {seed} {clips[number]}".encode()).digest())
+        counts[
+            int(np.argmax(gap)) if left > 0 else int(np.argmin(np.where(counts > 1, gap, np.inf)))
+        ] += np.sign(left)
+    ranked = sorted(
+        clips, key=lambda number: hashlib.sha256(f"split {seed} {clips[number]}".encode()).digest()
+    )
     ends = np.cumsum(counts).tolist()
     return {
         split: sorted(ranked[end - count : end])
@@ -132,12 +146,16 @@ def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> 
     found: list[NDArray[np.int64]] = []
     first = 0
     for part in table.attribute_parts():
-        known = part.append_column("clip_id", ids.take(part[CLIP_NUMBER])).drop_columns([CLIP_NUMBER])
+        known = part.append_column("clip_id", ids.take(part[CLIP_NUMBER])).drop_columns(
+            [CLIP_NUMBER]
+        )
         found.append(Filter(recipe.select, known.column_names).select(known) + first)
         first += len(part)
     rows = np.concatenate(found)
     if not len(rows):
-        raise ConfigError(f"none of the source's {len(table)} samples is selected by {recipe.select!r}")
+        raise ConfigError(
+            f"none of the source's {len(table)} samples is selected by {recipe.select!r}"
+        )
     return rows[: recipe.limit]
 
 
@@ -178,7 +196,9 @@ def selection(rows: NDArray[np.int64], num_rows: int) -> NDArray[np.bool_]:
     return mask
 
 
-def _unit_starts(clip: NDArray[np.int32], frame: NDArray[np.int32], frames: int) -> NDArray[np.int64]:
+def _unit_starts(
+    clip: NDArray[np.int32], frame: NDArray[np.int32], frames: int
+) -> NDArray[np.int64]:
     """Return the first row of each unit, counted in one split."""
     if frames == 1:
         return np.arange(len(clip), dtype=np.int64)

@@ -34,7 +34,14 @@ from fuelrail.pipeline.format.codecs import (
     planes,
 )
 from fuelrail.pipeline.format.tar import BLOCK_BYTES
-from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, lidar_channel
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    GEOMETRY,
+    META,
+    POINTS_EXTENSION,
+    SWEEPS_FIELD,
+    lidar_channel,
+)
 from fuelrail.pipeline.settings import Settings, convert, flag, read_text
 from fuelrail.pipeline.text import differences
 
@@ -69,9 +76,20 @@ _LABELS: Final = {
 
 _POINT_BYTES: Final = 4  # points are float32 (schema.encode_points)
 
-_UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+}
 
-_SPLIT_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,99}\Z")  # as FORMAT.md has it: shards are named after it
+_SPLIT_NAME: Final = re.compile(
+    r"[a-z][a-z0-9_]{0,99}\Z"
+)  # as FORMAT.md has it: shards are named after it
 
 Splits = dict[str, float | list[str]]
 """Split name to its share of the clips, or to the names of its clips."""
@@ -104,7 +122,11 @@ def parse_images(text: str) -> ImageRecipe:
         name, _, value = part.strip().partition("=")
         size = re.fullmatch(r"([0-9]+)x([0-9]+)", value)
         number = re.fullmatch(r"[0-9]+(\.[0-9]+)?", value)
-        if name in values or not (size if name == "size" else number) or name not in ("resize", "size", "quality"):
+        if (
+            name in values
+            or not (size if name == "size" else number)
+            or name not in ("resize", "size", "quality")
+        ):
             raise ConfigError(f"{part.strip()!r} is not understood; write {FORM}")
         if size:
             values[name] = (int(size.group(1)), int(size.group(2)))
@@ -120,7 +142,9 @@ def parse_size(text: str) -> int:
     """Parse a number of bytes: ``256MB``, ``1.5 GiB`` or a plain number; raises ConfigError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match.group(2).upper() not in _UNITS:
-        raise ConfigError("a size must be a number with one of the units B, kB, MB, GB, KiB, MiB, GiB, such as 256MiB")
+        raise ConfigError(
+            "a size must be a number with one of the units B, kB, MB, GB, KiB, MiB, GiB, such as 256MiB"
+        )
     size = int(float(match.group(1)) * _UNITS[match.group(2).upper()])
     if size < MIN_SHARD_BYTES:
         raise ConfigError(f"a size must be {MIN_SHARD_BYTES} bytes or more")
@@ -157,7 +181,9 @@ def _read_splits(path: Path) -> Splits:
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
         text = " ".join(str(error).split())
-        raise ConfigError(f"'{path}' does not map split names to lists of clip names: {text}") from error
+        raise ConfigError(
+            f"'{path}' does not map split names to lists of clip names: {text}"
+        ) from error
     splits: Splits = dict(lists)
     _check_splits(splits)
     return splits
@@ -181,7 +207,9 @@ def _check_splits(splits: Splits | None) -> None:
     check_split_names(splits)
     shares = [share for share in splits.values() if isinstance(share, float)]
     if shares and not (min(shares) > 0 and abs(sum(shares) - 1) <= 1e-6):  # NaN is refused too
-        raise ConfigError(f"the shares of splits {', '.join(splits)} must be over 0 and add up to 1, got {sum(shares)}")
+        raise ConfigError(
+            f"the shares of splits {', '.join(splits)} must be over 0 and add up to 1, got {sum(shares)}"
+        )
 
 
 class Recipe(Settings, frozen=True):
@@ -196,9 +224,13 @@ class Recipe(Settings, frozen=True):
     source_options: dict[str, Any] = msgspec.field(default_factory=dict)
     scan_sha256: str = ""
     name: Annotated[str | None, flag("name of the dataset (default: from the source)")] = None
-    license: Annotated[str | None, flag("license of the data, stored in the manifest and in every sample")] = None
+    license: Annotated[
+        str | None, flag("license of the data, stored in the manifest and in every sample")
+    ] = None
     seed: Annotated[
-        int, Meta(ge=0, le=2**63 - 1), flag("random seed for the order of samples in the shards (default: 0)")
+        int,
+        Meta(ge=0, le=2**63 - 1),
+        flag("random seed for the order of samples in the shards (default: 0)"),
     ] = 0
     select: Annotated[
         str | None,
@@ -207,8 +239,12 @@ class Recipe(Settings, frozen=True):
             metavar="EXPRESSION",
         ),
     ] = None
-    limit: Annotated[Annotated[int, Meta(ge=1)] | None, flag("keep only the first N selected samples")] = None
-    order: Annotated[str, flag("shuffle granularity: frame, clip or window:N (default: frame)")] = "frame"
+    limit: Annotated[
+        Annotated[int, Meta(ge=1)] | None, flag("keep only the first N selected samples")
+    ] = None
+    order: Annotated[str, flag("shuffle granularity: frame, clip or window:N (default: frame)")] = (
+        "frame"
+    )
     splits: Annotated[
         Splits | None,
         flag(
@@ -218,16 +254,21 @@ class Recipe(Settings, frozen=True):
         ),
     ] = None
     split_seed: Annotated[
-        int, Meta(ge=0, le=2**63 - 1), flag("random seed for which clips go to which split (default: 0)")
+        int,
+        Meta(ge=0, le=2**63 - 1),
+        flag("random seed for which clips go to which split (default: 0)"),
     ] = 0
-    images: Annotated[ImageRecipe | None, flag(f"store smaller images, which is lossy: {FORM}", parse=parse_images)] = (
-        None
-    )
+    images: Annotated[
+        ImageRecipe | None,
+        flag(f"store smaller images, which is lossy: {FORM}", parse=parse_images),
+    ] = None
     shard_size_bytes: Annotated[
         int,
         Meta(ge=MIN_SHARD_BYTES),
         flag(
-            f"approximate size of a shard (default: {DEFAULT_SHARD_BYTES >> 20}MiB)", parse=parse_size, metavar="SIZE"
+            f"approximate size of a shard (default: {DEFAULT_SHARD_BYTES >> 20}MiB)",
+            parse=parse_size,
+            metavar="SIZE",
         ),
     ] = DEFAULT_SHARD_BYTES
     layout: Annotated[
@@ -237,7 +278,9 @@ class Recipe(Settings, frozen=True):
             "a whole (.tar.zst); none: no compression (default: member)"
         ),
     ] = "member"
-    compression_level: Annotated[int, Meta(ge=1, le=19), flag("zstd compression level, 1 to 19")] = DEFAULT_ZSTD_LEVEL
+    compression_level: Annotated[
+        int, Meta(ge=1, le=19), flag("zstd compression level, 1 to 19")
+    ] = DEFAULT_ZSTD_LEVEL
     dictionary_bytes: Annotated[
         Annotated[int, Meta(ge=MIN_DICTIONARY_BYTES, le=MAX_DICTIONARY_BYTES)] | None,
         flag(
@@ -277,7 +320,10 @@ def check_recipe(recipe: Recipe) -> None:
 def recipe_differences(stored: Recipe, current: Recipe) -> str:
     """Return every field that differs with both its values, as text; empty where the two are equal."""
     there, here = (
-        {_LABELS.get(name, name.replace("_", " ")): value for name, value in msgspec.to_builtins(recipe).items()}
+        {
+            _LABELS.get(name, name.replace("_", " ")): value
+            for name, value in msgspec.to_builtins(recipe).items()
+        }
         for recipe in (stored, current)
     )
     return differences(there, here, "there", "here")
@@ -298,7 +344,9 @@ def channel_codec(channel: Channel) -> str:
     return planes(row_bytes)
 
 
-def codec_of(field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...], extra: tuple[Channel, ...] = ()) -> str:
+def codec_of(
+    field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...], extra: tuple[Channel, ...] = ()
+) -> str:
     """Return the codec of a member with this field name: what shrinks is compressed, media stay raw.
 
     ``extra`` are the channels other than cameras, lidars and boxes.

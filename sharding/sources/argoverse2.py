@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
-from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import (
+    NO_BOXES,
+    BoxRows,
+    Clip,
+    Frame,
+    Image,
+    Sensors,
+    Sweep,
+)
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
@@ -40,19 +48,49 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 RING: Final = (
-    "ring_front_center", "ring_front_left", "ring_front_right", "ring_side_left", "ring_side_right", "ring_rear_left",
+    "ring_front_center",
+    "ring_front_left",
+    "ring_front_right",
+    "ring_side_left",
+    "ring_side_right",
+    "ring_rear_left",
     "ring_rear_right",
-)  # fmt: skip
+)
 STEREO: Final = ("stereo_front_left", "stereo_front_right")
 LIDAR: Final = "lidar"
 SPLITS: Final = ("train", "val", "test")
 CATEGORIES: Final = (
-    "REGULAR_VEHICLE", "PEDESTRIAN", "BICYCLIST", "MOTORCYCLIST", "WHEELED_RIDER", "BOLLARD", "CONSTRUCTION_CONE",
-    "SIGN", "CONSTRUCTION_BARREL", "STOP_SIGN", "MOBILE_PEDESTRIAN_CROSSING_SIGN", "LARGE_VEHICLE", "BUS", "BOX_TRUCK",
-    "TRUCK", "VEHICULAR_TRAILER", "TRUCK_CAB", "SCHOOL_BUS", "ARTICULATED_BUS", "MESSAGE_BOARD_TRAILER", "BICYCLE",
-    "MOTORCYCLE", "WHEELED_DEVICE", "WHEELCHAIR", "STROLLER", "DOG", "RAILED_VEHICLE", "ANIMAL", "OFFICIAL_SIGNALER",
+    "REGULAR_VEHICLE",
+    "PEDESTRIAN",
+    "BICYCLIST",
+    "MOTORCYCLIST",
+    "WHEELED_RIDER",
+    "BOLLARD",
+    "CONSTRUCTION_CONE",
+    "SIGN",
+    "CONSTRUCTION_BARREL",
+    "STOP_SIGN",
+    "MOBILE_PEDESTRIAN_CROSSING_SIGN",
+    "LARGE_VEHICLE",
+    "BUS",
+    "BOX_TRUCK",
+    "TRUCK",
+    "VEHICULAR_TRAILER",
+    "TRUCK_CAB",
+    "SCHOOL_BUS",
+    "ARTICULATED_BUS",
+    "MESSAGE_BOARD_TRAILER",
+    "BICYCLE",
+    "MOTORCYCLE",
+    "WHEELED_DEVICE",
+    "WHEELCHAIR",
+    "STROLLER",
+    "DOG",
+    "RAILED_VEHICLE",
+    "ANIMAL",
+    "OFFICIAL_SIGNALER",
     "TRAFFIC_LIGHT_TRAILER",
-)  # fmt: skip
+)
 NEAREST_NS: Final = 25_000_000
 """Half the period of the ring cameras, as the dataset's API has it."""
 SWEEP_NS: Final = 102_000_000
@@ -70,9 +108,13 @@ _INTRINSICS: Final[dict[str, pa.DataType]] = {
 }
 _SIZE: Final = ("length_m", "width_m", "height_m")
 _BOXES: Final[dict[str, pa.DataType]] = {
-    "timestamp_ns": pa.int64(), "track_uuid": pa.string(), "category": pa.string(), **dict.fromkeys(_SIZE, _F64),
-    **_POSE, "num_interior_pts": pa.int64(),
-}  # fmt: skip
+    "timestamp_ns": pa.int64(),
+    "track_uuid": pa.string(),
+    "category": pa.string(),
+    **dict.fromkeys(_SIZE, _F64),
+    **_POSE,
+    "num_interior_pts": pa.int64(),
+}
 _POINTS: Final[dict[str, pa.DataType]] = {
     **dict.fromkeys(("x", "y", "z", "intensity", "laser_number"), pa.float32()),
     "offset_ns": pa.int64(),
@@ -99,9 +141,15 @@ class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
             "its start, at most 25 ms away"
         ),
     ] = "forward"
-    stereo: Annotated[bool, Meta(description="true takes the two stereo cameras too, which run at 5 Hz")] = False
-    boxes: Annotated[bool, Meta(description="false leaves boxes out; train and val must have them otherwise")] = True
-    map: Annotated[bool, Meta(description="true stores the vector map about ego as the channel map")] = False
+    stereo: Annotated[
+        bool, Meta(description="true takes the two stereo cameras too, which run at 5 Hz")
+    ] = False
+    boxes: Annotated[
+        bool, Meta(description="false leaves boxes out; train and val must have them otherwise")
+    ] = True
+    map: Annotated[
+        bool, Meta(description="true stores the vector map about ego as the channel map")
+    ] = False
 
 
 class Argoverse2(FrameSource[Argoverse2Settings]):
@@ -145,9 +193,15 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             if "." in log:
                 continue  # logs are named by a UUID
             folder = f"{split}/{log}" if split else log
-            if {"calibration", "sensors", "city_SE3_egovehicle.feather"}.isdisjoint(self.files.listed(folder)):
+            if {"calibration", "sensors", "city_SE3_egovehicle.feather"}.isdisjoint(
+                self.files.listed(folder)
+            ):
                 continue
-            cities = [found[1] for name in names_in(self.files, folder, "map") if (found := _CITY.search(name))]
+            cities = [
+                found[1]
+                for name in names_in(self.files, folder, "map")
+                if (found := _CITY.search(name))
+            ]
             city = {"location": cities[0]} if cities else {}
             files = tuple(f"{folder}/{name}" for name in (*_TABLES, *self._maps(folder)))
             yield Clip(name=log, split=split, tags=city, attributes=city, files=files)
@@ -168,7 +222,9 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         labelled = np.empty(0, np.int64) if labels is None else labels["timestamp_ns"]
         times = np.unique(np.concatenate([stamps, labelled]))
         if not len(times):
-            raise SourceError(f"log '{self.files.shown}/{folder}' has no lidar sweeps and no boxes, so no frames")
+            raise SourceError(
+                f"log '{self.files.shown}/{folder}' has no lidar sweeps and no boxes, so no frames"
+            )
         images = self._images(folder, times)
         boxes = None if labels is None else _box_rows(labels)
         is_swept = np.isin(times, stamps).tolist()
@@ -178,7 +234,9 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             yield Frame(
                 timestamp_ns=time,
                 images=images[at],
-                sweeps={LIDAR: Sweep(ref=name, timestamp_ns=time, lidar2ego=np.eye(4))} if is_swept[at] else {},
+                sweeps={LIDAR: Sweep(ref=name, timestamp_ns=time, lidar2ego=np.eye(4))}
+                if is_swept[at]
+                else {},
                 boxes=None if boxes is None else boxes.get(time, NO_BOXES),
                 members=windows[at],
             )
@@ -213,10 +271,16 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         """Return the times in the names of a sensor's files, ascending; none without its folder."""
         names = [name for name in names_in(self.files, folder, *parts) if name.endswith(suffix)]
         texts = [name.removesuffix(suffix) for name in names]
-        bad = [name for name, text in zip(names, texts, strict=True) if not text.isdecimal() or len(text) > _DIGITS]
+        bad = [
+            name
+            for name, text in zip(names, texts, strict=True)
+            if not text.isdecimal() or len(text) > _DIGITS
+        ]
         if bad:
             where = "/".join((self.files.shown, folder, *parts))
-            raise SourceError(f"file '{where}/{bad[0]}' has no time in its name; expected NANOSECONDS{suffix}")
+            raise SourceError(
+                f"file '{where}/{bad[0]}' has no time in its name; expected NANOSECONDS{suffix}"
+            )
         return np.sort(np.array(texts, np.int64))
 
     def _images(self, folder: str, times: NDArray[np.int64]) -> list[dict[str, Image]]:
@@ -242,26 +306,40 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                     ref = f"{folder}/sensors/cameras/{name}/{time}.jpg"
                     found[at][name] = replace(calibration[name], ref=ref, timestamp_ns=time)
         if not num_images:
-            raise SourceError(f"log '{self.files.shown}/{folder}' has no images in sensors/cameras/CAMERA/TIME.jpg")
+            raise SourceError(
+                f"log '{self.files.shown}/{folder}' has no images in sensors/cameras/CAMERA/TIME.jpg"
+            )
         return found
 
     def _calibration(self, folder: str) -> dict[str, Image]:
         """Return what all images of a camera have, by camera."""
-        names = [f"{folder}/calibration/{name}.feather" for name in ("intrinsics", "egovehicle_SE3_sensor")]
+        names = [
+            f"{folder}/calibration/{name}.feather"
+            for name in ("intrinsics", "egovehicle_SE3_sensor")
+        ]
         lenses = read_feather(self.files, names[0], _INTRINSICS)
         mounts = read_feather(self.files, names[1], {"sensor_name": pa.string(), **_POSE})
         for table, name in zip((lenses, mounts), names, strict=True):
-            check_unique(table["sensor_name"].tolist(), f"table '{self.files.shown}/{name}'", "the sensor")
+            check_unique(
+                table["sensor_name"].tolist(), f"table '{self.files.shown}/{name}'", "the sensor"
+            )
         where = f"table '{self.files.shown}/{names[1]}'"
         sensor2ego = pose(stacked(mounts, QUATERNION), stacked(mounts, TRANSLATION), where)
         by_name = dict(zip(mounts["sensor_name"].tolist(), sensor2ego, strict=True))
         found = {}
         for row, name in enumerate(lenses["sensor_name"].tolist()):
-            fx, fy, cx, cy, width, height = (lenses[column][row] for column in list(_INTRINSICS)[1:])
+            fx, fy, cx, cy, width, height = (
+                lenses[column][row] for column in list(_INTRINSICS)[1:]
+            )
             k = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
             if name in by_name:
                 found[name] = Image(
-                    ref="", timestamp_ns=0, intrinsics=k, cam2ego=by_name[name], width=int(width), height=int(height)
+                    ref="",
+                    timestamp_ns=0,
+                    intrinsics=k,
+                    cam2ego=by_name[name],
+                    width=int(width),
+                    height=int(height),
                 )
         return found
 
@@ -270,7 +348,9 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         name = f"{folder}/annotations.feather"
         if not self.given.boxes or "annotations.feather" not in self.files.listed(folder):
             if self.given.boxes and split in ("train", "val"):
-                raise SourceError(f"table '{self.files.shown}/{name}' is not there; boxes=false leaves boxes out")
+                raise SourceError(
+                    f"table '{self.files.shown}/{name}' is not there; boxes=false leaves boxes out"
+                )
             return None
         rows = read_feather(self.files, name, _BOXES)
         pairs = list(zip(rows["timestamp_ns"].tolist(), rows["track_uuid"].tolist(), strict=True))
@@ -288,7 +368,9 @@ def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> 
     if match == "nearest":
         last = len(stamps) - 1
         before, after = np.clip(after - 1, 0, last), np.clip(after, 0, last)
-        found = np.where(np.abs(times - stamps[before]) <= np.abs(stamps[after] - times), before, after)
+        found = np.where(
+            np.abs(times - stamps[before]) <= np.abs(stamps[after] - times), before, after
+        )
         return np.where(np.abs(stamps[found] - times) <= NEAREST_NS, found, -1)
     ends = np.minimum(np.append(times[1:], np.iinfo(np.int64).max), times + SWEEP_NS)
     inside = (after < len(stamps)) & (stamps[np.minimum(after, len(stamps) - 1)] < ends)
@@ -342,11 +424,24 @@ class _File(msgspec.Struct, frozen=True):
 def parse_map(data: bytes, where: str) -> VectorMap:
     """Parse the lines of a log's map; lanes share a common border. Raise SourceError, naming ``where``."""
     found = read_json(data, where, _File, "is not a vector map of Argoverse 2")
-    outlines = [(0, [*one.area_boundary, *one.area_boundary[:1]]) for one in found.drivable_areas.values()]
-    outlines += [(1, [*one.edge1, *reversed(one.edge2), *one.edge1[:1]]) for one in found.pedestrian_crossings.values()]
+    outlines = [
+        (0, [*one.area_boundary, *one.area_boundary[:1]]) for one in found.drivable_areas.values()
+    ]
+    outlines += [
+        (1, [*one.edge1, *reversed(one.edge2), *one.edge1[:1]])
+        for one in found.pedestrian_crossings.values()
+    ]
     for lane in found.lane_segments.values():
-        outlines.append((3 if lane.left_lane_mark_type in _UNPAINTED else 2, lane.left_lane_boundary))
-        outlines.append((3 if lane.right_lane_mark_type in _UNPAINTED else 2, lane.right_lane_boundary))
-    lines = dict.fromkeys((layer, tuple((one.x, one.y) for one in points)) for layer, points in outlines)
+        outlines.append(
+            (3 if lane.left_lane_mark_type in _UNPAINTED else 2, lane.left_lane_boundary)
+        )
+        outlines.append(
+            (3 if lane.right_lane_mark_type in _UNPAINTED else 2, lane.right_lane_boundary)
+        )
+    lines = dict.fromkeys(
+        (layer, tuple((one.x, one.y) for one in points)) for layer, points in outlines
+    )
     kept = [(layer, points) for layer, points in lines if len(points) > 1]
-    return VectorMap.of([np.array(points) for _, points in kept], [layer for layer, _ in kept], where)
+    return VectorMap.of(
+        [np.array(points) for _, points in kept], [layer for layer, _ in kept], where
+    )

@@ -17,7 +17,11 @@ from fuelrail.sharding.sources.adapter.rows import attribute_types
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
 
-_NAMES: Final = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+_NAMES: Final = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
 _SPLITS: Final = {name: split for split, names in _NAMES.items() for name in names}
 """Folders that are splits where all folders are."""
 _CAMERA: Final = "image"
@@ -43,7 +47,9 @@ class ImageFolder(FrameSource[FrameSettings]):
     def _folders(self) -> dict[str, list[str]]:
         """Return the class folders by split, "" where there are no splits, in the order of names."""
         found = self.files.folders()
-        inside = {one: self.files.folders(one) for one in found} if {*found} <= _SPLITS.keys() else {}
+        inside = (
+            {one: self.files.folders(one) for one in found} if {*found} <= _SPLITS.keys() else {}
+        )
         return inside if any(inside.values()) else {"": found}
 
     def category_names(self) -> list[str]:
@@ -77,8 +83,13 @@ class ImageFolder(FrameSource[FrameSettings]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the image. It has no time, calibration or pose."""
         if not clip.name.isprintable():
-            raise SourceError(f"'{self.files.shown}/{shown(clip.name)}': the name cannot be printed: rename it")
+            raise SourceError(
+                f"'{self.files.shown}/{shown(clip.name)}': the name cannot be printed: rename it"
+            )
         image = Image(ref=clip.name, timestamp_ns=0, intrinsics=None, cam2ego=None)
         yield Frame(
-            timestamp_ns=0, images={_CAMERA: image}, token=clip.name, attributes={"cls": self._numbers[clip.token]}
+            timestamp_ns=0,
+            images={_CAMERA: image},
+            token=clip.name,
+            attributes={"cls": self._numbers[clip.token]},
         )

@@ -120,7 +120,9 @@ class _Metadata:
                 "convert it with LeRobot"
             )
         if not (0 < info.fps < 1e6 and info.chunks_size > 0):
-            raise SourceError(f"{where} has fps {info.fps} and chunks_size {info.chunks_size}; both must be positive")
+            raise SourceError(
+                f"{where} has fps {info.fps} and chunks_size {info.chunks_size}; both must be positive"
+            )
         return info
 
     @property
@@ -139,7 +141,9 @@ class _Metadata:
                 continue
             camera = _plain(re.sub(r"^observation\.(images?\.)?", "", name))
             if camera in found:
-                raise SourceError(f"{_INFO}: features '{shown(found[camera])}' and '{shown(name)}' are both {camera}")
+                raise SourceError(
+                    f"{_INFO}: features '{shown(found[camera])}' and '{shown(name)}' are both {camera}"
+                )
             found[camera] = name
         return found
 
@@ -153,7 +157,9 @@ class _Metadata:
             if feature.dtype not in (*DTYPES, "string"):
                 self.noted[f"feature {shown(name)} left out, of dtype {shown(feature.dtype)}"] += 1
             elif _plain(name) in (*found, "task", *RESERVED) or not may_be_attribute(_plain(name)):
-                self.noted[f"feature {shown(name)} left out, {_plain(name)} is the name of something else"] += 1
+                self.noted[
+                    f"feature {shown(name)} left out, {_plain(name)} is the name of something else"
+                ] += 1
             else:
                 found[_plain(name)] = name
         return found
@@ -164,14 +170,20 @@ class _Metadata:
         if self._is_v3:
             name = "meta/tasks.parquet"
             with open_parquet(self.files, name, whole=True) as file:
-                texts = [one.name for one in file.schema_arrow if one.type in (pa.string(), pa.large_string())]
+                texts = [
+                    one.name
+                    for one in file.schema_arrow
+                    if one.type in (pa.string(), pa.large_string())
+                ]
             if not texts:
                 raise SourceError(f"table '{self.files.shown}/{name}' has no column of texts")
-            found = read_parquet(self.files, name, {"task_index": pa.int64(), texts[0]: pa.string()}, whole=True)
+            found = read_parquet(
+                self.files, name, {"task_index": pa.int64(), texts[0]: pa.string()}, whole=True
+            )
             return dict(zip(found["task_index"].tolist(), found[texts[0]], strict=True))
         return {one.task_index: one.task for one in self._lines("meta/tasks.jsonl", _Task)}
 
-    def _lines(self, name: str, kind: Any) -> Iterator[Any]:  # noqa: ANN401
+    def _lines(self, name: str, kind: Any) -> Iterator[Any]:
         where = f"file '{self.files.shown}/{name}'"
         for number, line in enumerate(self.files.read(name).split(b"\n"), 1):
             if line.strip():
@@ -183,12 +195,20 @@ class _Metadata:
         videos = [name for name in self.cameras.values() if info.features[name].dtype == "video"]
         if not self._is_v3:
             for line in self._lines("meta/episodes.jsonl", _Line):
-                at = {"episode_chunk": line.episode_index // info.chunks_size, "episode_index": line.episode_index}
-                files = {name: (_filled(info.video_path or "", at | {"video_key": name}), 0.0) for name in videos}
+                at = {
+                    "episode_chunk": line.episode_index // info.chunks_size,
+                    "episode_index": line.episode_index,
+                }
+                files = {
+                    name: (_filled(info.video_path or "", at | {"video_key": name}), 0.0)
+                    for name in videos
+                }
                 yield _Episode(line.episode_index, line.length, _filled(info.data_path, at), files)
             return
         whole = pa.int64()
-        types = dict.fromkeys(("episode_index", "length", "data/chunk_index", "data/file_index"), whole)
+        types = dict.fromkeys(
+            ("episode_index", "length", "data/chunk_index", "data/file_index"), whole
+        )
         for name in videos:
             types |= {f"videos/{name}/chunk_index": whole, f"videos/{name}/file_index": whole}
             types[f"videos/{name}/from_timestamp"] = pa.float64()
@@ -196,7 +216,9 @@ class _Metadata:
             for file in self.files.listed(f"{_EPISODES}/{folder}"):
                 found = read_parquet(self.files, f"{_EPISODES}/{folder}/{file}", types)
                 for row in range(len(found["length"])):
-                    yield _episode({name: column[row].item() for name, column in found.items()}, info, videos)
+                    yield _episode(
+                        {name: column[row].item() for name, column in found.items()}, info, videos
+                    )
 
 
 class LeRobot(VideoSource[VideoSettings]):
@@ -223,13 +245,18 @@ class LeRobot(VideoSource[VideoSettings]):
             elif about.scalar is None:
                 # At a lower rate of frames, states and actions keep their own.
                 make = series_channel if self.given.rate else value_channel
-                found.append(make(name, about.dtype, about.shape, description=_described(about.names)))
+                found.append(
+                    make(name, about.dtype, about.shape, description=_described(about.names))
+                )
         return tuple(found)
 
     @property
     def columns(self) -> Mapping[str, type]:  # type: ignore[override]
         """The columns of single numbers, and the numbers of episode and task."""
-        types = {name: self._meta.info.features[feature].scalar for name, feature in self._meta.values.items()}
+        types = {
+            name: self._meta.info.features[feature].scalar
+            for name, feature in self._meta.values.items()
+        }
         own = {name: kind for name, kind in types.items() if kind is not None}
         return {"episode_index": int, "task_index": int, **own}
 
@@ -242,7 +269,9 @@ class LeRobot(VideoSource[VideoSettings]):
         ranges = {}
         for name, text in self._meta.info.splits.items():
             if (found := _SPLIT.match(text)) is None:
-                raise SourceError(f"{_INFO}: split '{shown(name)}' is '{shown(text)}', expected FIRST:END of episodes")
+                raise SourceError(
+                    f"{_INFO}: split '{shown(name)}' is '{shown(text)}', expected FIRST:END of episodes"
+                )
             ranges[_SPLITS.get(name, name)] = range(int(found[1]), int(found[2]))
         self._of.clear()
         for one in sorted(self._meta.episodes(), key=lambda one: one.number):
@@ -254,7 +283,9 @@ class LeRobot(VideoSource[VideoSettings]):
             yield Clip(
                 name=name,
                 vehicle=self._meta.info.robot_type or "",
-                split=next((split for split, numbers in ranges.items() if one.number in numbers), ""),
+                split=next(
+                    (split for split, numbers in ranges.items() if one.number in numbers), ""
+                ),
                 attributes={"episode_index": one.number},
                 files=(_INFO, one.data, *videos),
             )
@@ -275,7 +306,9 @@ class LeRobot(VideoSource[VideoSettings]):
         part = table.take(rows)
         times_s = _array(part, "timestamp", (), where).astype(np.float64)
         exact_s = frame_index / info.fps
-        times_s = np.where(abs(times_s - exact_s) < 1e-4, exact_s, times_s)  # float32 is off by up to 1e-5 s at 100 s
+        times_s = np.where(
+            abs(times_s - exact_s) < 1e-4, exact_s, times_s
+        )  # float32 is off by up to 1e-5 s at 100 s
         tasks = _array(part, "task_index", (), where).tolist()
         columns: dict[str, Any] = {}
         for name, feature in self._meta.values.items():
@@ -288,7 +321,9 @@ class LeRobot(VideoSource[VideoSettings]):
         for at in range(episode.length):
             time_ns = round(times_s[at] * 1e9)
             values = {name: column[at] for name, column in columns.items() if name not in names}
-            attributes = {name: column[at].item() for name, column in columns.items() if name in names}
+            attributes = {
+                name: column[at].item() for name, column in columns.items() if name in names
+            }
             yield Frame(
                 timestamp_ns=time_ns,
                 images={
@@ -304,24 +339,39 @@ class LeRobot(VideoSource[VideoSettings]):
         if feature in episode.videos:
             file, first_s = episode.videos[feature]
             ref = f"{file}{FRAME}{round((first_s + time_s) * self._meta.info.fps)}"
-            return self.video_frame(Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None))
+            return self.video_frame(
+                Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None)
+            )
         head, ref = self._heads[feature], f"{episode.data}#row={row}&{feature}"
         image = Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None, made=True)
         num_bytes, extension = head.width * head.height, EXTENSION_OF[head.format]
-        return replace(image, width=head.width, height=head.height, num_bytes=num_bytes, extension=extension)
+        return replace(
+            image, width=head.width, height=head.height, num_bytes=num_bytes, extension=extension
+        )
 
     @cached_property
     def _heads(self) -> dict[str, ImageInfo]:
         """Size and format of the features of images, which all images of a feature have: from the first row's."""
         first = next(iter(self._of.values())).data
-        names = [name for name in self._meta.cameras.values() if self._meta.info.features[name].dtype == "image"]
-        return {name: probe(data) for name in names for _, data in self._stored([f"{first}#row=0&{name}"])}
+        names = [
+            name
+            for name in self._meta.cameras.values()
+            if self._meta.info.features[name].dtype == "image"
+        ]
+        return {
+            name: probe(data)
+            for name in names
+            for _, data in self._stored([f"{first}#row=0&{name}"])
+        }
 
     def _table(self, name: str) -> pa.Table:
         """Read a file's columns but images; that of the last one is kept, for v3 has many episodes in a file."""
         if name not in self._last:
             self._last.clear()
-            with open_parquet(self.files, name) as file, parsing(f"table '{self.files.shown}/{name}'"):
+            with (
+                open_parquet(self.files, name) as file,
+                parsing(f"table '{self.files.shown}/{name}'"),
+            ):
                 wanted = {*_OWN, *self._meta.values.values()}
                 known = [one for one in file.schema_arrow.names if one in wanted]
                 self._last[name] = file.read(known, use_threads=False)
@@ -347,8 +397,14 @@ class LeRobot(VideoSource[VideoSettings]):
                     chosen = [row for row in rows if begin <= row < end]
                     if chosen:
                         with parsing(where, f"has no images in column '{shown(feature)}'"):
-                            column = file.read_row_group(group, [feature], use_threads=False).column(0)
-                            images = column.take([row - begin for row in chosen]).combine_chunks().field("bytes")
+                            column = file.read_row_group(
+                                group, [feature], use_threads=False
+                            ).column(0)
+                            images = (
+                                column.take([row - begin for row in chosen])
+                                .combine_chunks()
+                                .field("bytes")
+                            )
                         for row, data in zip(chosen, images, strict=True):
                             yield f"{name}#row={row}&{feature}", data.as_py() or b""
                     begin = end
@@ -359,7 +415,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
 
 
-def _described(names: Any) -> str:  # noqa: ANN401
+def _described(names: Any) -> str:
     """Return the names of a feature's values, which are a list, or a list in an object."""
     if isinstance(names, dict):
         names = next(iter(names.values()), None)
@@ -393,13 +449,17 @@ def _episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) -> _Epi
         )
         for name in videos
     }
-    return _Episode(row["episode_index"], row["length"], _filled(info.data_path, place("data")), files)
+    return _Episode(
+        row["episode_index"], row["length"], _filled(info.data_path, place("data")), files
+    )
 
 
 def _array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
     """Return a column of numbers as an array (rows, *shape); raise SourceError where it is no such column."""
     if name not in table.column_names:
-        raise SourceError(f"{where} has no column '{shown(name)}'; it has {', '.join(map(shown, table.column_names))}")
+        raise SourceError(
+            f"{where} has no column '{shown(name)}'; it has {', '.join(map(shown, table.column_names))}"
+        )
     with parsing(where, f"has no numbers of shape {list(shape)} in column '{shown(name)}'"):
         array = table.column(name).combine_chunks()
         while (

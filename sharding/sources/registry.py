@@ -66,7 +66,11 @@ CONTENTS: Final = {
     "webdataset": ("*.tar",),
     "openscene": ("navsim_logs/*/*.pkl", "meta_datas/*/*.pkl"),
     "lerobot": ("meta/info.json",),
-    "imagefolder": tuple(f"{folder}*/*.{ending}" for folder in ("", "*/") for ending in ("jpg", "jpeg", "JPEG", "png")),
+    "imagefolder": tuple(
+        f"{folder}*/*.{ending}"
+        for folder in ("", "*/")
+        for ending in ("jpg", "jpeg", "JPEG", "png")
+    ),
 }
 """Files or folders by which a kind is known where none is given."""
 
@@ -100,10 +104,14 @@ class SourceKind(Printed, msgspec.Struct, frozen=True, kw_only=True):
     def as_text(self) -> str:
         """Return the kind for people, with its options."""
         lines = [f"{self.kind} ({self.package}): {self.summary}"]
-        lines += [f"  needs: pip install {' '.join(map(repr, self.missing))}"] if self.missing else []
+        lines += (
+            [f"  needs: pip install {' '.join(map(repr, self.missing))}"] if self.missing else []
+        )
         lines += [f"  fuelrail shard {self.kind}:PATH OUT -o KEY=VALUE ..."] if self.options else []
         for option in self.options:
-            lines.append(f"  {option.name} ({option.type}, default {option.default}): {option.description}")
+            lines.append(
+                f"  {option.name} ({option.type}, default {option.default}): {option.description}"
+            )
         return "\n".join(lines) + "\n"
 
 
@@ -146,7 +154,9 @@ def make_source(spec: SourceSpec) -> Source:
     kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}' has the"))
     missing = _missing(kind)
     if missing:
-        raise ConfigError(f"sources of kind '{spec.kind}' need: pip install {' '.join(map(repr, missing))}")
+        raise ConfigError(
+            f"sources of kind '{spec.kind}' need: pip install {' '.join(map(repr, missing))}"
+        )
     with naming(spec):
         made: Source = kind(spec.location, spec.options)
     return made
@@ -163,10 +173,14 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
-            raise ConfigError(f"-o {pair!r} must be KEY=VALUE; options of {kind}: {', '.join(types)}")
+            raise ConfigError(
+                f"-o {pair!r} must be KEY=VALUE; options of {kind}: {', '.join(types)}"
+            )
         if name not in types:
             hint = did_you_mean(name, types)
-            raise ConfigError(f"-o {pair}: {kind} has no option {name!r}; allowed: {', '.join(types)}{hint}")
+            raise ConfigError(
+                f"-o {pair}: {kind} has no option {name!r}; allowed: {', '.join(types)}{hint}"
+            )
         if name in found:
             raise ConfigError(f"-o {name} is given twice: {found[name]!r} and {text!r}")
         found[name] = _value(text, types[name], f"-o {pair}")
@@ -188,7 +202,9 @@ def _described(entry: EntryPoint) -> SourceKind:
     try:
         kind = _load(entry)
     except ConfigError as error:
-        return SourceKind(kind=entry.name, summary=str(error), package=package, missing=[], options=[])
+        return SourceKind(
+            kind=entry.name, summary=str(error), package=package, missing=[], options=[]
+        )
     return SourceKind(
         kind=entry.name,
         summary=(kind.__doc__ or "").strip().partition("\n")[0],
@@ -205,9 +221,15 @@ def _options(settings: type[msgspec.Struct]) -> list[SourceOption]:
     for field in info.fields:
         about: dict[str, Any] = {}
         shown = " or ".join(dict.fromkeys(_type_name(field.type, about)))
-        default = "none" if field.default in (None, msgspec.NODEFAULT, "", ()) else f"{field.default}"
+        default = (
+            "none" if field.default in (None, msgspec.NODEFAULT, "", ()) else f"{field.default}"
+        )
         described = str(about.get("description", ""))
-        found.append(SourceOption(name=field.name, type=shown, default=default.lower(), description=described))
+        found.append(
+            SourceOption(
+                name=field.name, type=shown, default=default.lower(), description=described
+            )
+        )
     return [option for option in found if option.description]
 
 
@@ -222,12 +244,17 @@ def _type_name(kind: inspect.Type, about: dict[str, Any]) -> list[str]:
         return [str(value) for value in kind.values]
     if isinstance(kind, inspect.NoneType):
         return []
-    plain = {"StrType": "text", "BoolType": "true or false", "IntType": "integer", "FloatType": "number"}
+    plain = {
+        "StrType": "text",
+        "BoolType": "true or false",
+        "IntType": "integer",
+        "FloatType": "number",
+    }
     name = type(kind).__name__
     return [plain.get(name, "list" if name in ("ListType", "VarTupleType") else "mapping")]
 
 
-def _value(text: str, kind: Any, where: str) -> Any:  # noqa: ANN401 - any type of a field
+def _value(text: str, kind: Any, where: str) -> Any:
     """Return the value of an option's text, as plain data."""
     try:
         if text[:1] in ("[", "{"):
@@ -246,7 +273,9 @@ def _kinds() -> dict[str, EntryPoint]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(name for name in names if name != "fuelrail"))  # a dataset goes to `fuelrail reshard`
+    return ", ".join(
+        sorted(name for name in names if name != "fuelrail")
+    )  # a dataset goes to `fuelrail reshard`
 
 
 def _entry(kind: str, where: str = "this names an") -> EntryPoint:
@@ -254,7 +283,9 @@ def _entry(kind: str, where: str = "this names an") -> EntryPoint:
         return EntryPoint(kind, _BUILT_IN[kind], GROUP)
     known = _kinds()
     if kind not in known and kind in _EXAMPLES:
-        raise ConfigError(f"{where} kind {kind!r}, a plug-in that is not installed: {_EXAMPLES[kind]}")
+        raise ConfigError(
+            f"{where} kind {kind!r}, a plug-in that is not installed: {_EXAMPLES[kind]}"
+        )
     if kind not in known:
         raise ConfigError(
             f"{where} unknown kind {kind!r}; known kinds: {_listed(known)}{did_you_mean(kind, known)}; a plug-in's "
@@ -263,13 +294,15 @@ def _entry(kind: str, where: str = "this names an") -> EntryPoint:
     return known[kind]
 
 
-def _load(entry: EntryPoint) -> Any:  # noqa: ANN401 - a class with the protocol of Source
+def _load(entry: EntryPoint) -> Any:
     try:
         return entry.load()
     except Exception as error:  # a plug-in's module may raise anything
         package = "" if entry.dist is None else f" of package '{entry.dist.name}'"
         what = error if isinstance(error, ImportError | AttributeError) else repr(error)
-        raise ConfigError(f"source kind '{entry.name}'{package} cannot be imported: {what}") from error
+        raise ConfigError(
+            f"source kind '{entry.name}'{package} cannot be imported: {what}"
+        ) from error
 
 
 def _guessed_kind(place: Path) -> str | None:
@@ -280,7 +313,11 @@ def _guessed_kind(place: Path) -> str | None:
     return None
 
 
-def _missing(kind: Any) -> list[str]:  # noqa: ANN401 - a class with the protocol of Source
+def _missing(kind: Any) -> list[str]:
     """Return what must be installed before this kind works."""
     needed: Sequence[tuple[str, str]] = list(kind.requires.items())
-    return list(dict.fromkeys(brings for module, brings in needed if importlib.util.find_spec(module) is None))
+    return list(
+        dict.fromkeys(
+            brings for module, brings in needed if importlib.util.find_spec(module) is None
+        )
+    )

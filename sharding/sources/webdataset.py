@@ -35,7 +35,12 @@ from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.foreign import JsonFacts, read_json
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, HEAD_BYTES
 from fuelrail.sharding.sources.shared.scan_table import Reference
-from fuelrail.sharding.sources.shared.tars import COMPRESSED, Member, compressed_members, tar_members
+from fuelrail.sharding.sources.shared.tars import (
+    COMPRESSED,
+    Member,
+    compressed_members,
+    tar_members,
+)
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
@@ -66,16 +71,33 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
             description="camera to extension, as {cam_front: jpg0}; empty: NAME.jpg is camera NAME, jpg is camera image"
         ),
     ] = {}  # noqa: RUF012 - of a struct, which copies it
-    meta: Annotated[str, Meta(description="extension of the JSON member that the paths below are in")] = "json"
-    timestamp_ns: Annotated[str, Meta(description="path of the sample's time [ns]; empty: samples are counted")] = ""
-    intrinsics: Annotated[str, Meta(description="path of K, such as calib.{camera}.k; empty: not calibrated")] = ""
-    cam2ego: Annotated[str, Meta(description="path of the 4x4 camera to ego, such as calib.{camera}.cam2ego")] = ""
-    ego2global: Annotated[str, Meta(description="path of the 4x4 ego to global; empty: no ego poses")] = ""
+    meta: Annotated[
+        str, Meta(description="extension of the JSON member that the paths below are in")
+    ] = "json"
+    timestamp_ns: Annotated[
+        str, Meta(description="path of the sample's time [ns]; empty: samples are counted")
+    ] = ""
+    intrinsics: Annotated[
+        str, Meta(description="path of K, such as calib.{camera}.k; empty: not calibrated")
+    ] = ""
+    cam2ego: Annotated[
+        str, Meta(description="path of the 4x4 camera to ego, such as calib.{camera}.cam2ego")
+    ] = ""
+    ego2global: Annotated[
+        str, Meta(description="path of the 4x4 ego to global; empty: no ego poses")
+    ] = ""
     first_samples: Annotated[
-        int, Meta(ge=0, description="how many samples decide names, types and shapes of what is not an image; 0: all")
+        int,
+        Meta(
+            ge=0,
+            description="how many samples decide names, types and shapes of what is not an image; 0: all",
+        ),
     ] = 1000
     clip: Annotated[
-        str, Meta(description="regular expression, whose first group in a key is the clip; empty: each tar is a clip")
+        str,
+        Meta(
+            description="regular expression, whose first group in a key is the clip; empty: each tar is a clip"
+        ),
     ] = ""
 
     def __post_init__(self) -> None:
@@ -128,7 +150,9 @@ class _Reader(NamedTuple):
         """Read the JSON; raise SourceError where there is none and an option names a path in it."""
         where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
         if self.given.meta not in sample.members and self._used:
-            raise SourceError(f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}")
+            raise SourceError(
+                f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}"
+            )
         member = sample.members.get(self.given.meta)
         if member is None:
             return JsonFacts(None, where)
@@ -147,7 +171,7 @@ class _Reader(NamedTuple):
             return sample.read[member.name].data
         return self.files.read(sample.tar, member.offset, member.length)
 
-    def values(self, sample: _Sample, json: Any) -> _Values:  # noqa: ANN401
+    def values(self, sample: _Sample, json: Any) -> _Values:
         """Return the values that a sample has beside the images of its cameras."""
         values: dict[str, Any] = {}
         left_out: list[str] = []
@@ -166,9 +190,15 @@ class _Reader(NamedTuple):
             try:
                 values[name] = decode(self._data(sample, member))
             except (ValueError, SchemaError):
-                left_out.append(f"members .{extension} left out, not what the library webdataset reads as such")
+                left_out.append(
+                    f"members .{extension} left out, not what the library webdataset reads as such"
+                )
         attributes: dict[str, Any] = {}
-        rest = {name: one for name, one in json.items() if name not in self._used} if isinstance(json, dict) else json
+        rest = (
+            {name: one for name, one in json.items() if name not in self._used}
+            if isinstance(json, dict)
+            else json
+        )
         for name, value in _leaves(rest, self.given.meta):
             taken = values if isinstance(value, list) else attributes
             if name in taken:
@@ -199,9 +229,17 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             for forms, of_sample in ((values, found.values), (attributes, found.attributes)):
                 for name, value in of_sample.items():
                     forms.learn(name, b"" if isinstance(value, Member) else value)
-        types = {one.name: _TYPES.get(one.dtype) for one in attributes.channels() if may_be_attribute(one.name)}
+        types = {
+            one.name: _TYPES.get(one.dtype)
+            for one in attributes.channels()
+            if may_be_attribute(one.name)
+        }
         channels = {channel.name: channel for channel in values.channels()}
-        return channels, {name: kind for name, kind in types.items() if kind is not None}, values.refused
+        return (
+            channels,
+            {name: kind for name, kind in types.items() if kind is not None},
+            values.refused,
+        )
 
     @property
     def channels(self) -> Sequence[Channel]:  # type: ignore[override]
@@ -246,7 +284,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 read: dict[str, _Read] = {}
                 yield from _grouped(tar, self._unpacked(tar, read), self.files.shown, read, noted)
             else:
-                yield from _grouped(tar, tar_members(self.files, tar), self.files.shown, None, noted)
+                yield from _grouped(
+                    tar, tar_members(self.files, tar), self.files.shown, None, noted
+                )
 
     def _unpacked(self, tar: str, read: dict[str, _Read]) -> Iterator[Member]:
         """Yield the members of a compressed tar; keep the needed part of each in ``read``."""
@@ -306,7 +346,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         for number, sample in enumerate(self._current):
             facts = self._reader.json(sample)
             own = self._fitting(sample, facts)
-            raw = {name: member for name, member in own.values.items() if isinstance(member, Member)}
+            raw = {
+                name: member for name, member in own.values.items() if isinstance(member, Member)
+            }
             time_ns = (number + 1) * _STEP_NS
             if self.given.timestamp_ns:
                 time_ns = facts.whole(self.given.timestamp_ns)
@@ -314,24 +356,41 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             for camera, extension in (self.given.images or _cameras(sample.members)).items():
                 member = sample.members.get(extension)
                 if member is not None:
-                    images[camera.lower()] = self._image(sample, member, extension, camera, time_ns, facts)
+                    images[camera.lower()] = self._image(
+                        sample, member, extension, camera, time_ns, facts
+                    )
             pose = facts.matrix(self.given.ego2global, 4) if self.given.ego2global else None
             poses = {name: one for name, one in images.items() if isinstance(one, Image)}
             if pose is not None:
-                images.update((name, msgspec.structs.replace(one, ego2global=pose)) for name, one in poses.items())
+                images.update(
+                    (name, msgspec.structs.replace(one, ego2global=pose))
+                    for name, one in poses.items()
+                )
             found.append(
                 Frame(
-                    timestamp_ns=time_ns, ego2global=pose, images=images, token=sample.key,
+                    timestamp_ns=time_ns,
+                    ego2global=pose,
+                    images=images,
+                    token=sample.key,
                     values={name: value for name, value in own.values.items() if name not in raw},
                     attributes=own.attributes,
-                    members=[Reference(f"{name}.bin", _ref(sample, one), one.length) for name, one in raw.items()],
+                    members=[
+                        Reference(f"{name}.bin", _ref(sample, one), one.length)
+                        for name, one in raw.items()
+                    ],
                 )
-            )  # fmt: skip
+            )
         found.sort(key=lambda frame: frame.timestamp_ns)
         yield from found
 
     def _image(
-        self, sample: _Sample, member: Member, extension: str, camera: str, time_ns: int, facts: JsonFacts
+        self,
+        sample: _Sample,
+        member: Member,
+        extension: str,
+        camera: str,
+        time_ns: int,
+        facts: JsonFacts,
     ) -> Image:
         calibrated = bool(self.given.intrinsics)
         last = extension.rpartition(".")[2].rstrip("0123456789_")
@@ -348,9 +407,13 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         if read.fault:
             raise SourceError(f"{facts.where}: '{member.name}': {read.fault}")
         return Image(
-            ref=_ref(sample, member).removeprefix(MADE), made=True, width=read.width, height=read.height,
-            num_bytes=member.length, **common,
-        )  # fmt: skip
+            ref=_ref(sample, member).removeprefix(MADE),
+            made=True,
+            width=read.width,
+            height=read.height,
+            num_bytes=member.length,
+            **common,
+        )
 
     def _fitting(self, sample: _Sample, facts: JsonFacts) -> _Values:
         """Return what the dataset has of a sample beside images; count what is left out."""
@@ -360,11 +423,15 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         for name in found.values.keys() - channels:
             self.noted[f"{name} left out, {refused.get(name, _LATE)}"] += 1
         for name in found.attributes.keys() - types:
-            self.noted[f"{name} of the JSON left out, its name or its values are not those of an attribute"] += 1
+            self.noted[
+                f"{name} of the JSON left out, its name or its values are not those of an attribute"
+            ] += 1
         attributes = {name: value for name, value in found.attributes.items() if name in types}
         for name, value in attributes.items():
             is_number = types[name] is float and type(value) is int
-            if not (is_number or type(value) is types[name]) or (type(value) is int and not -(2**63) <= value < 2**63):
+            if not (is_number or type(value) is types[name]) or (
+                type(value) is int and not -(2**63) <= value < 2**63
+            ):
                 raise SourceError(
                     f"{facts.where}: {name} is {value!r:.100}, and {types[name].__name__} in the first samples; "
                     "first_samples=0 looks at all"
@@ -372,7 +439,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         values = {name: value for name, value in found.values.items() if name in channels}
         for name, value in values.items():
             if isinstance(value, Member) != (channels[name].kind == "bytes"):
-                raise SourceError(f"{facts.where}: {name} is of another kind than in the first samples")
+                raise SourceError(
+                    f"{facts.where}: {name} is of another kind than in the first samples"
+                )
         return _Values(values, attributes, [])
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
@@ -393,16 +462,23 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 def _ref(sample: _Sample, member: Member) -> str:
     """Return the reference of a member's bytes."""
     plain = sample.read is None
-    return f"{sample.tar}#{member.offset}+{member.length}" if plain else f"{MADE}{sample.tar}#{member.name}"
+    return (
+        f"{sample.tar}#{member.offset}+{member.length}"
+        if plain
+        else f"{MADE}{sample.tar}#{member.name}"
+    )
 
 
-def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - JSON
+def _leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:
     """Yield numbers, texts and lists in JSON by their path, joined by _, in lower case; ``root`` names the root."""
     found = [("", value)]
     while found:
         path, one = found.pop()
         if isinstance(one, dict):
-            found += [(f"{path}_{key}".lower() if path else key.lower(), part) for key, part in one.items()]
+            found += [
+                (f"{path}_{key}".lower() if path else key.lower(), part)
+                for key, part in one.items()
+            ]
         elif one is not None:
             yield path or root, one
 
@@ -418,7 +494,11 @@ def _cameras(members: dict[str, Member]) -> dict[str, str]:
 
 
 def _grouped(
-    tar: str, members: Iterator[Member], shown: str, read: dict[str, _Read] | None, noted: Counter[str]
+    tar: str,
+    members: Iterator[Member],
+    shown: str,
+    read: dict[str, _Read] | None,
+    noted: Counter[str],
 ) -> Iterator[_Sample]:
     """Yield samples; skip names without a key or an extension, as the library does, and count them."""
     sample: _Sample | None = None

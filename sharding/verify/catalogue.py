@@ -31,7 +31,16 @@ TAGS_FILE: Final = "tags.json"
 _MAX_TAGS_BYTES: Final = 1 << 16
 _TAG: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 _SHOWN: Final = 10
-_OF_MANIFEST: Final = ("name", "order_unit", "seed", "classes", "attributes", "time_base", "ego_origin", "license")
+_OF_MANIFEST: Final = (
+    "name",
+    "order_unit",
+    "seed",
+    "classes",
+    "attributes",
+    "time_base",
+    "ego_origin",
+    "license",
+)
 
 
 class TagOptions(Settings, frozen=True):
@@ -119,10 +128,19 @@ class DatasetDiff(Printed, msgspec.Struct, frozen=True, kw_only=True):
         ):
             if keys.count:
                 more = ", ..." if keys.count > len(keys.first) else ""
-                lines.append(f"{title}: {keys.count:,} ({', '.join(map(escaped, keys.first))}{more})")
+                lines.append(
+                    f"{title}: {keys.count:,} ({', '.join(map(escaped, keys.first))}{more})"
+                )
         lines.append(f"samples with the same bytes: {self.num_samples_equal:,}")
-        for title, found in (("channel", self.channels), ("member", self.members), ("option", self.options)):
-            lines += [f"{title} {escaped(name)}: a {_said(one)}, b {_said(two)}" for name, (one, two) in found.items()]
+        for title, found in (
+            ("channel", self.channels),
+            ("member", self.members),
+            ("option", self.options),
+        ):
+            lines += [
+                f"{title} {escaped(name)}: a {_said(one)}, b {_said(two)}"
+                for name, (one, two) in found.items()
+            ]
         return "\n".join(lines) + "\n"
 
 
@@ -136,12 +154,19 @@ def dataset_log(dataset: str | os.PathLike[str]) -> DatasetLog:
     opened = open_kind(dataset, EITHER)
     manifest = opened.manifest
     return DatasetLog(
-        dataset=opened.location, name=manifest.name, fingerprint=manifest.fingerprint,
-        num_samples=manifest.num_samples, num_clips=manifest.num_clips, num_shards=manifest.num_shards,
-        num_bytes=manifest.num_bytes, made_by=str(manifest.provenance.get("recipe", {}).get("source", "unknown")),
-        tags=read_tags(dataset), parents=manifest.lineage.parents, ancestors=manifest.lineage.ancestors,
+        dataset=opened.location,
+        name=manifest.name,
+        fingerprint=manifest.fingerprint,
+        num_samples=manifest.num_samples,
+        num_clips=manifest.num_clips,
+        num_shards=manifest.num_shards,
+        num_bytes=manifest.num_bytes,
+        made_by=str(manifest.provenance.get("recipe", {}).get("source", "unknown")),
+        tags=read_tags(dataset),
+        parents=manifest.lineage.parents,
+        ancestors=manifest.lineage.ancestors,
         base=manifest.base.fingerprint if isinstance(manifest, LayerManifest) else None,
-    )  # fmt: skip
+    )
 
 
 def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> DatasetDiff:
@@ -154,14 +179,21 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
     equal = one.index.column("xxh3")[rows_a] == two.index.column("xxh3")[rows_b]
     clips_a, clips_b = set(one.index.clip_ids()), set(two.index.clip_ids())
     return DatasetDiff(
-        a=one.location, b=two.location, is_same=one.manifest.fingerprint == two.manifest.fingerprint,
-        samples_only_in_a=_keys(one, only_a), samples_only_in_b=_keys(two, only_b),
-        samples_changed=_keys(one, np.sort(rows_a[~equal])), num_samples_equal=int(equal.sum()),
-        clips_only_in_a=_ids(clips_a - clips_b), clips_only_in_b=_ids(clips_b - clips_a),
+        a=one.location,
+        b=two.location,
+        is_same=one.manifest.fingerprint == two.manifest.fingerprint,
+        samples_only_in_a=_keys(one, only_a),
+        samples_only_in_b=_keys(two, only_b),
+        samples_changed=_keys(one, np.sort(rows_a[~equal])),
+        num_samples_equal=int(equal.sum()),
+        clips_only_in_a=_ids(clips_a - clips_b),
+        clips_only_in_b=_ids(clips_b - clips_a),
         channels=_channel_differences(one, two),
-        members=_differences(dict.fromkeys(one.index.names, True), dict.fromkeys(two.index.names, True)),
+        members=_differences(
+            dict.fromkeys(one.index.names, True), dict.fromkeys(two.index.names, True)
+        ),
         options=_differences(_options(one), _options(two)),
-    )  # fmt: skip
+    )
 
 
 def _matched(one: Dataset, two: Dataset) -> tuple[NDArray[np.int64], ...]:
@@ -170,12 +202,16 @@ def _matched(one: Dataset, two: Dataset) -> tuple[NDArray[np.int64], ...]:
     in_b, in_a = np.isin(a["xxh3"], b["xxh3"]), np.isin(b["xxh3"], a["xxh3"])
     rows = [np.sort(a["row"][~in_b]), np.sort(b["row"][~in_a]), a["row"][in_b], b["row"][in_a]]
     if len(rows[2]) != len(rows[3]):
-        raise DatasetError(f"the keys of '{one.location}' or '{two.location}' are not unique: run `fuelrail verify`")
+        raise DatasetError(
+            f"the keys of '{one.location}' or '{two.location}' are not unique: run `fuelrail verify`"
+        )
     return tuple(part.astype(np.int64) for part in rows)
 
 
 def _keys(dataset: Dataset, rows: NDArray[np.int64]) -> Keys:
-    return Keys(count=len(rows), first=tuple(dataset.index.row(row).key for row in rows[:_SHOWN].tolist()))
+    return Keys(
+        count=len(rows), first=tuple(dataset.index.row(row).key for row in rows[:_SHOWN].tolist())
+    )
 
 
 def _ids(ids: set[str]) -> Keys:
@@ -184,18 +220,25 @@ def _ids(ids: set[str]) -> Keys:
 
 def _channel_differences(one: Dataset, two: Dataset) -> dict[str, tuple[Any, Any]]:
     """Return the entries that one table alone has, and the differences of those in both."""
-    tables = [{entry.name: msgspec.to_builtins(entry) for entry in made.manifest.channels} for made in (one, two)]
+    tables = [
+        {entry.name: msgspec.to_builtins(entry) for entry in made.manifest.channels}
+        for made in (one, two)
+    ]
     found = _differences(*tables)
     for name, (a, b) in found.items():
         if a is not None and b is not None:
             fields = _differences(a, b)
-            found[name] = tuple({field: sides[at] for field, sides in fields.items()} for at in (0, 1))  # type: ignore[assignment]
+            found[name] = tuple(
+                {field: sides[at] for field, sides in fields.items()} for at in (0, 1)
+            )  # type: ignore[assignment]
     return found
 
 
 def _options(dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
-    recipe = {f"recipe.{name}": value for name, value in manifest.provenance.get("recipe", {}).items()}
+    recipe = {
+        f"recipe.{name}": value for name, value in manifest.provenance.get("recipe", {}).items()
+    }
     found = {name: getattr(manifest, name) for name in ("format", *_OF_MANIFEST, "compression")}
     if isinstance(manifest, LayerManifest):
         found |= {"base": manifest.base.fingerprint, "view": msgspec.to_builtins(manifest.view)}
@@ -221,33 +264,47 @@ def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
                 fault = fault_of(error)
                 if fault.kind in ("missing", "refused"):  # a store may refuse what is not there
                     return ()
-                raise DatasetError(f"'{shown_url(str(dataset))}/{TAGS_FILE}' cannot be read ({fault.text})") from error
+                raise DatasetError(
+                    f"'{shown_url(str(dataset))}/{TAGS_FILE}' cannot be read ({fault.text})"
+                ) from error
         else:
-            data = read_file(Path(str(dataset).removeprefix("file://")) / TAGS_FILE, _MAX_TAGS_BYTES)
+            data = read_file(
+                Path(str(dataset).removeprefix("file://")) / TAGS_FILE, _MAX_TAGS_BYTES
+            )
     except FileNotFoundError:
         return ()
     except OSError as error:
-        raise DatasetError(f"'{dataset}/{TAGS_FILE}' cannot be read: {error.strerror or error}") from error
+        raise DatasetError(
+            f"'{dataset}/{TAGS_FILE}' cannot be read: {error.strerror or error}"
+        ) from error
     try:
         tags = msgspec.json.decode(data, type=list[str])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DatasetError(f"'{dataset}/{TAGS_FILE}' is not a list of tags: {error}; remove it") from error
+        raise DatasetError(
+            f"'{dataset}/{TAGS_FILE}' is not a list of tags: {error}; remove it"
+        ) from error
     return tuple(sorted({tag for tag in tags if _TAG.fullmatch(tag)}))
 
 
-def tag(dataset: str | os.PathLike[str], *, add: tuple[str, ...] = (), remove: tuple[str, ...] = ()) -> tuple[str, ...]:
+def tag(
+    dataset: str | os.PathLike[str], *, add: tuple[str, ...] = (), remove: tuple[str, ...] = ()
+) -> tuple[str, ...]:
     """Add and remove tags of a dataset in a folder; returns those it has then, sorted.
 
     Raises ConfigError for a tag that is not allowed, for one to remove that it does not have, for one to add and to
     remove, and for a URL; DatasetError where there is no dataset, or its folder cannot be written.
     """
     if is_url(dataset):
-        raise ConfigError(f"tags are written in folders only, got a URL: put {TAGS_FILE} beside dataset.json there")
+        raise ConfigError(
+            f"tags are written in folders only, got a URL: put {TAGS_FILE} beside dataset.json there"
+        )
     open_kind(dataset, EITHER)
     tags = set(read_tags(dataset))
     for one in add:
         if not _TAG.fullmatch(one):
-            raise ConfigError(f"tag {one!r:.120} is not allowed: a-z, 0-9, '.', '_' and '-', at most 100 characters")
+            raise ConfigError(
+                f"tag {one!r:.120} is not allowed: a-z, 0-9, '.', '_' and '-', at most 100 characters"
+            )
     if both := sorted(set(add) & set(remove)):
         raise ConfigError(f"tag {both[0]!r:.120} is to be added and to be removed: give it once")
     if unknown := sorted(set(remove) - tags):
@@ -259,5 +316,7 @@ def tag(dataset: str | os.PathLike[str], *, add: tuple[str, ...] = (), remove: t
         with published(folder / TAGS_FILE) as file:
             file.write(msgspec.json.encode(found) + b"\n")
     except OSError as error:
-        raise DatasetError(f"'{folder / TAGS_FILE}' cannot be written: {error.strerror or error}") from error
+        raise DatasetError(
+            f"'{folder / TAGS_FILE}' cannot be written: {error.strerror or error}"
+        ) from error
     return found

@@ -32,7 +32,14 @@ from fuelrail.pipeline.format.index.keys import KEYS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry
 from fuelrail.pipeline.format.index.tables import MAX_BLOCKS_BYTES, open_shards, open_tables
-from fuelrail.pipeline.format.layers import EITHER, INDEXED, NO_ROW, ROWS_FILE, LayerManifest, read_rows
+from fuelrail.pipeline.format.layers import (
+    EITHER,
+    INDEXED,
+    NO_ROW,
+    ROWS_FILE,
+    LayerManifest,
+    read_rows,
+)
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, FileEntry, Manifest, load_manifest
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file, read_file
@@ -118,13 +125,17 @@ def verify(
         report.faults.append(Fault(SHARDS_FILE, str(error)))
     try:
         if shards:
-            dataset = Dataset(folder, manifest, *open_tables(folder, manifest, origin), origin=origin)
+            dataset = Dataset(
+                folder, manifest, *open_tables(folder, manifest, origin), origin=origin
+            )
     except IndexFileError as error:
         report.faults.append(Fault(INDEX_FILE, str(error)))
     if dataset is not None:
         try:
             dataset = replace(dataset, dictionary=load_dictionary(folder, manifest, dataset.index))
-        except ManifestError as error:  # then members are not decoded: each of them would be a fault
+        except (
+            ManifestError
+        ) as error:  # then members are not decoded: each of them would be a fault
             report.faults.append(Fault(DICTIONARY_FILE, str(error)))
             deep = False
 
@@ -137,7 +148,9 @@ def verify(
         with files_here(shard.name, shard.idx_name) as place:
             check = make_check(place, manifest, (number, shard), dataset, deep=deep).run()
             if shard.idx_bytes:
-                check.faults += _check_file(place, FileEntry(shard.idx_name, shard.idx_bytes, shard.idx_sha256))
+                check.faults += _check_file(
+                    place, FileEntry(shard.idx_name, shard.idx_bytes, shard.idx_sha256)
+                )
             return check
 
     sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in manifest.cameras}
@@ -159,7 +172,9 @@ def verify(
         if isinstance(manifest, LayerManifest):
             report.faults += _check_layer_rows(dataset)
         if deep and not report.faults:
-            report.faults += [Fault(MANIFEST_FILE, text) for text in _manifest_faults(dataset, sizes)]
+            report.faults += [
+                Fault(MANIFEST_FILE, text) for text in _manifest_faults(dataset, sizes)
+            ]
     return report
 
 
@@ -208,14 +223,20 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
     for split, entry in dataset.manifest.splits.items():
         for clip in index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples):
             if split_of.setdefault(clip, split) != split:
-                faults.append(Fault(INDEX_FILE, f"clip '{clip}' is in the splits {split_of[clip]} and {split}"))
+                faults.append(
+                    Fault(
+                        INDEX_FILE, f"clip '{clip}' is in the splits {split_of[clip]} and {split}"
+                    )
+                )
     for first in range(0, len(index), _ROWS_AT_ONCE):
         keys = index.strings("key", first, min(first + _ROWS_AT_ONCE, len(index)))
         hashes[first : first + len(keys)] = [xxhash.xxh3_64_intdigest(key.encode()) for key in keys]
     values, counts = np.unique(hashes, return_counts=True)
     for value in values[counts > 1].tolist():
         first, second = np.flatnonzero(hashes == value)[:2].tolist()
-        faults.append(Fault(INDEX_FILE, f"rows {first} and {second} have one key", key=index.row(first).key))
+        faults.append(
+            Fault(INDEX_FILE, f"rows {first} and {second} have one key", key=index.row(first).key)
+        )
     return faults + _check_attributes(dataset)
 
 
@@ -227,8 +248,12 @@ def _check_tables(dataset: Dataset, folder: Path) -> list[Fault]:
         except IndexFileError as error:
             return [Fault(KEYS_FILE, str(error))]
     names = [name for name in TABLE_FILES if dataset.manifest.file(name) is not None]
-    if read_file(folder / BLOCKS_FILE, MAX_BLOCKS_BYTES) != b"".join(block_digests(folder / name) for name in names):
-        return [Fault(BLOCKS_FILE, f"does not hold the digests of the blocks of {', '.join(names)}")]
+    if read_file(folder / BLOCKS_FILE, MAX_BLOCKS_BYTES) != b"".join(
+        block_digests(folder / name) for name in names
+    ):
+        return [
+            Fault(BLOCKS_FILE, f"does not hold the digests of the blocks of {', '.join(names)}")
+        ]
     return []
 
 
@@ -248,7 +273,11 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
                 if name == "split":
                     own: Sequence[object] = splits[row:end]
                 else:
-                    own = index.strings(name, row, end) if name in TEXTS else index.column(name, row, end).tolist()
+                    own = (
+                        index.strings(name, row, end)
+                        if name in TEXTS
+                        else index.column(name, row, end).tolist()
+                    )
                 for at, (found, wanted) in enumerate(zip(column.to_pylist(), own, strict=True)):
                     if found != wanted:
                         key = index.row(row + at).key
@@ -257,7 +286,11 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
             row = end
     except IndexFileError as error:
         return [Fault(ATTRIBUTES_FILE, str(error))]
-    return [] if row == len(index) else [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]
+    return (
+        []
+        if row == len(index)
+        else [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]
+    )
 
 
 def _broken_columns(schema: pa.Schema, manifest: Manifest) -> str | None:
@@ -282,7 +315,12 @@ def _check_layer_rows(layer: Dataset) -> list[Fault]:
         return []
     own = rows[rows != NO_ROW]
     if len(own) and not 0 <= own.min() <= own.max() < len(layer):
-        return [Fault(ROWS_FILE, f"names rows {own.min()} to {own.max()}; the index has 0 to {len(layer) - 1}")]
+        return [
+            Fault(
+                ROWS_FILE,
+                f"names rows {own.min()} to {own.max()}; the index has 0 to {len(layer) - 1}",
+            )
+        ]
     if len(np.unique(own)) != len(own):
         return [Fault(ROWS_FILE, "gives one row to several positions of the base")]
     return []

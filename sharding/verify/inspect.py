@@ -93,19 +93,31 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
         for name, entry in manifest.splits.items()
     ]
     channels = [
-        (camera.channel, camera.source_name, ", ".join(f"{w} x {h}" for w, h in camera.sizes) or "no image")
+        (
+            camera.channel,
+            camera.source_name,
+            ", ".join(f"{w} x {h}" for w, h in camera.sizes) or "no image",
+        )
         for camera in manifest.cameras
     ] + [(lidar.channel, lidar.source_name, ", ".join(lidar.columns)) for lidar in manifest.lidars]
     others = [
         (
             one.name,
             one.kind,
-            "; ".join(filter(None, (_values_of(one), one.frame, f"law {one.law.name}", one.description))),
+            "; ".join(
+                filter(None, (_values_of(one), one.frame, f"law {one.law.name}", one.description))
+            ),
         )
         for one in manifest.extra_channels
     ]
     fields = [
-        (m["name"], m["codec"], f"{m['count']:,}", f"{m['stored_bytes'] / 1e6:,.2f}", f"{m['raw_bytes'] / 1e6:,.2f}")
+        (
+            m["name"],
+            m["codec"],
+            f"{m['count']:,}",
+            f"{m['stored_bytes'] / 1e6:,.2f}",
+            f"{m['raw_bytes'] / 1e6:,.2f}",
+        )
         for m in members
     ]
     attributes = _attribute_statistics(dataset)
@@ -123,12 +135,19 @@ def describe_dataset(root: str | os.PathLike[str], *, statistics: bool = False) 
     return Description({**facts, "statistics": numbers} if statistics else facts, text)
 
 
-def _statistics(numbers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[tuple[str, str, str]]:
+def _statistics(
+    numbers: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> list[tuple[str, str, str]]:
     rows = []
     for split, of_split in numbers.items():
         for name, one in of_split.items():
-            found = {what: np.ravel(np.array(one[what], np.float64)) for what in _SHOWN_STATISTICS}  # None is NaN
-            said = (" ".join(f"{value:.4g}" for value in values[:_SHOWN_VALUES]) for values in found.values())
+            found = {
+                what: np.ravel(np.array(one[what], np.float64)) for what in _SHOWN_STATISTICS
+            }  # None is NaN
+            said = (
+                " ".join(f"{value:.4g}" for value in values[:_SHOWN_VALUES])
+                for values in found.values()
+            )
             rows.append((split, name, "; ".join(said)))
     return rows
 
@@ -157,11 +176,21 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         "frame_bytes": span_bytes(row) if framed else None,
         "members": [member._asdict() for member in row.members],
     }
-    address = [("address", f"{shard}, bytes {row.offset} to {row.offset + row.length - 1}, xxh3 {row.xxh3:016x}")]
+    address = [
+        (
+            "address",
+            f"{shard}, bytes {row.offset} to {row.offset + row.length - 1}, xxh3 {row.xxh3:016x}",
+        )
+    ]
     if framed:
-        address.append(("frame", f"{row.length:,} bytes of {span_bytes(row):,}; members lie at offsets in it"))
+        address.append(
+            ("frame", f"{row.length:,} bytes of {span_bytes(row):,}; members lie at offsets in it")
+        )
     base = 0 if framed else row.offset
-    members = [(m.name, m.codec, str(base + m.offset), f"{m.stored_bytes:,}", f"{m.raw_bytes:,}") for m in row.members]
+    members = [
+        (m.name, m.codec, str(base + m.offset), f"{m.stored_bytes:,}", f"{m.raw_bytes:,}")
+        for m in row.members
+    ]
     if isinstance(dataset.manifest, LayerManifest):
         facts["values"] = _values(dataset, at)
         of_layer = f"row {at} of {len(dataset.index):,} of layer {dataset.manifest.name}"
@@ -177,7 +206,9 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         of_split = f"position {at} of {len(dataset.index):,}, split {sample.meta.split}"
         head = [("sample", f"{row.key} ({of_split})"), *address, *_sample_facts(dataset, sample)]
         tables = _sensor_tables(dataset, sample)
-    return Description(facts, _page(((), head), (("member", "codec", "at", "stored", "raw"), members), *tables))
+    return Description(
+        facts, _page(((), head), (("member", "codec", "at", "stored", "raw"), members), *tables)
+    )
 
 
 def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
@@ -186,7 +217,12 @@ def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
     of_view = "" if view.kind == "fixed" else f", epoch {view.epoch}"
     return [
         ("layer of", f"{base.name}, {base.num_samples:,} samples, fingerprint {base.fingerprint}"),
-        ("rows", "complete" if not lacking else f"partial: {counted(lacking, 'sample')} of the base have none"),
+        (
+            "rows",
+            "complete"
+            if not lacking
+            else f"partial: {counted(lacking, 'sample')} of the base have none",
+        ),
         ("view", f"{view.kind}{of_view}"),
         *((name, str(manifest.recipe[name])) for name in _RECIPE if name in manifest.recipe),
     ]
@@ -204,7 +240,9 @@ def _short(value: object) -> str:
     if isinstance(value, np.ndarray):
         if value.size == 1:
             return str(value.item())
-        span = f", {value.min()} to {value.max()}" if value.size and value.dtype.kind in "biuf" else ""
+        span = (
+            f", {value.min()} to {value.max()}" if value.size and value.dtype.kind in "biuf" else ""
+        )
         return f"{value.dtype}{list(value.shape)}{span}"
     value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, dict):
@@ -215,7 +253,10 @@ def _short(value: object) -> str:
 def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
     meta, geometry = sample.meta, sample.geometry
     return [
-        ("clip", f"{meta.clip_name}, frame {meta.frame_idx + 1} of {meta.num_frames}, vehicle {meta.vehicle}"),
+        (
+            "clip",
+            f"{meta.clip_name}, frame {meta.frame_idx + 1} of {meta.num_frames}, vehicle {meta.vehicle}",
+        ),
         ("neighbours", f"{meta.prev_key or 'none'}, {meta.next_key or 'none'}"),
         ("time", f"{meta.timestamp_ns} ns ({dataset.manifest.time_base})"),
         ("source token", meta.sample_token),
@@ -243,23 +284,30 @@ def _sensor_tables(dataset: Dataset, sample: Sample) -> list[Table]:
             )
         )
     points = [
-        (channel, f"{len(array):,} points", f"{array.shape[1]} columns") for channel, array in sample.points.items()
+        (channel, f"{len(array):,} points", f"{array.shape[1]} columns")
+        for channel, array in sample.points.items()
     ]
-    return [(("camera", "valid", "pixels", "exposed", "fx fy", "cx cy", "in ego"), cameras), ((), points)]
+    return [
+        (("camera", "valid", "pixels", "exposed", "fx fy", "cx cy", "in ego"), cameras),
+        ((), points),
+    ]
 
 
 def _values_of(channel: Channel) -> str:
     """Describe dtype and shape of a channel's values, or its arrays, or what else it holds."""
     if channel.arrays:
         return ", ".join(
-            f"{spec.name} {spec.dtype}[{', '.join(map(str, ('M', *spec.shape)))}]" for spec in channel.arrays
+            f"{spec.name} {spec.dtype}[{', '.join(map(str, ('M', *spec.shape)))}]"
+            for spec in channel.arrays
         )
     if not channel.dtype and not channel.shape:
         return channel.extension
     shape = ", ".join("any" if side is None else str(side) for side in channel.shape)
     if channel.vocabulary is not None:
         return f"{channel.dtype}[{shape}] of {channel.vocabulary.size} in {channel.vocabulary.name}"
-    return f"{channel.dtype}[{shape}]" + (f" {' '.join(channel.columns)}" if channel.columns else "")
+    return f"{channel.dtype}[{shape}]" + (
+        f" {' '.join(channel.columns)}" if channel.columns else ""
+    )
 
 
 def _layout(dataset: Dataset) -> str:
@@ -268,11 +316,17 @@ def _layout(dataset: Dataset) -> str:
     framed = dataset.shards.num_framed
     words = [str(compression.get("layout", "not stated"))]
     if framed:
-        words.append("one zstd frame a sample" if framed == len(dataset.shards) else f"{framed} shards framed")
+        words.append(
+            "one zstd frame a sample"
+            if framed == len(dataset.shards)
+            else f"{framed} shards framed"
+        )
     if "level" in compression and compression.get("layout") != "none":
         words.append(f"zstd level {compression['level']}")
     if dataset.dictionary is not None:
-        words.append(f"dictionary {dataset.dictionary.id} of {len(dataset.dictionary.data):,} bytes")
+        words.append(
+            f"dictionary {dataset.dictionary.id} of {len(dataset.dictionary.data):,} bytes"
+        )
     return ", ".join(words)
 
 
@@ -313,7 +367,9 @@ def _attribute_statistics(dataset: Dataset) -> list[tuple[str, str, str]]:
             if pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
                 counts[name].update(pc.min_max(array).as_py().values())
             elif len(counts[name]) <= _MAX_VALUES:
-                counts[name].update({one["values"]: one["counts"] for one in pc.value_counts(array).to_pylist()})
+                counts[name].update(
+                    {one["values"]: one["counts"] for one in pc.value_counts(array).to_pylist()}
+                )
     return [(name, str(schema.field(name).type), _values_said(counts[name])) for name in names]
 
 
@@ -322,12 +378,17 @@ def _values_said(counts: Counter[Any]) -> str:
     if not values:
         return "unknown"
     if all(isinstance(value, bool) for value in values):
-        text = [f"{'true' if value else 'false'} ({counts[value]:,})" for value in sorted(values, reverse=True)]
+        text = [
+            f"{'true' if value else 'false'} ({counts[value]:,})"
+            for value in sorted(values, reverse=True)
+        ]
         return ", ".join([*text, *([f"unknown ({counts[None]:,})"] if counts[None] else [])])
     if all(isinstance(value, int | float) for value in values):
         low, high = min(values), max(values)
         return str(low) if low == high else f"{low} to {high}"
-    some = ", ".join(f"{value!s:.40} ({count:,})" for value, count in counts.most_common(_SHOWN_VALUES))
+    some = ", ".join(
+        f"{value!s:.40} ({count:,})" for value, count in counts.most_common(_SHOWN_VALUES)
+    )
     many = f"more than {_MAX_VALUES:,}" if len(counts) > _MAX_VALUES else str(len(counts))
     return some if len(counts) <= _SHOWN_VALUES else f"{many} values, such as {some}"
 
@@ -335,7 +396,9 @@ def _values_said(counts: Counter[Any]) -> str:
 def _boxes(sample: Sample, classes: Sequence[str]) -> str:
     if sample.boxes is None:
         return "not annotated"
-    counts = Counter(classes[label] if label >= 0 else "other" for label in sample.boxes.label.tolist())
+    counts = Counter(
+        classes[label] if label >= 0 else "other" for label in sample.boxes.label.tolist()
+    )
     listed = ", ".join(f"{name} {count}" for name, count in counts.most_common())
     return f"{len(sample.boxes.label)}" + (f" ({listed})" if listed else "")
 
@@ -351,8 +414,14 @@ def _page(*tables: Table) -> str:
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns to the left, two spaces apart; the last one has several lines where it is long."""
-    every = [[shown(cell, _MAX_CELL) for cell in row] for row in ([titles, *rows] if titles else rows)]
-    widths = [max(len(row[column]) for row in every) for column in range(len(every[0]) - 1)] if every else []
+    every = [
+        [shown(cell, _MAX_CELL) for cell in row] for row in ([titles, *rows] if titles else rows)
+    ]
+    widths = (
+        [max(len(row[column]) for row in every) for column in range(len(every[0]) - 1)]
+        if every
+        else []
+    )
     indent = sum(widths) + 2 * len(widths)
     lines = []
     for *cells, last in every:

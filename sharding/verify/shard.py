@@ -25,7 +25,14 @@ from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.layers import LayerManifest
 from fuelrail.pipeline.format.rules import Rig, broken_rules, unsafe_ending
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, FoundMember, check_key, iter_members
-from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, open_span, read_seek_table, span_bytes
+from fuelrail.pipeline.format.zstd_frames import (
+    Frame,
+    decode_frame,
+    is_framed,
+    open_span,
+    read_seek_table,
+    span_bytes,
+)
 from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, META, Meta, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
@@ -52,14 +59,22 @@ class ShardCheck:
     """The check of one plain tar; ``dataset`` is None where the index cannot be read."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, shard: tuple[int, ShardEntry], dataset: Dataset | None, *, deep: bool
+        self,
+        folder: Path,
+        manifest: Manifest,
+        shard: tuple[int, ShardEntry],
+        dataset: Dataset | None,
+        *,
+        deep: bool,
     ) -> None:
         self.number, self.shard = shard
         self.num_samples = self.num_images = 0
         self.faults: list[Fault] = []
         self._folder, self._dataset, self._deep = folder, dataset, deep
         self._manifest, self._rig = manifest, Rig.of(manifest)
-        self.sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in manifest.cameras}
+        self.sizes: dict[str, set[tuple[int, int]]] = {
+            camera.channel: set() for camera in manifest.cameras
+        }
         """The sizes (w, h) [px] of the images that were decoded, by camera."""
         self._unsafe: set[str] = set()
 
@@ -133,7 +148,9 @@ class ShardCheck:
                 self.faults.append(Fault(INDEX_FILE, str(error)))
                 return
 
-    def _check_sample(self, row: IndexRow, span: memoryview, found: dict[int, FoundMember], readable: int) -> None:
+    def _check_sample(
+        self, row: IndexRow, span: memoryview, found: dict[int, FoundMember], readable: int
+    ) -> None:
         """Check one sample and take its members out of ``found``, which has those up to the offset ``readable``."""
         self._check_members(row, found, readable)
         if self._is_intact(row, span):
@@ -147,7 +164,9 @@ class ShardCheck:
             at = row.offset + entry.offset
             name = f"{row.key}.{entry.name}{suffix(entry.codec)}"
             there = found.pop(at, None)
-            if at < readable and (there is None or (there.name, there.length) != (name, entry.stored_bytes)):
+            if at < readable and (
+                there is None or (there.name, there.length) != (name, entry.stored_bytes)
+            ):
                 seen = "nothing" if there is None else f"'{there.name}' of {there.length} bytes"
                 text = f"the index says '{name}' of {entry.stored_bytes} bytes at {at}; the tar has {seen} there"
                 self._fault(text, row.offset, row.key)
@@ -178,21 +197,33 @@ class ShardCheck:
                 return
             sample = decode_sample(row.key, members, self._rig.fields)
             if (twice := repeated_key(bytes(members[META]), sample.meta)) is not None:
-                self._fault(f"member '{META}': the key '{shown(twice)}' occurs twice in an object", row.offset, row.key)
+                self._fault(
+                    f"member '{META}': the key '{shown(twice)}' occurs twice in an object",
+                    row.offset,
+                    row.key,
+                )
             for text in _contradictions(row, sample.meta, self._manifest, self.shard.split):
                 self._fault(text, row.offset, row.key)
-            for member, text in broken_rules(sample, [entry.name for entry in row.members], self._rig):
+            for member, text in broken_rules(
+                sample, [entry.name for entry in row.members], self._rig
+            ):
                 self._fault(f"member '{member}': {text}", row.offset, row.key)
-            sizes = {name: (camera.width, camera.height) for name, camera in sample.meta.cameras.items()}
+            sizes = {
+                name: (camera.width, camera.height) for name, camera in sample.meta.cameras.items()
+            }
             sizes = {name: size for name, size in sizes.items() if name in sample.images}
-            for member, text in check_members(members, self._manifest.extra_channels, sizes, deep=True):
+            for member, text in check_members(
+                members, self._manifest.extra_channels, sizes, deep=True
+            ):
                 self._fault(f"member '{member}': {text}", row.offset, row.key)
             for entry in row.members:
                 channel, _, extension = entry.name.partition(".")
                 if extension in IMAGE_EXTENSIONS and entry.name not in self._rig.fields:
                     camera = sample.meta.cameras.get(channel)
                     size = None if camera is None else (camera.width, camera.height)
-                    check_pixels(members[entry.name], extension, size, key=row.key, member=entry.name)
+                    check_pixels(
+                        members[entry.name], extension, size, key=row.key, member=entry.name
+                    )
                     self.num_images += 1
                     if size is not None and channel in self.sizes:
                         self.sizes[channel].add(size)
@@ -211,7 +242,9 @@ class ShardCheck:
         names = [name for name in scalar_channels(self._manifest.channels) if name in known]
         if not names:
             return pa.table({})
-        return pa.Table.from_batches(file.batches(names, range(first, first + self.shard.num_samples)))
+        return pa.Table.from_batches(
+            file.batches(names, range(first, first + self.shard.num_samples))
+        )
 
     def _check_layer(self, row: IndexRow, members: Mapping[str, memoryview]) -> None:
         """Check the members of a layer's row against its table; the stored images are those of the base."""
@@ -230,7 +263,9 @@ class ShardCheck:
         fields = {one.field for one in fixed}
         for member in members:
             if member not in fields:
-                self._fault(f"member '{member}': the table has no such channel", row.offset, row.key)
+                self._fault(
+                    f"member '{member}': the table has no such channel", row.offset, row.key
+                )
 
 
 class _FramedCheck(ShardCheck):
@@ -251,7 +286,10 @@ class _FramedCheck(ShardCheck):
         for number, row in enumerate(self._rows(self._dataset)):
             if not self._continues(row, at):
                 return
-            stored, frame = view[at : at + row.length], Frame(row.offset, row.length, span_bytes(row))
+            stored, frame = (
+                view[at : at + row.length],
+                Frame(row.offset, row.length, span_bytes(row)),
+            )
             if table is not None and (number >= len(table) or table[number] != frame):
                 text = f"{table[number]}" if number < len(table) else "no such frame"
                 self._fault(f"the index has {frame}, the seek table {text}", at, row.key)
@@ -268,15 +306,21 @@ class _FramedCheck(ShardCheck):
             self.num_samples += 1
         self._check_end(view, at, table)
 
-    def _found(self, stored: memoryview, frame: Frame, key: str | None = None) -> list[FoundMember] | None:
+    def _found(
+        self, stored: memoryview, frame: Frame, key: str | None = None
+    ) -> list[FoundMember] | None:
         """Return the members in a frame; None where it cannot be decoded."""
         try:
-            raw = decode_frame(stored, frame.raw_bytes, shard=self.shard.name, offset=frame.offset, key=key)
+            raw = decode_frame(
+                stored, frame.raw_bytes, shard=self.shard.name, offset=frame.offset, key=key
+            )
             return list(iter_members(raw, shard=self.shard.name, closed=False))
         except FrameError as error:
             self._fault(error.message, error.offset, key)
         except ShardError as error:
-            self._fault(f"{error.message}, {error.offset} bytes into the decoded frame", frame.offset, key)
+            self._fault(
+                f"{error.message}, {error.offset} bytes into the decoded frame", frame.offset, key
+            )
         return None
 
     def _check_end(self, view: memoryview, at: int, table: list[Frame] | None) -> None:
@@ -285,10 +329,14 @@ class _FramedCheck(ShardCheck):
             return
         last = table[-1] if table else Frame(0, 0, 0)
         if (last.offset, last.raw_bytes) != (at, len(END_OF_ARCHIVE)):
-            self._fault(f"the index covers {at} bytes of frames, the archive's end is at {last.offset}", at)
+            self._fault(
+                f"the index covers {at} bytes of frames, the archive's end is at {last.offset}", at
+            )
             return
         try:
-            end = decode_frame(view[at : at + last.stored_bytes], last.raw_bytes, shard=self.shard.name, offset=at)
+            end = decode_frame(
+                view[at : at + last.stored_bytes], last.raw_bytes, shard=self.shard.name, offset=at
+            )
         except ShardError as error:
             self._fault(error.message, error.offset)
             return
@@ -297,7 +345,12 @@ class _FramedCheck(ShardCheck):
 
 
 def make_check(
-    folder: Path, manifest: Manifest, shard: tuple[int, ShardEntry], dataset: Dataset | None, *, deep: bool
+    folder: Path,
+    manifest: Manifest,
+    shard: tuple[int, ShardEntry],
+    dataset: Dataset | None,
+    *,
+    deep: bool,
 ) -> ShardCheck:
     """Return the check that fits a shard, which is given with its number."""
     check = _FramedCheck if is_framed(shard[1].name) else ShardCheck

@@ -38,14 +38,18 @@ def dataset_statistics(dataset: Dataset) -> dict[str, dict[str, dict[str, Any]]]
     cannot be written.
     """
     if dataset.url is not None:
-        raise ConfigError(f"statistics are stored beside the manifest, in folders only, got '{dataset.location}'")
+        raise ConfigError(
+            f"statistics are stored beside the manifest, in folders only, got '{dataset.location}'"
+        )
     found = {split: _of_split(dataset, split) for split in dataset.splits}
     said = {"fingerprint": dataset.manifest.fingerprint, "splits": found}
     try:
         with published(Path(dataset.root) / STATISTICS_FILE) as file:
             file.write(msgspec.json.format(msgspec.json.encode(said), indent=1) + b"\n")
     except OSError as error:
-        raise DatasetError(f"'{dataset.root}/{STATISTICS_FILE}' cannot be written: {error.strerror}") from error
+        raise DatasetError(
+            f"'{dataset.root}/{STATISTICS_FILE}' cannot be written: {error.strerror}"
+        ) from error
     return found
 
 
@@ -71,7 +75,11 @@ def _of_split(dataset: Dataset, split: str) -> dict[str, dict[str, Any]]:
                     values.clear()
     file = dataset.attributes_file()
     schema = file.schema(len(dataset.index)) if file.exists else pa.schema([])
-    names = [one.name for one in schema if one.name not in (*TEXTS, "frame", "timestamp_ns") and _is_number(one.type)]
+    names = [
+        one.name
+        for one in schema
+        if one.name not in (*TEXTS, "frame", "timestamp_ns") and _is_number(one.type)
+    ]
     for batch in file.batches(names, rows) if names else ():
         for name, column in zip(names, batch.columns, strict=True):
             values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
@@ -117,12 +125,16 @@ class _Numbers:
         count = is_there.sum(0)
         mean = np.where(is_there, rows, 0).sum(0) / np.maximum(count, 1)
         away, whole = mean - self._mean, np.maximum(self._count + count, 1)
-        self._squares += (np.where(is_there, rows - mean, 0) ** 2).sum(0) + away**2 * self._count * count / whole
+        self._squares += (np.where(is_there, rows - mean, 0) ** 2).sum(
+            0
+        ) + away**2 * self._count * count / whole
         self._mean += away * count / whole
         self._count += count
         self._min = np.fmin(self._min, np.where(is_there, rows, np.inf).min(0, initial=np.inf))
         self._max = np.fmax(self._max, np.where(is_there, rows, -np.inf).max(0, initial=-np.inf))
-        self._kept = np.concatenate([self._kept, rows[-self._num_seen % self._stride :: self._stride]])
+        self._kept = np.concatenate(
+            [self._kept, rows[-self._num_seen % self._stride :: self._stride]]
+        )
         self._num_seen += len(rows)
         while self._kept.size > _MOST_KEPT:
             self._kept, self._stride = self._kept[::2], 2 * self._stride
@@ -130,13 +142,24 @@ class _Numbers:
     def result(self) -> dict[str, Any]:
         """Return the statistics, as numbers or nested lists of the shape; null where there is no number."""
         is_there = self._count > 0
-        kept = np.where(is_there, self._kept, 0) if len(self._kept) else np.zeros((1, len(is_there)))
-        found = {"count": self._count, "mean": self._mean, "std": np.sqrt(self._squares / np.maximum(self._count, 1))}
+        kept = (
+            np.where(is_there, self._kept, 0) if len(self._kept) else np.zeros((1, len(is_there)))
+        )
+        found = {
+            "count": self._count,
+            "mean": self._mean,
+            "std": np.sqrt(self._squares / np.maximum(self._count, 1)),
+        }
         found |= {"min": self._min, "max": self._max}
-        found |= dict(zip(_QUANTILES, np.nanquantile(kept, [*_QUANTILES.values()], axis=0), strict=True))
-        return {name: self._plain(np.where(is_there | (name == "count"), one, np.nan)) for name, one in found.items()}
+        found |= dict(
+            zip(_QUANTILES, np.nanquantile(kept, [*_QUANTILES.values()], axis=0), strict=True)
+        )
+        return {
+            name: self._plain(np.where(is_there | (name == "count"), one, np.nan))
+            for name, one in found.items()
+        }
 
-    def _plain(self, numbers: NDArray[Any]) -> Any:  # noqa: ANN401
+    def _plain(self, numbers: NDArray[Any]) -> Any:
         plain = numbers.astype(object)
         plain[np.isnan(numbers)] = None
         return plain.reshape(self._shape).tolist()

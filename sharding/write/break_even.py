@@ -55,27 +55,42 @@ class BreakEven(msgspec.Struct, frozen=True):
         ]
 
 
-def break_even(table: ScanTable, source: FrameSource[Any], images: ImageRecipe | None) -> BreakEven | None:
+def break_even(
+    table: ScanTable, source: FrameSource[Any], images: ImageRecipe | None
+) -> BreakEven | None:
     """Estimate what the frames of video in a scan table cost; None where there are none in files of this machine.
 
     ``images`` is how they would be stored. The first frames of a few videos are decoded and encoded.
     """
     refs = (member.ref for number in range(len(table)) for member in table.row(number).members)
     made = (ref.removeprefix(MADE) for ref in refs if ref.startswith(MADE))
-    videos = source.videos(made, _FRAMES) if isinstance(source, OwnVideos) else _in_files(source.files, made)
+    videos = (
+        source.videos(made, _FRAMES)
+        if isinstance(source, OwnVideos)
+        else _in_files(source.files, made)
+    )
     if not videos:
         return None
     num_all, num_bytes, num_kept = (sum(column) for column in list(zip(*videos, strict=True))[:3])
     options = []
     for what, number, recipe in (
         ("all frames", num_all, None),
-        *(("the kept frames", num_kept, one) for one in (None, _HALF, images)[: 3 if images else 2]),
+        *(
+            ("the kept frames", num_kept, one)
+            for one in (None, _HALF, images)[: 3 if images else 2]
+        ),
     ):
-        form = JpegForm() if recipe is None else JpegForm(recipe.quality, partial(stored_size, recipe))
+        form = (
+            JpegForm() if recipe is None else JpegForm(recipe.quality, partial(stored_size, recipe))
+        )
         runs = [_measured(video, form) for video in videos[:: -(-len(videos) // _VIDEOS)]]
         made_of, size, decode_s, encode_s = map(sum, zip(*runs, strict=True))
         hours = (decode_s * num_all + encode_s * number) / made_of / 3600
-        options.append(BreakEvenOption(f"{what}, {_said(recipe)}", number, round(size / made_of * number), hours))
+        options.append(
+            BreakEvenOption(
+                f"{what}, {_said(recipe)}", number, round(size / made_of * number), hours
+            )
+        )
     return BreakEven(len(videos), num_all, num_bytes, options)
 
 
@@ -94,7 +109,11 @@ def _in_files(files: SourceFiles, refs: Iterable[str]) -> list[VideoStart]:
 def _said(images: ImageRecipe | None) -> str:
     if images is None:
         return "full size"
-    size = f"resize={images.resize}" if images.size is None else f"size={images.size[0]}x{images.size[1]}"
+    size = (
+        f"resize={images.resize}"
+        if images.size is None
+        else f"size={images.size[0]}x{images.size[1]}"
+    )
     return f"{size},quality={images.quality}"
 
 

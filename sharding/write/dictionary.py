@@ -27,7 +27,11 @@ _TIMES_ITS_SIZE: Final = 100
 
 
 def train_or_load_dictionary(
-    out: Output, recipe: Recipe, finished: Manifest | None, table: ScanTable, rows: NDArray[np.int64]
+    out: Output,
+    recipe: Recipe,
+    finished: Manifest | None,
+    table: ScanTable,
+    rows: NDArray[np.int64],
 ) -> Dictionary | None:
     """Return the dictionary of this run's shards, loaded from OUT or trained; None where the recipe asks for none.
 
@@ -63,13 +67,17 @@ def _found(out: Output) -> Dictionary | None:
 def _samples(table: ScanTable, rows: NDArray[np.int64], num_bytes: int) -> list[bytes]:
     """Return small members of rows spread evenly over ``rows``, about ``num_bytes`` of them."""
     first = table.row(int(rows[0]))
-    each = sum(len(small) for small in (first.meta, first.geometry, first.boxes) if small is not None)
+    each = sum(
+        len(small) for small in (first.meta, first.geometry, first.boxes) if small is not None
+    )
     count = min(len(rows), max(1, num_bytes // each))
     chosen = rows[np.arange(count) * len(rows) // count]
     found: list[bytes] = []
     for number in chosen.tolist():
         row = table.row(number)
-        found += [bytes(small) for small in (row.meta, row.geometry, row.boxes) if small is not None]
+        found += [
+            bytes(small) for small in (row.meta, row.geometry, row.boxes) if small is not None
+        ]
     return found
 
 

@@ -19,7 +19,12 @@ from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.sharding.planning.recipe import codec_of
 from fuelrail.sharding.sources.shared.scan_table import CLIP_NUMBER, ScanTable, frame_keys
 from fuelrail.sharding.write.images import stored_channel, stored_field
-from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, write_attributes, write_index
+from fuelrail.sharding.write.publish import (
+    ROWS_PER_GROUP,
+    publish_tables,
+    write_attributes,
+    write_index,
+)
 from fuelrail.sharding.write.records import load_record
 
 if TYPE_CHECKING:
@@ -46,7 +51,9 @@ def finish(
 ) -> Manifest:
     """Write tables, attributes and manifest; every file appears under its name complete, the manifest last."""
     extra = {channel.field for channel in info.channels}
-    stored = (name if name in extra else stored_field(name, job.recipe.images) for name in info.names)
+    stored = (
+        name if name in extra else stored_field(name, job.recipe.images) for name in info.names
+    )
     names = list(dict.fromkeys(stored))
     codecs = {name: codec_of(name, job.recipe, job.lidars, job.channels) for name in names}
     shards: list[ShardEntry] = []
@@ -56,7 +63,11 @@ def finish(
     published = []
     if job.dictionary is not None:
         data = job.dictionary.data
-        published.append(FileEntry(name=DICTIONARY_FILE, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+        published.append(
+            FileEntry(
+                name=DICTIONARY_FILE, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+            )
+        )
     num_clips = {split: len(clips) for split, clips in clips_by_split.items()}
     make = partial(
         Manifest,
@@ -71,7 +82,11 @@ def finish(
         time_base=info.time_base,
         ego_origin=info.ego_origin,
         license=job.license,
-        compression={"layout": job.recipe.layout, "level": job.recipe.compression_level, "codecs": codecs},
+        compression={
+            "layout": job.recipe.layout,
+            "level": job.recipe.compression_level,
+            "codecs": codecs,
+        },
         lineage=info.lineage,
         provenance={
             "recipe": msgspec.to_builtins(job.recipe),
@@ -100,20 +115,32 @@ def _rows(
 
 
 def _channels(
-    job: WriteJob, info: ScanInfo, codecs: Mapping[str, str], sizes: Mapping[str, set[tuple[int, int]]]
+    job: WriteJob,
+    info: ScanInfo,
+    codecs: Mapping[str, str],
+    sizes: Mapping[str, set[tuple[int, int]]],
 ) -> tuple[Channel, ...]:
     cameras = [
-        CameraEntry(channel=camera.channel, source_name=camera.source_name, sizes=tuple(sorted(sizes[camera.channel])))
+        CameraEntry(
+            channel=camera.channel,
+            source_name=camera.source_name,
+            sizes=tuple(sorted(sizes[camera.channel])),
+        )
         for camera in info.cameras
     ]
     extra = [
-        stored_channel(channel, job.recipe.images, sizes.get(channel.law.camera or "", ())) for channel in info.channels
+        stored_channel(channel, job.recipe.images, sizes.get(channel.law.camera or "", ()))
+        for channel in info.channels
     ]
     return channel_table(cameras, info.lidars, extra, codecs)
 
 
 def _attributes(
-    folder: Path, plan: Plan, table: ScanTable, info: ScanInfo, clips_by_split: Mapping[str, Sequence[int]]
+    folder: Path,
+    plan: Plan,
+    table: ScanTable,
+    info: ScanInfo,
+    clips_by_split: Mapping[str, Sequence[int]],
 ) -> Iterator[pa.Table]:
     """Yield rows of the samples in the order of the index, with the source's attributes; the folder is for the sort."""
     disk = Disk(folder)
@@ -133,5 +160,7 @@ def _attributes(
             "split": names.take(pa.array(split_of_clip[found[CLIP_NUMBER].to_numpy()])),
             **{name: found[name] for name in found.column_names if name != CLIP_NUMBER},
         }
-        known = [pa.field(name, values.type, name not in _NEVER_NULL) for name, values in columns.items()]
+        known = [
+            pa.field(name, values.type, name not in _NEVER_NULL) for name, values in columns.items()
+        ]
         yield pa.table(columns, schema=pa.schema(known))

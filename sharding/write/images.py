@@ -40,13 +40,17 @@ def stored_size(recipe: ImageRecipe, source_wh: tuple[int, int]) -> tuple[int, i
         factor = 1.0 if recipe.resize is None else recipe.resize
         wanted = round(width * factor), round(height * factor)
     if wanted[0] > width or wanted[1] > height or min(wanted) < 1:
-        raise ImageError(f"{width} x {height} pixels cannot be stored as {wanted[0]} x {wanted[1]}: images only shrink")
+        raise ImageError(
+            f"{width} x {height} pixels cannot be stored as {wanted[0]} x {wanted[1]}: images only shrink"
+        )
     return wanted
 
 
 def stored_field(name: str, recipe: ImageRecipe | None) -> str:
     """Return the field name of a stored member: transcoded images are JPEGs."""
-    return f"{name.removesuffix('.png')}.jpg" if recipe is not None and name.endswith(".png") else name
+    return (
+        f"{name.removesuffix('.png')}.jpg" if recipe is not None and name.endswith(".png") else name
+    )
 
 
 def stored_share(recipe: ImageRecipe | None, members: tuple[Reference, ...]) -> float:
@@ -69,7 +73,8 @@ def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
     try:
         if extension == "png":
             pixels = cv2.imdecode(
-                np.frombuffer(unpack_png(data), np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+                np.frombuffer(unpack_png(data), np.uint8),
+                cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION,
             )
             colours = "BGR"
         else:
@@ -111,7 +116,11 @@ def stored_channel(
 
 
 def scale_value(
-    data: Buffer, channel: Channel, stored: Channel, sizes: Mapping[str, tuple[int, int]], recipe: ImageRecipe
+    data: Buffer,
+    channel: Channel,
+    stored: Channel,
+    sizes: Mapping[str, tuple[int, int]],
+    recipe: ImageRecipe,
 ) -> bytes:
     """Scale what lies on a camera's image with the image, by the channel's law; ``sizes`` are the source's (w, h) [px].
 
@@ -119,9 +128,13 @@ def scale_value(
     """
     camera = channel.law.camera or ""
     if camera not in sizes:
-        raise SchemaError(f"channel '{channel.name}' lies on the image of '{camera}', which the sample lacks")
+        raise SchemaError(
+            f"channel '{channel.name}' lies on the image of '{camera}', which the sample lacks"
+        )
     image_map = ImageMap.identity(sizes[camera]).resize(*stored_size(recipe, sizes[camera]))
-    if channel.law.name == "image":  # onto the pixels of a raster, the last of which may end outside of the image
+    if (
+        channel.law.name == "image"
+    ):  # onto the pixels of a raster, the last of which may end outside of the image
         fraction = channel.law.fraction or 1
         a, b, tx, c, d, ty = (number / fraction for number in image_map.coefficients)
         image_map = dataclasses.replace(
@@ -131,7 +144,9 @@ def scale_value(
             visible=(0.0, 0.0, math.inf, math.inf),
         )
     kind = KINDS[channel.kind]
-    moved = LAWS[channel.law.name].move(kind.decode(data, channel), channel, Motion({camera: image_map}))
+    moved = LAWS[channel.law.name].move(
+        kind.decode(data, channel), channel, Motion({camera: image_map})
+    )
     return kind.encode(moved, stored)
 
 
@@ -144,7 +159,9 @@ def scale_geometry(geometry: Geometry, recipe: ImageRecipe) -> Geometry:
     img_wh, intrinsics = geometry.img_wh.copy(), geometry.intrinsics.copy()
     for camera, (width, height) in enumerate(geometry.img_wh.tolist()):
         if width > 0 and height > 0:
-            image_map = ImageMap.identity((width, height)).resize(*stored_size(recipe, (width, height)))
+            image_map = ImageMap.identity((width, height)).resize(
+                *stored_size(recipe, (width, height))
+            )
             img_wh[camera] = image_map.out_wh
             intrinsics[camera] = apply_to_intrinsics(image_map.ida_mat(), intrinsics[camera])
     return dataclasses.replace(geometry, img_wh=img_wh, intrinsics=intrinsics)
@@ -167,12 +184,20 @@ def jpegtran_version() -> str:
             "Debian and Ubuntu have it in libjpeg-turbo-progs"
         )
     try:
-        shown = subprocess.run([_PROGRAM, "-version"], input=b"", capture_output=True, check=False, timeout=_TIMEOUT_S)
+        shown = subprocess.run(
+            [_PROGRAM, "-version"], input=b"", capture_output=True, check=False, timeout=_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"jpeg=restart: {_PROGRAM} -version has not answered in {_TIMEOUT_S:.0f} s") from error
-    match = re.search(r"libjpeg-turbo version [0-9.]+", (shown.stdout + shown.stderr).decode(errors="replace"))
+        raise ConfigError(
+            f"jpeg=restart: {_PROGRAM} -version has not answered in {_TIMEOUT_S:.0f} s"
+        ) from error
+    match = re.search(
+        r"libjpeg-turbo version [0-9.]+", (shown.stdout + shown.stderr).decode(errors="replace")
+    )
     if match is None:
-        raise ConfigError(f"jpeg=restart needs the {_PROGRAM} of libjpeg-turbo; the one installed is another")
+        raise ConfigError(
+            f"jpeg=restart needs the {_PROGRAM} of libjpeg-turbo; the one installed is another"
+        )
     return match.group()
 
 
@@ -180,7 +205,9 @@ def with_restart_rows(data: Buffer) -> bytes:
     """Return the baseline JPEG with restart markers at its rows of MCUs; keeps metadata. Raises ImageError."""
     command = [_PROGRAM, "-restart", "1", "-optimize", "-copy", "all"]
     try:
-        done = subprocess.run(command, input=data, capture_output=True, check=False, timeout=_TIMEOUT_S)
+        done = subprocess.run(
+            command, input=data, capture_output=True, check=False, timeout=_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired as error:
         raise ImageError(
             f"{_PROGRAM} has not rewritten its {len(data)} bytes in {_TIMEOUT_S:.0f} s; it was stopped"

@@ -89,7 +89,11 @@ class MemberCheck:
                 if at not in rig.fields:
                     self._check_points(key, at, data)
             if self._channels:
-                sizes = {name: (one.width, one.height) for name, one in meta.cameras.items() if name in images}
+                sizes = {
+                    name: (one.width, one.height)
+                    for name, one in meta.cameras.items()
+                    if name in images
+                }
                 for at, text in check_members(members, self._channels, sizes):
                     raise self._error(key, at, text)
         except MemberError as error:
@@ -102,7 +106,9 @@ class MemberCheck:
         """Check what is pending."""
         pending, self._pending = self._pending, []
         geometries = [geometry for _, geometry, _ in pending]
-        if not pending or are_sound(geometries, [boxes for _, _, boxes in pending if boxes is not None], self._rig):
+        if not pending or are_sound(
+            geometries, [boxes for _, _, boxes in pending if boxes is not None], self._rig
+        ):
             return
         for key, geometry, boxes in pending:
             for text in broken_calibration(geometry):

@@ -85,7 +85,9 @@ class Members:
         sizes: dict[str, set[tuple[int, int]]],
     ) -> None:
         """Run the sensor members of sample ``key`` through their chains into ``raw``; ``sizes`` gets image sizes."""
-        source_sizes = {one.name.partition(".")[0]: (one.width, one.height) for one in references if one.width}
+        source_sizes = {
+            one.name.partition(".")[0]: (one.width, one.height) for one in references if one.width
+        }
         for member in references:
             chain = self._chains.get(member.name) or self._build(member.name)
             data: Buffer = b""
@@ -95,7 +97,9 @@ class Members:
             except MemberError as error:
                 raise SourceError(f"{self._where(key, member)}: {error}") from error
             if chain.field in raw:
-                raise SourceError(f"{self._where(key, member)}: duplicate field '{chain.field}' in the sample")
+                raise SourceError(
+                    f"{self._where(key, member)}: duplicate field '{chain.field}' in the sample"
+                )
             if chain.camera is not None:
                 sizes.setdefault(chain.camera, set()).add(self._stored_size(member))
             raw[chain.field] = data
@@ -140,7 +144,9 @@ class Members:
         if place is None:
             return self._source.open(member.ref)
         path, offset, length = place
-        return self._buffer.read(path, member.bytes if length is None else length, None if length is None else offset)
+        return self._buffer.read(
+            path, member.bytes if length is None else length, None if length is None else offset
+        )
 
     def _stored_size(self, member: Reference) -> tuple[int, int]:
         size = (member.width, member.height)
@@ -152,8 +158,15 @@ class Members:
     def _check(self, member: Reference, data: Buffer, _: Sizes) -> Buffer:
         """Check that an image is complete, and that its size is the one in the source's tables, or the stored one."""
         if len(data) != member.bytes and not member.is_estimate:
-            raise ImageError(f"had {member.bytes} bytes when the run started and has {len(data)} now")
-        size, wanted = image_size(data, member.name.partition(".")[2]), (member.width, member.height)
+            raise ImageError(
+                f"had {member.bytes} bytes when the run started and has {len(data)} now"
+            )
+        size, wanted = (
+            image_size(data, member.name.partition(".")[2]),
+            (member.width, member.height),
+        )
         if size != (self._stored_size(member) if member.ref.startswith(STORED) else wanted):
-            raise ImageError(f"{size[0]} x {size[1]} pixels, the source's tables say {wanted[0]} x {wanted[1]}")
+            raise ImageError(
+                f"{size[0]} x {size[1]} pixels, the source's tables say {wanted[0]} x {wanted[1]}"
+            )
         return data

@@ -51,24 +51,41 @@ class ShardPacker:
     _has_listing = True
 
     def __init__(
-        self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None, buffer: ReadBuffer
+        self,
+        file: BinaryIO,
+        number: int,
+        level: int,
+        dictionary: Dictionary | None,
+        buffer: ReadBuffer,
     ) -> None:
-        self._file, self._number, self._level, self._dictionary = BlockWriter(file), number, level, dictionary
+        self._file, self._number, self._level, self._dictionary = (
+            BlockWriter(file),
+            number,
+            level,
+            dictionary,
+        )
         self._buffer = buffer
         self._rows: list[IndexRow] = []
         self._digest = hashlib.sha256()
         self._offset = 0
 
-    def add(self, key: str, clip_id: str, frame: int, timestamp_ns: int, members: Sequence[RawMember]) -> int:
+    def add(
+        self, key: str, clip_id: str, frame: int, timestamp_ns: int, members: Sequence[RawMember]
+    ) -> int:
         """Encode and write the next sample; returns the length of its span [bytes]."""
         encode = functools.partial(codecs.encode, level=self._level, dictionary=self._dictionary)
-        stored = [StoredMember(_stored_name(name, codec), encode(codec, data)) for name, codec, data in members]
+        stored = [
+            StoredMember(_stored_name(name, codec), encode(codec, data))
+            for name, codec, data in members
+        ]
         packed = pack_sample(key, stored)
         held = [
             codecs.held_bytes(memoryview(data).nbytes, memoryview(raw).nbytes, codec)
             for (_, codec, raw), (_, data) in zip(members, stored, strict=True)
         ]
-        if (most := max(sum(held), packed.length)) > codecs.MAX_SAMPLE_BYTES or len(held) > codecs.MAX_MEMBERS:
+        if (most := max(sum(held), packed.length)) > codecs.MAX_SAMPLE_BYTES or len(
+            held
+        ) > codecs.MAX_MEMBERS:
             raise MemberTooLargeError(
                 f"{len(held)} members that take {most} bytes of memory, over the caps of {codecs.MAX_MEMBERS} and "
                 f"{codecs.MAX_SAMPLE_BYTES}",
@@ -81,12 +98,27 @@ class ShardPacker:
         self._write(pieces)
         entries = tuple(
             MemberEntry(
-                name, at, memoryview(data).nbytes, memoryview(raw).nbytes, codec, xxhash.xxh3_64_intdigest(data)
+                name,
+                at,
+                memoryview(data).nbytes,
+                memoryview(raw).nbytes,
+                codec,
+                xxhash.xxh3_64_intdigest(data),
             )
-            for (name, codec, raw), (_, data), at in zip(members, stored, packed.offsets, strict=True)
+            for (name, codec, raw), (_, data), at in zip(
+                members, stored, packed.offsets, strict=True
+            )
         )
         row = IndexRow(
-            key, clip_id, frame, timestamp_ns, self._number, self._offset, length, digest.intdigest(), entries
+            key,
+            clip_id,
+            frame,
+            timestamp_ns,
+            self._number,
+            self._offset,
+            length,
+            digest.intdigest(),
+            entries,
         )
         self._rows.append(row)
         self._offset += length
@@ -140,6 +172,13 @@ def dali_index(rows: Sequence[IndexRow]) -> bytes:
     """Return the DALI index of a plain shard with these samples: a line for each, of its members in the tar."""
     lines = []
     for row in rows:
-        stored = [(f"{one.name}{codecs.suffix(one.codec)}", row.offset + one.offset, one) for one in row.members]
-        lines.append(" ".join(f"{field} {at} {one.stored_bytes} {row.key}.{field}" for field, at, one in stored))
+        stored = [
+            (f"{one.name}{codecs.suffix(one.codec)}", row.offset + one.offset, one)
+            for one in row.members
+        ]
+        lines.append(
+            " ".join(
+                f"{field} {at} {one.stored_bytes} {row.key}.{field}" for field, at, one in stored
+            )
+        )
     return "\n".join([f"v1.2 {len(lines)}", *lines, ""]).encode("ascii", "replace")

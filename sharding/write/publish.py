@@ -32,7 +32,9 @@ ROWS_PER_GROUP: Final = 1 << 14
 M = TypeVar("M", bound=Manifest)
 
 
-def write_index(folder: Path, names: Sequence[str], codecs: Iterable[str], rows: Iterable[IndexRow]) -> None:
+def write_index(
+    folder: Path, names: Sequence[str], codecs: Iterable[str], rows: Iterable[IndexRow]
+) -> None:
     """Write ``index.arrow`` into the folder: members of these names, stored with these codecs."""
     with IndexWriter(folder / INDEX_FILE, names, sorted({*codecs})) as index:
         for row in rows:
@@ -70,7 +72,9 @@ def publish_tables(
         num_samples=sum(shard.num_samples for shard in shards),
         num_clips=sum(clips_by_split.values()),
         num_bytes=sum(shard.bytes for shard in shards),
-        splits={split: _split(shards, split, num_clips) for split, num_clips in clips_by_split.items()},
+        splits={
+            split: _split(shards, split, num_clips) for split, num_clips in clips_by_split.items()
+        },
         files=(*files, *published),
     )
     return publish_manifest(out, manifest)

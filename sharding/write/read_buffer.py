@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 _FIRST_BYTES: Final = 4 << 20
 
-_FRONT_BYTES: Final = 64 << 10  # for the members in front of the first file: metadata, geometry, boxes
+_FRONT_BYTES: Final = (
+    64 << 10
+)  # for the members in front of the first file: metadata, geometry, boxes
 
 _SMALL_BYTES: Final = 16 << 10  # what is smaller is copied to where it belongs
 
@@ -43,17 +45,25 @@ class ReadBuffer:
         if start + padded + BLOCK_BYTES > len(self._memory):
             # Views of the old memory keep it alive until the sample is done.
             start = _FRONT_BYTES + BLOCK_BYTES
-            self._memory = memoryview(bytearray(max(start + padded + BLOCK_BYTES, 2 * len(self._memory))))
+            self._memory = memoryview(
+                bytearray(max(start + padded + BLOCK_BYTES, 2 * len(self._memory)))
+            )
             self._files.clear()
         view = self._memory[start : start + num_bytes + 1]
         try:
-            found = _fill(path, view) if offset is None else _fill_range(path, view[:num_bytes], offset)
+            found = (
+                _fill(path, view) if offset is None else _fill_range(path, view[:num_bytes], offset)
+            )
         except OSError as error:
             raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
         if offset is not None and found < num_bytes:
-            raise SourceError(f"file '{path}' ends at byte {offset + found}, before byte {offset + num_bytes}")
+            raise SourceError(
+                f"file '{path}' ends at byte {offset + found}, before byte {offset + num_bytes}"
+            )
         if offset is None and found != num_bytes:
-            raise SourceError(f"file '{path}' had {num_bytes} bytes when the run started and has {found} now")
+            raise SourceError(
+                f"file '{path}' had {num_bytes} bytes when the run started and has {found} now"
+            )
         self._used = start + padded
         data = view[:num_bytes]
         self._files[id(data)] = data, start
@@ -67,7 +77,9 @@ class ReadBuffer:
         """
         found: list[Buffer] = []
         small: list[Buffer] = []
-        begin = end = limit = 0  # of the run in this memory that the last pieces are part of; empty where they are not
+        begin = end = limit = (
+            0  # of the run in this memory that the last pieces are part of; empty where they are not
+        )
         for piece in pieces:
             data, start = self._files.get(id(piece), (None, 0))
             if data is None and memoryview(piece).nbytes < _SMALL_BYTES:
@@ -77,7 +89,11 @@ class ReadBuffer:
             small.clear()
             if data is not None and begin < end and end + len(between) == start == limit:
                 self._memory[end:start] = between
-            elif data is not None and begin == end and start == _FRONT_BYTES + BLOCK_BYTES >= len(between):
+            elif (
+                data is not None
+                and begin == end
+                and start == _FRONT_BYTES + BLOCK_BYTES >= len(between)
+            ):
                 begin = start - len(between)
                 self._memory[begin:start] = between
             else:

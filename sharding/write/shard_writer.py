@@ -110,7 +110,9 @@ class ShardWriter:
         self._source = make_source(job.source) if job.staging is None else StagedSource(job.staging)
         self._buffer = ReadBuffer()
         self._place = f"{job.source.kind}:{job.source.location}"
-        self._members = Members(self._source, job.recipe, job.lidars, job.channels, self._buffer, self._place)
+        self._members = Members(
+            self._source, job.recipe, job.lidars, job.channels, self._buffer, self._place
+        )
 
     def make(self, number: int, pulse: Pulse) -> ShardDone:
         """Write shard ``number`` of the plan, unless OUT has it complete.
@@ -154,14 +156,22 @@ class ShardWriter:
                 clip_id = job.clip_ids[scanned.clip]
                 with one_at_a_time(sum(member.bytes for member in scanned.members)):
                     length = packer.add(
-                        scanned.key, clip_id, scanned.frame, scanned.timestamp_ns,
+                        scanned.key,
+                        clip_id,
+                        scanned.frame,
+                        scanned.timestamp_ns,
                         self._raw_members(scanned, row, shard.split, sizes, check),
-                    )  # fmt: skip
+                    )
                 pulse(length)
             check.close()
             packed = packer.close()
             entry = ShardEntry(
-                name, shard.split, shard.first_sample, shard.num_samples, packed.num_bytes, packed.sha256
+                name,
+                shard.split,
+                shard.first_sample,
+                shard.num_samples,
+                packed.num_bytes,
+                packed.sha256,
             )
             record = ShardRecord(
                 stem=shard.stem,
@@ -175,7 +185,9 @@ class ShardWriter:
         return record
 
     def _rows_of(self, shard: PlannedShard) -> list[int]:
-        rows: list[int] = self._rows[shard.first_sample : shard.first_sample + shard.num_samples].tolist()
+        rows: list[int] = self._rows[
+            shard.first_sample : shard.first_sample + shard.num_samples
+        ].tolist()
         return rows
 
     def _head(self, shard: PlannedShard) -> bytes:
@@ -193,7 +205,12 @@ class ShardWriter:
         return digest.hexdigest()
 
     def _raw_members(
-        self, row: ScanRow, number: int, split: str, sizes: dict[str, set[tuple[int, int]]], check: MemberCheck
+        self,
+        row: ScanRow,
+        number: int,
+        split: str,
+        sizes: dict[str, set[tuple[int, int]]],
+        check: MemberCheck,
     ) -> list[RawMember]:
         """Return the members of row ``number``, in the order in which they are stored."""
         job = self._job

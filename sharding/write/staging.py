@@ -33,7 +33,13 @@ from fuelrail.pipeline.storage.files import map_npy, published
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming
 from fuelrail.sharding.sources.shared.pictures import JpegForm, StoredJpeg
-from fuelrail.sharding.sources.shared.scan_table import ROWS_PER_BATCH, ClipInfo, Reference, ScanTable, decode_row
+from fuelrail.sharding.sources.shared.scan_table import (
+    ROWS_PER_BATCH,
+    ClipInfo,
+    Reference,
+    ScanTable,
+    decode_row,
+)
 from fuelrail.sharding.sources.source import ClipSource, Place
 from fuelrail.sharding.write.images import stored_share, stored_size
 
@@ -120,9 +126,20 @@ class Staging:
     """The clips of one source in a folder; each worker has its own."""
 
     def __init__(
-        self, spec: SourceSpec, images: ImageRecipe | None, scan_table: Path, bands: Path, folder: Path, num_done: int
+        self,
+        spec: SourceSpec,
+        images: ImageRecipe | None,
+        scan_table: Path,
+        bands: Path,
+        folder: Path,
+        num_done: int,
     ) -> None:
-        self._spec, self._folder, self._bands, self._num_done = spec, folder, map_npy(bands), num_done
+        self._spec, self._folder, self._bands, self._num_done = (
+            spec,
+            folder,
+            map_npy(bands),
+            num_done,
+        )
         self._table = ScanTable(scan_table)
         source: Any = make_source(spec)
         if images is not None and isinstance(source, FrameSource):
@@ -143,19 +160,25 @@ class Staging:
         if index is not None and index.digest == digest:
             if self._has(task, index):
                 return
-            places = {ref: place for ref, place in index.places.items() if place[0] < self._num_done}
+            places = {
+                ref: place for ref, place in index.places.items() if place[0] < self._num_done
+            }
             refs = {ref: band for ref, band in refs.items() if ref not in places}
         path = index_of(self._folder, task.number)
         path.unlink(missing_ok=True)
         sizes = dict.fromkeys(sorted(set(refs.values())), 0)
         with naming(self._spec), contextlib.ExitStack() as stack:
             files = {
-                band: stack.enter_context(published(clip_file(self._folder, task.number, band), sync=False))
+                band: stack.enter_context(
+                    published(clip_file(self._folder, task.number, band), sync=False)
+                )
                 for band in sizes
             }
             for ref, data in self._source.read_clip(list(refs)):
                 if ref in places or ref not in refs:
-                    raise SourceError(f"the {self._spec.kind} source made '{ref}' twice, or without being asked for it")
+                    raise SourceError(
+                        f"the {self._spec.kind} source made '{ref}' twice, or without being asked for it"
+                    )
                 num_bytes, band = memoryview(data).nbytes, refs[ref]
                 files[band].write(data)
                 places[ref] = band, sizes[band], num_bytes, isinstance(data, StoredJpeg)
@@ -176,8 +199,15 @@ class Staging:
         return digest.hexdigest(), refs
 
     def _has(self, task: StageTask, index: _Index) -> bool:
-        found = {band: clip_file(self._folder, task.number, band) for band in index.sizes if band >= self._num_done}
-        return all(path.exists() and path.stat().st_size == index.sizes[band] for band, path in found.items())
+        found = {
+            band: clip_file(self._folder, task.number, band)
+            for band in index.sizes
+            if band >= self._num_done
+        }
+        return all(
+            path.exists() and path.stat().st_size == index.sizes[band]
+            for band, path in found.items()
+        )
 
 
 class StagedSource:
@@ -205,9 +235,16 @@ class StagedSource:
 
 
 def stage_clips(
-    spec: SourceSpec, images: ImageRecipe | None, scan_table: Path, of_row: NDArray[np.int8],
-    clips: Sequence[ClipInfo], stamps: NDArray[np.uint64], bands: Bands, *, num_workers: int,
-) -> Path:  # fmt: skip
+    spec: SourceSpec,
+    images: ImageRecipe | None,
+    scan_table: Path,
+    of_row: NDArray[np.int8],
+    clips: Sequence[ClipInfo],
+    stamps: NDArray[np.uint64],
+    bands: Bands,
+    *,
+    num_workers: int,
+) -> Path:
     """Stage the clips of these rows, in parallel; returns a scan table whose rows refer to what is staged.
 
     Images that the source decodes itself are staged as they are stored, by ``images``.
@@ -226,7 +263,9 @@ def stage_clips(
         stamp = int.from_bytes(hashlib.sha256(own).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
     given = spec, images, scan_table, path, folder, bands.num_done
-    if bands.num_done and not all(map(Staging(*given).is_known, tasks)):  # finished shards may be made again
+    if bands.num_done and not all(
+        map(Staging(*given).is_known, tasks)
+    ):  # finished shards may be made again
         bands.forget()
         given = *given[:5], 0
     bands.sweep()
@@ -245,7 +284,9 @@ def _selected(task: StageTask, bands: NDArray[np.generic]) -> list[int]:
     return found
 
 
-def _check_space(table: ScanTable, rows: NDArray[np.int64], folder: Path, images: ImageRecipe | None) -> None:
+def _check_space(
+    table: ScanTable, rows: NDArray[np.int64], folder: Path, images: ImageRecipe | None
+) -> None:
     """Raise DatasetError where the disk of ``folder`` lacks room for these rows, by the sizes of some of them."""
     if not len(rows):
         return

@@ -106,7 +106,9 @@ def make_small(place: Path) -> None:
     with edited(place, place.parent / "FIRST") as parts:
         for sample in parts.samples:
             sample.key = sample.row.key.replace("clip", "other")
-        parts.edit_rows = lambda rows: [row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows]
+        parts.edit_rows = lambda rows: [
+            row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows
+        ]
     small_layer(place, place.parent / "GOOD")
 
 
@@ -120,7 +122,9 @@ def attack(case: str, small: Path, place: Path) -> dict[str, Outcome | str]:
     is_layer = case.startswith("layers/")
 
     def make() -> None:
-        with edited(small.parent / "GOOD" if is_layer else small, place / ("LAYER" if is_layer else "DS")) as parts:
+        with edited(
+            small.parent / "GOOD" if is_layer else small, place / ("LAYER" if is_layer else "DS")
+        ) as parts:
             CASES[case](parts)
 
     in_fork(make)
@@ -129,7 +133,8 @@ def attack(case: str, small: Path, place: Path) -> dict[str, Outcome | str]:
     before = footprint(place)
     commands = LAYER_COMMANDS if is_layer else COMMANDS
     results: dict[str, Outcome | str] = {
-        name: run(words or partial(load, name, is_layer=is_layer), place) for name, words in commands.items()
+        name: run(words or partial(load, name, is_layer=is_layer), place)
+        for name, words in commands.items()
     }
     found = results["verify-deep"]
     if is_layer and found.status == 0 and not any(fnmatch(case, pattern) for pattern in MAY_PASS):

@@ -97,7 +97,9 @@ BYTES: dict[str, Callable[[Path], None]] = {
     "nested": lambda path: path.write_bytes(b"[" * 300_000) and None,
     "not-utf8": changed(lambda data, _: data[:50] + b"\xff\xfe" + data[50:], 0),
     "twice": changed(lambda data, _: data + data, 0),
-    **{f"cut-{n}": changed(lambda data, rng: data[: rng.randrange(len(data))], n) for n in range(4)},
+    **{
+        f"cut-{n}": changed(lambda data, rng: data[: rng.randrange(len(data))], n) for n in range(4)
+    },
     **{f"flipped-{n}": changed(flipped, n) for n in range(8)},
     **{f"header-{n}": changed(header_lies, n) for n in range(6)},
 }
@@ -105,7 +107,13 @@ BYTES: dict[str, Callable[[Path], None]] = {
 
 def places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where the values of a JSON document are, itself left out."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, one in inner:
         yield (*where, key)
         yield from places(one, (*where, key))
@@ -130,11 +138,15 @@ def ledger_of(records: list[Any]) -> bytes:
     return b"".join(lines)
 
 
-def ledger_values(number: int, record: dict[str, Any], sound: bytes) -> Iterator[tuple[str, Callable[[Path], None]]]:
+def ledger_values(
+    number: int, record: dict[str, Any], sound: bytes
+) -> Iterator[tuple[str, Callable[[Path], None]]]:
     records = [json.loads(line[65:]) for line in sound.splitlines()]
     for where in places(record):
         for name, value in VALUES.items():
-            spoiled = ledger_of([*records[:number], with_value(record, where, value), *records[number + 1 :]])
+            spoiled = ledger_of(
+                [*records[:number], with_value(record, where, value), *records[number + 1 :]]
+            )
             yield f"{record['record']}/{'.'.join(map(str, where))}={name}", partial(_write, spoiled)
 
 
@@ -149,7 +161,10 @@ def safetensors_values(sound: bytes) -> Iterator[tuple[str, Callable[[Path], Non
     for where in places(first):
         for name, value in VALUES.items():
             text = json.dumps(with_value(header, where, value)).encode()
-            yield f"{'.'.join(map(str, where))}={name}", partial(_write, len(text).to_bytes(8, "little") + text + data)
+            yield (
+                f"{'.'.join(map(str, where))}={name}",
+                partial(_write, len(text).to_bytes(8, "little") + text + data),
+            )
 
 
 def checkpoint_values(sound: bytes) -> Iterator[tuple[str, Callable[[Path], None]]]:
@@ -173,7 +188,10 @@ def make_sound(folder: Path) -> None:
     small_dataset(folder / "DS")
     options = {"path": folder / "a.ledger", "digest_every": 1}
     parallel = model()
-    with loader_of(folder / "DS", ledger=options) as loader, fr.Checkpoints(folder / "CKPT") as checkpoints:
+    with (
+        loader_of(folder / "DS", ledger=options) as loader,
+        fr.Checkpoints(folder / "CKPT") as checkpoints,
+    ):
         for step, _ in enumerate(loader):
             state = loader.state_dict()
             if step == 1:
@@ -185,9 +203,17 @@ def make_sound(folder: Path) -> None:
     lines = (folder / "a.ledger").read_bytes().splitlines()
     records = [json.loads(line[65:]) for line in lines]
     key = "clip-0000-000000"
-    records.append({
-        "record": "replaced", "since": [0, 0], "rank": 0, "epoch": 0, "position": 1, "key": key, "replaced_by": key
-    })  # fmt: skip
+    records.append(
+        {
+            "record": "replaced",
+            "since": [0, 0],
+            "rank": 0,
+            "epoch": 0,
+            "position": 1,
+            "key": key,
+            "replaced_by": key,
+        }
+    )
     records.append({"record": "reached", "place": [1, 4], "why": "state"})
     (folder / "a.ledger").write_bytes(ledger_of(records))
     shutil.copy(folder / "a.ledger", folder / "GOOD")
@@ -198,7 +224,9 @@ def make_sound(folder: Path) -> None:
 def loader_of(dataset: Path | str, **options: Any) -> Any:
     from fuelrail import ImageAugment
 
-    return make_loader(str(dataset), 2, seed=1, num_workers=1, image=ImageAugment(height=32, width=64), **options)
+    return make_loader(
+        str(dataset), 2, seed=1, num_workers=1, image=ImageAugment(height=32, width=64), **options
+    )
 
 
 def model() -> Any:
@@ -246,19 +274,22 @@ def trained(work: Callable[[], object]) -> Callable[[], int]:
 
 
 KINDS: dict[str, tuple[str, dict[str, list[str] | Callable[[], int]]]] = {
-    "ledger": ("a.ledger", {
-        "show": ["runs", "show", "a.ledger"],
-        "json": ["runs", "show", "a.ledger", "--json"],
-        "replay": ["runs", "replay", "a.ledger", "--step", "1"],
-        "seen": ["runs", "seen", "a.ledger", "clip-0000-000000"],
-        "diff": ["runs", "diff", "a.ledger", "GOOD"],
-        "diff-other": ["runs", "diff", "GOOD", "a.ledger"],
-        "attest": ["runs", "attest", "a.ledger", "GOOD", "--epoch", "0", "--samples", "4"],
-        "train": trained(train_with_ledger),
-    }),
+    "ledger": (
+        "a.ledger",
+        {
+            "show": ["runs", "show", "a.ledger"],
+            "json": ["runs", "show", "a.ledger", "--json"],
+            "replay": ["runs", "replay", "a.ledger", "--step", "1"],
+            "seen": ["runs", "seen", "a.ledger", "clip-0000-000000"],
+            "diff": ["runs", "diff", "a.ledger", "GOOD"],
+            "diff-other": ["runs", "diff", "GOOD", "a.ledger"],
+            "attest": ["runs", "attest", "a.ledger", "GOOD", "--epoch", "0", "--samples", "4"],
+            "train": trained(train_with_ledger),
+        },
+    ),
     "weights": ("weights.safetensors", {"load": trained(load)}),
     "checkpoint": ("CKPT", {"restore": trained(restore)}),
-}  # fmt: skip
+}
 
 
 Case = tuple[str, str, Callable[[Path], None]]
@@ -274,7 +305,11 @@ def cases(folder: Path) -> dict[str, Case]:
     for kind, names in files.items():
         for name in names:
             for how, spoil in BYTES.items():
-                found[f"{kind}/bytes/{Path(name).name if kind == 'checkpoint' else ''}{how}"] = kind, name, spoil
+                found[f"{kind}/bytes/{Path(name).name if kind == 'checkpoint' else ''}{how}"] = (
+                    kind,
+                    name,
+                    spoil,
+                )
     sound = (folder / "a.ledger").read_bytes()
     kinds = set()
     for number, line in enumerate(sound.splitlines()):
@@ -286,7 +321,11 @@ def cases(folder: Path) -> dict[str, Case]:
     for how, spoil in safetensors_values((folder / "weights.safetensors").read_bytes()):
         found[f"weights/values/{how}"] = "weights", "weights.safetensors", spoil
     for how, spoil in checkpoint_values((checkpoint / "checkpoint.json").read_bytes()):
-        found[f"checkpoint/values/{how}"] = "checkpoint", f"CKPT/{checkpoint.name}/checkpoint.json", spoil
+        found[f"checkpoint/values/{how}"] = (
+            "checkpoint",
+            f"CKPT/{checkpoint.name}/checkpoint.json",
+            spoil,
+        )
     return found
 
 
@@ -358,14 +397,20 @@ def chosen(found: dict[str, Case], number: int) -> dict[str, Case]:
         "checkpoint/values",
     )
     of_kinds = ([name for name in found if name.startswith(kind)] for kind in kinds)
-    return {name: found[name] for names in of_kinds for name in random.Random(1).sample(names, min(number, len(names)))}
+    return {
+        name: found[name]
+        for names in of_kinds
+        for name in random.Random(1).sample(names, min(number, len(names)))
+    }
 
 
 @pytest.mark.parametrize("kind", ["ledger", "weights", "checkpoint"])
 def test_hostile_ledgers_weights_and_checkpoints_end_in_a_sentence(kind, sound, tmp_path) -> None:
     few = chosen(cases(sound), 10_000 if os.environ.get("FUELRAIL_ATTACK") == "all" else 2)
     of_kind = {name: case for name, case in few.items() if case[0] == kind}
-    faults = {name: faults_of(attack(case, sound, tmp_path / "place")) for name, case in of_kind.items()}
+    faults = {
+        name: faults_of(attack(case, sound, tmp_path / "place")) for name, case in of_kind.items()
+    }
     assert len(faults) >= 4
     assert {name: found for name, found in faults.items() if found} == {}
 
@@ -388,7 +433,9 @@ def main() -> int:
             for what, result in results.items() if "-v" in sys.argv else ():
                 if isinstance(result, Outcome):
                     line = result.text.strip().rpartition("\n")[2][:200]
-                    figures = f"{result.status} {result.seconds:.1f} s {result.memory_bytes >> 20} MiB"
+                    figures = (
+                        f"{result.status} {result.seconds:.1f} s {result.memory_bytes >> 20} MiB"
+                    )
                     print(f"  {name} {what}: {figures} {line}", flush=True)
     print(f"{num_cases} files, {num_runs} runs, {num_faults} faults")
     return 1 if num_faults else 0

@@ -64,8 +64,17 @@ class LabelledTars(SourceSuite):
     def write(self, world, root):
         array = io.BytesIO()
         np.save(array, np.arange(6, dtype=np.float32).reshape(2, 3))
-        numbers = json.dumps({"action": [0.5, 2], "night": True, "path": [[1, 2.5]], "note": "a"}).encode()
-        members = {"jpg": JPEG, "cls": b"3", "txt": b"a car", "json": numbers, "npy": array.getvalue(), "bin": b"\1\2"}
+        numbers = json.dumps(
+            {"action": [0.5, 2], "night": True, "path": [[1, 2.5]], "note": "a"}
+        ).encode()
+        members = {
+            "jpg": JPEG,
+            "cls": b"3",
+            "txt": b"a car",
+            "json": numbers,
+            "npy": array.getvalue(),
+            "bin": b"\1\2",
+        }
         with tarfile.open(root / "shard.tar", "w") as tar:
             for number in range(3):
                 for extension, data in members.items():
@@ -77,10 +86,15 @@ class LabelledTars(SourceSuite):
 
 def suites() -> dict[str, type[SourceSuite]]:
     """The suites of all test modules of sources, by name, and the two here; those of plug-ins are left out."""
-    found: dict[str, type[SourceSuite]] = {"class-folders": ClassFolders, "labelled-tars": LabelledTars}
+    found: dict[str, type[SourceSuite]] = {
+        "class-folders": ClassFolders,
+        "labelled-tars": LabelledTars,
+    }
     for path in sorted((Path(__file__).parents[1] / "sharding" / "sources").rglob("test_*.py")):
         if "(SourceSuite)" in (text := path.read_text()) or "SourceSuite):" in text:
-            spec = importlib.util.spec_from_file_location(f"of_{path.parent.name}_{path.stem}", path)
+            spec = importlib.util.spec_from_file_location(
+                f"of_{path.parent.name}_{path.stem}", path
+            )
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
@@ -104,7 +118,9 @@ def replaced(make: Callable[[Path], object]) -> Callable[[Path, random.Random], 
     return spoil
 
 
-def edited(change: Callable[[bytearray, random.Random], bytes | bytearray]) -> Callable[[Path, random.Random], None]:
+def edited(
+    change: Callable[[bytearray, random.Random], bytes | bytearray],
+) -> Callable[[Path, random.Random], None]:
     """Change the file's bytes."""
 
     def spoil(path: Path, rng: random.Random) -> None:
@@ -141,7 +157,9 @@ def overwritten(data: bytearray, rng: random.Random) -> bytearray:
     """Lengths and offsets of eight bytes that say more than there is."""
     for _ in range(3):
         at = rng.randrange(max(len(data) - 8, 1))
-        data[at : at + 8] = rng.choice([b"\xff" * 8, b"\xff\xff\xff\x7f\0\0\0\0", (1 << 40).to_bytes(8, "little")])
+        data[at : at + 8] = rng.choice(
+            [b"\xff" * 8, b"\xff\xff\xff\x7f\0\0\0\0", (1 << 40).to_bytes(8, "little")]
+        )
     return data
 
 
@@ -167,14 +185,22 @@ MUTATIONS: dict[str, Callable[[Path, random.Random], None]] = {
     "grown": grown,
     "empty": edited(lambda _, __: b""),
     "zeros": edited(lambda _, __: bytes(1 << 20)),
-    "pointer": edited(lambda _, __: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+    "pointer": edited(
+        lambda _, __: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    ),
     "cut": edited(lambda data, rng: data[: rng.randrange(len(data) or 1)]),
     "shorter": edited(lambda data, _: data[:-1]),
     "twice": edited(lambda data, _: data + data),
-    "not-utf8": edited(lambda data, rng: data[: (at := rng.randrange(len(data) or 1))] + b"\xff\xfe\xe9" + data[at:]),
+    "not-utf8": edited(
+        lambda data, rng: (
+            data[: (at := rng.randrange(len(data) or 1))] + b"\xff\xfe\xe9" + data[at:]
+        )
+    ),
     "nested": edited(lambda _, __: b"[" * 300_000),
     "nested-in": edited(
-        lambda data, _: re.sub(rb": *([0-9.]+|\"[^\"]*\")", b": " + b"[" * 50_000, bytes(data), count=1)
+        lambda data, _: re.sub(
+            rb": *([0-9.]+|\"[^\"]*\")", b": " + b"[" * 50_000, bytes(data), count=1
+        )
     ),
     "nested-yaml": edited(lambda _, __: b"a: " + b"{b: " * 50_000),
     "nested-xml": edited(lambda data, _: bytes(data[:60]) + b"<a>" * 300_000),
@@ -200,7 +226,9 @@ def files_of(root: Path) -> list[Path]:
     """Two files for each name of a folder without its numbers."""
     found: dict[str, list[Path]] = {}
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
-        found.setdefault(re.sub(r"[0-9a-f]{6,}|[0-9]+", "#", str(path.relative_to(root))), []).append(path)
+        found.setdefault(
+            re.sub(r"[0-9a-f]{6,}|[0-9]+", "#", str(path.relative_to(root))), []
+        ).append(path)
     return [path for alike in found.values() for path in alike[:EACH]]
 
 
@@ -221,7 +249,9 @@ def made(suite: str, folder: Path) -> tuple[Path, str]:
     place.mkdir(parents=True)
 
     def make() -> None:
-        install_plugin(folder / "site", "neutral", "support.neutral_source:Neutral")  # for the dataset of a dataset
+        install_plugin(
+            folder / "site", "neutral", "support.neutral_source:Neutral"
+        )  # for the dataset of a dataset
         sys.path.insert(0, str(folder / "site"))
         spec = suites()[suite]().spec(place)
         (place / "location").write_text(os.path.relpath(spec.location, place / "source"))
@@ -234,7 +264,11 @@ def attack(case: Case, folder: Path, place: Path) -> list[str]:
     """What is wrong with how one case ends."""
     source, location = made(case.suite, folder)
     suite = suites()[case.suite]
-    options = [text for name, value in suite.options.items() for text in ("-o", f"{name}={json.dumps(value)}")]
+    options = [
+        text
+        for name, value in suite.options.items()
+        for text in ("-o", f"{name}={json.dumps(value)}")
+    ]
     options = [text.replace('="', "=").rstrip('"') if '="' in text else text for text in options]
 
     def outcome(mutation: str) -> Outcome:
@@ -249,7 +283,9 @@ def attack(case: Case, folder: Path, place: Path) -> list[str]:
         found = run(["shard", where, "out/made", "--workers", "1", *options], place)
         if "-v" in sys.argv:
             figures = f"{found.status} {found.seconds:.1f} s {found.memory_bytes >> 20} MiB"
-            print(f"  {case} {mutation} {files[case.pick % len(files)]}: {figures} {found.text[-300:]!r}")
+            print(
+                f"  {case} {mutation} {files[case.pick % len(files)]}: {figures} {found.text[-300:]!r}"
+            )
         faults.extend(found.faults(MEMORY_BYTES))
         if footprint(place) != before:
             faults.append("something beside OUT was written")
@@ -289,7 +325,9 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("sources")
 
 
-@pytest.mark.parametrize("case", chosen(ALL if os.environ.get("FUELRAIL_ATTACK") == "all" else FEW), ids=str)
+@pytest.mark.parametrize(
+    "case", chosen(ALL if os.environ.get("FUELRAIL_ATTACK") == "all" else FEW), ids=str
+)
 def test_hostile_files_of_sources_end_in_a_sentence(case, folder, tmp_path) -> None:
     assert attack(case, folder, tmp_path / "place") == []
 

@@ -17,7 +17,15 @@ from fuelrail.pipeline.format.dataset import open_dataset
 
 pytestmark = pytest.mark.process
 
-QUICK = ("--workers", 1, "--batch-size", 1, "--accelerator", "emulated:resnet50-224-h100", "--no-html")
+QUICK = (
+    "--workers",
+    1,
+    "--batch-size",
+    1,
+    "--accelerator",
+    "emulated:resnet50-224-h100",
+    "--no-html",
+)
 HOUR_S = 3600.0
 
 # Found by Python as it starts: each time that anybody looks at the wall clock it has been set, an hour on or back.

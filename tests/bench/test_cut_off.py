@@ -41,17 +41,38 @@ def stepped(place, num_steps):
 def timed(out):
     """When a run of a loader is in the report."""
     path = out / "report.json"
-    return path.exists() and any(entry["runs"] for entry in json.loads(path.read_text())["contestants"])
+    return path.exists() and any(
+        entry["runs"] for entry in json.loads(path.read_text())["contestants"]
+    )
 
 
 CASES = {
-    "train": ((*QUICK, "--ranks", 2, "--steps", 100_000, "--warmup", 2), stepped("records", 20), signal.SIGINT),
-    "compare": (
-        ("--only", "fuelrail:turbo", "--height", 32, "--width", 48, "--batch-size", 2, "--psnr", 15, "--seconds", 0.3,
-         "--rounds", 1000),
-        timed, signal.SIGTERM,
+    "train": (
+        (*QUICK, "--ranks", 2, "--steps", 100_000, "--warmup", 2),
+        stepped("records", 20),
+        signal.SIGINT,
     ),
-}  # fmt: skip
+    "compare": (
+        (
+            "--only",
+            "fuelrail:turbo",
+            "--height",
+            32,
+            "--width",
+            48,
+            "--batch-size",
+            2,
+            "--psnr",
+            15,
+            "--seconds",
+            0.3,
+            "--rounds",
+            1000,
+        ),
+        timed,
+        signal.SIGTERM,
+    ),
+}
 
 
 @contextmanager
@@ -59,11 +80,25 @@ def under_way(word, dataset, out, options, is_under_way):
     """The command, once it is as far as that, and the token that its processes hold in their environment."""
     token, temporary = uuid.uuid4().hex, out.with_name("temporary")
     temporary.mkdir()
-    command = [sys.executable, "-m", "fuelrail", "bench", word, dataset, "--out", out, "--no-html", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "fuelrail",
+        "bench",
+        word,
+        dataset,
+        "--out",
+        out,
+        "--no-html",
+        *options,
+    ]
     process = subprocess.Popen(
-        [*map(str, command)], env={**environment(), "FUELRAIL_TEST_RUN": token, "TMPDIR": str(temporary)},
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [*map(str, command)],
+        env={**environment(), "FUELRAIL_TEST_RUN": token, "TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         wait_until(lambda: is_under_way(out) or process.poll() is not None)
         assert process.poll() is None, process.communicate()[1]
@@ -94,12 +129,17 @@ def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_p
     assert "interrupted" in report["cut_off"]
     assert "**Partial report: " in (out / "report.md").read_text()
     assert processes_of(token) == []
-    assert {one.name for one in out.with_name("temporary").iterdir()} <= {f"torchinductor_{getuser()}"}  # a cache
+    assert {one.name for one in out.with_name("temporary").iterdir()} <= {
+        f"torchinductor_{getuser()}"
+    }  # a cache
 
 
 STUDIES = {
     "diagnose": ((*QUICK, "--steps", 100, "--warmup", 2), stepped("without-storage/records", 1)),
-    "scale": ((*QUICK, "--ranks", 1, 2, "--steps", 100, "--warmup", 2), stepped("records/ranks-2-batch-1", 1)),
+    "scale": (
+        (*QUICK, "--ranks", 1, 2, "--steps", 100, "--warmup", 2),
+        stepped("records/ranks-2-batch-1", 1),
+    ),
 }
 
 
@@ -133,7 +173,9 @@ def rank_1():
 def test_a_study_of_several_runs_keeps_those_that_were_whole(word, dataset, tmp_path, capsys):
     options, is_under_way = STUDIES[word]
     out = tmp_path / "out"
-    code = bench_until(is_under_way, lambda: os.kill(os.getpid(), signal.SIGINT), word, dataset, out, *options)
+    code = bench_until(
+        is_under_way, lambda: os.kill(os.getpid(), signal.SIGINT), word, dataset, out, *options
+    )
     assert code == 130
     assert "the report is partial: " in capsys.readouterr().err
     report = json.loads((out / "report.json").read_text())
@@ -151,7 +193,12 @@ def test_a_study_of_several_runs_keeps_those_that_were_whole(word, dataset, tmp_
 def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path, capsys):
     options, is_under_way, _ = CASES["train"]
     out = tmp_path / "out"
-    assert bench_until(is_under_way, lambda: os.kill(rank_1(), signal.SIGKILL), "train", dataset, out, *options) == 1
+    assert (
+        bench_until(
+            is_under_way, lambda: os.kill(rank_1(), signal.SIGKILL), "train", dataset, out, *options
+        )
+        == 1
+    )
     report = json.loads((out / "report.json").read_text())
     assert report["cut_off"].startswith("rank 1 was ended by SIGKILL after ")
     assert f"the report is partial: {report['cut_off']}" in capsys.readouterr().err
@@ -173,12 +220,16 @@ def test_a_rank_that_is_stuck_is_named_within_the_time_limit(dataset, tmp_path):
 
     assert bench_until(is_under_way, stop, "train", dataset, tmp_path / "out", *options) == 1
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["cut_off"].startswith("rank 1 did not answer within the time limit (timeout_s), after ")
+    assert report["cut_off"].startswith(
+        "rank 1 did not answer within the time limit (timeout_s), after "
+    )
 
 
 def is_asked_to_end(pid):
     """Whether SIGTERM waits for a process that is stopped."""
-    (pending,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    (pending,) = re.findall(
+        r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+    )
     return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
 
 

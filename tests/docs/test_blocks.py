@@ -15,7 +15,14 @@ from support import pages
 from support.pages import ROOT, Block, blocks_of, run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WITH_TASKS = {"quickstart.md", "frames.md", "own-source.md", "migrate.md", "large-scale.md", "parallelism.md"}
+WITH_TASKS = {
+    "quickstart.md",
+    "frames.md",
+    "own-source.md",
+    "migrate.md",
+    "large-scale.md",
+    "parallelism.md",
+}
 WITH_TASKS |= {"diagnose.md", "distillation.md"}
 ELSEWHERE = {
     "README.md": "tests/loaders/test_box_frame.py",
@@ -24,8 +31,14 @@ ELSEWHERE = {
 }
 NOT_RUN = {
     ("loader.md", "CUDA graphs and `torch.compile`"): "needs a GPU",
-    ("runs.md", "Delete a clip"): "needs a clean checkpoint: tests/bench/studies/runs/test_runs.py makes one",
-    ("training.md", "Distillation"): "needs a trained teacher: tests/bench/trainer/distill/test_student.py has one",
+    (
+        "runs.md",
+        "Delete a clip",
+    ): "needs a clean checkpoint: tests/bench/studies/runs/test_runs.py makes one",
+    (
+        "training.md",
+        "Distillation",
+    ): "needs a trained teacher: tests/bench/trainer/distill/test_student.py has one",
 }
 
 
@@ -71,7 +84,10 @@ def trains(call: ast.Call) -> bool:
 def test_loaders_that_train_say_that_they_shuffle_and_drop_the_last_samples() -> None:
     """Whoever copies a page or an example must not get the defaults, which are those of validation."""
     programs = {page: [block.code for block in python_blocks(page)] for page in PAGES}
-    programs |= {file: [file.read_text(encoding="utf-8")] for file in (ROOT / "configs" / "trainers").glob("*.py")}
+    programs |= {
+        file: [file.read_text(encoding="utf-8")]
+        for file in (ROOT / "configs" / "trainers").glob("*.py")
+    }
     found = 0
     for file, codes in programs.items():
         for tree in map(ast.parse, codes):
@@ -83,7 +99,9 @@ def test_loaders_that_train_say_that_they_shuffle_and_drop_the_last_samples() ->
             for call in ast.walk(tree):
                 if isinstance(call, ast.Call) and trains(call) and call not in looks:
                     given = {keyword.arg for keyword in call.keywords}
-                    assert "drop_last" in given and given & {"shuffle", "order"}, f"{file.name}: {ast.unparse(call)}"
+                    assert "drop_last" in given and given & {"shuffle", "order"}, (
+                        f"{file.name}: {ast.unparse(call)}"
+                    )
                     found += 1
     assert found > 15
 
@@ -106,5 +124,7 @@ def test_blocks_run(page, desk, monkeypatch) -> None:
             assert main(["annotate", "DATASET", made, "--model", "filler:fill"]) == 0
     missing = [name for name in ("torchvision", "kornia") if importlib.util.find_spec(name) is None]
     for block in python_blocks(page):
-        if (page.name, block.heading) not in NOT_RUN and not any(name in block.code for name in missing):
+        if (page.name, block.heading) not in NOT_RUN and not any(
+            name in block.code for name in missing
+        ):
             run(block, names, page.name)

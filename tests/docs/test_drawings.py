@@ -55,7 +55,9 @@ def test_the_bars_are_those_of_the_comparison() -> None:
     for peer in {one["peer"] for one in timed}:
         recipes = [one for one in timed if one["peer"] == peer]
         most = max(len(one["runs"]) for one in recipes)
-        rates[peer] = max(one["figures"]["images_per_s"]["median"] for one in recipes if len(one["runs"]) == most)
+        rates[peer] = max(
+            one["figures"]["images_per_s"]["median"] for one in recipes if len(one["runs"]) == most
+        )
     texts = re.findall(r"<text[^>]*>([^<]+)</text>", drawing)
     shown = [int(text) for text in texts[texts.index("images/s") + 1 :] if text.isdigit()]
     assert shown == sorted((round(rate) for rate in rates.values()), reverse=True)

@@ -20,10 +20,18 @@ pytestmark = pytest.mark.slow
 def test_the_student_learns_from_the_draws_of_the_teacher(tmp_path, monkeypatch) -> None:
     pytest.importorskip("transformers")
     tokens = Channel(
-        name="tokens", kind="tokens", field="tokens.npy", law=Law("fixed"), dtype="uint16", axes=("token",),
-        shape=(129,), vocabulary=Vocabulary("words", 64),
-    )  # fmt: skip
-    extra = [(tokens, lambda row: np.random.default_rng(row).integers(0, 64, 129).astype(np.uint16))]
+        name="tokens",
+        kind="tokens",
+        field="tokens.npy",
+        law=Law("fixed"),
+        dtype="uint16",
+        axes=("token",),
+        shape=(129,),
+        vocabulary=Vocabulary("words", 64),
+    )
+    extra = [
+        (tokens, lambda row: np.random.default_rng(row).integers(0, 64, 129).astype(np.uint16))
+    ]
     build_dataset(tmp_path / "talk", {"train": (10, 10)}, extra=extra, size=(16, 16))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -51,8 +51,11 @@ def tars(folder):
     (folder / "tars").mkdir()
     with tarfile.open(folder / "tars" / "train.tar", "w") as tar:
         for number in range(NUMBER):
-            for extension, data in (("jpg", encoded(number)), ("cls", b"%d" % (number % 3)),
-                                    ("txt", f"a picture of {number}".encode())):  # fmt: skip
+            for extension, data in (
+                ("jpg", encoded(number)),
+                ("cls", b"%d" % (number % 3)),
+                ("txt", f"a picture of {number}".encode()),
+            ):
                 info = tarfile.TarInfo(f"{number:06d}.{extension}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
@@ -82,8 +85,13 @@ def robot(folder):
         actions = [[number / 2, -number] for number in numbers]
         table = {"timestamp": [at / 10 for at in range(4)], "action": actions}
         pq.write_table(pa.table(table), folder / "robot" / "data" / f"{episode}.parquet")
-        write_video(folder / "robot" / "videos" / f"{episode}.mp4", [picture(number) for number in numbers])
-        truth |= {number + 2: [actions[min(at + step, 3)] for step in range(3)] for at, number in enumerate(numbers)}
+        write_video(
+            folder / "robot" / "videos" / f"{episode}.mp4", [picture(number) for number in numbers]
+        )
+        truth |= {
+            number + 2: [actions[min(at + step, 3)] for step in range(3)]
+            for at, number in enumerate(numbers)
+        }
     return truth
 
 
@@ -94,13 +102,21 @@ def kitti(folder):
         (root / name).mkdir(parents=True)
     camera = "40 0 24 0 0 40 16 0 0 0 1 0"
     lines = [f"P{at}: {camera}" for at in range(4)] + ["R0_rect: 1 0 0 0 1 0 0 0 1"]
-    lines += ["Tr_velo_to_cam: 0 -1 0 0 0 0 -1 0 1 0 0 0", "Tr_imu_to_velo: 1 0 0 0 0 1 0 0 0 0 1 0"]
+    lines += [
+        "Tr_velo_to_cam: 0 -1 0 0 0 0 -1 0 1 0 0 0",
+        "Tr_imu_to_velo: 1 0 0 0 0 1 0 0 0 0 1 0",
+    ]
     for number in range(NUMBER):
         (root / "image_2" / f"{number:06d}.png").write_bytes(encoded(number, "png"))
         (root / "calib" / f"{number:06d}.txt").write_text("\n".join(lines) + "\n")
-        boxes = [(names[(number + at) % 4], 4.0 + at, 5.0, 20.0 + number, 25.5) for at in range(number % 4)]
-        labels = [" ".join(map(str, (*one[:1], 0, 0, 0, *one[1:], 1.5, 1.6, 4, 0, 1, 20 + at, 0)))
-                  for at, one in enumerate(boxes)]  # fmt: skip
+        boxes = [
+            (names[(number + at) % 4], 4.0 + at, 5.0, 20.0 + number, 25.5)
+            for at in range(number % 4)
+        ]
+        labels = [
+            " ".join(map(str, (*one[:1], 0, 0, 0, *one[1:], 1.5, 1.6, 4, 0, 1, 20 + at, 0)))
+            for at, one in enumerate(boxes)
+        ]
         (root / "label_2" / f"{number:06d}.txt").write_text("".join(f"{line}\n" for line in labels))
         classes = {"Car": 0, "Cyclist": 5, "Van": 1}
         truth[number + 2] = [(classes[one[0]], *one[1:]) for one in boxes if one[0] in classes]
@@ -112,39 +128,63 @@ OF_SIGNS = (signs, [FRAMES, "fuelrail shard manifest:signs dataset"])
 CASES = {
     "torch_script": ("torch, with a `Dataset` of one's own", *OF_SIGNS),
     "webdataset": ("webdataset, with labels", tars, ["fuelrail shard webdataset:tars dataset"]),
-    "imagefolder": ("torchvision's `ImageFolder`", images, ["fuelrail shard imagefolder:images dataset"]),
+    "imagefolder": (
+        "torchvision's `ImageFolder`",
+        images,
+        ["fuelrail shard imagefolder:images dataset"],
+    ),
     "accelerate": ("Hugging Face Accelerate", *OF_SIGNS),
     "hf_trainer": ("Hugging Face Trainer", *OF_SIGNS),
     "lightning": ("Lightning, with limited batches", *OF_SIGNS),
     "mmengine": ("MMEngine's Runner", *OF_SIGNS),
     "episodes": (
-        "a robot's episodes: video, actions", robot,
-        ["python episodes_prepare.py", "fuelrail shard manifest:robot dataset -o time_base=relative"],
+        "a robot's episodes: video, actions",
+        robot,
+        [
+            "python episodes_prepare.py",
+            "fuelrail shard manifest:robot dataset -o time_base=relative",
+        ],
     ),
     "detector": (
-        "a detector of one camera: torchvision's `Kitti`", kitti,
+        "a detector of one camera: torchvision's `Kitti`",
+        kitti,
         ["fuelrail shard kitti_object:root/Kitti/raw dataset -o boxes2d=true"],
     ),
     "captions": ("webdataset, with captions", captions, ["fuelrail shard webdataset:tars dataset"]),
-}  # fmt: skip
+}
 NEEDS = {
-    "webdataset": ("webdataset", "PIL"), "captions": ("webdataset", "PIL"), "imagefolder": ("torchvision",),
-    "accelerate": ("accelerate",), "hf_trainer": ("transformers", "accelerate"), "lightning": ("lightning.pytorch",),
-    "mmengine": ("mmengine",), "episodes": ("av",), "detector": ("torchvision",),
-}  # fmt: skip
+    "webdataset": ("webdataset", "PIL"),
+    "captions": ("webdataset", "PIL"),
+    "imagefolder": ("torchvision",),
+    "accelerate": ("accelerate",),
+    "hf_trainer": ("transformers", "accelerate"),
+    "lightning": ("lightning.pytorch",),
+    "mmengine": ("mmengine",),
+    "episodes": ("av",),
+    "detector": ("torchvision",),
+}
 TRAINERS = "pip install 'fuelrail[trainers]'"
-INSTALL = {"torchvision": "pip install torchvision, from the index that torch is from", "PIL": "pip install pillow"}
+INSTALL = {
+    "torchvision": "pip install torchvision, from the index that torch is from",
+    "PIL": "pip install pillow",
+}
 LIMITED = {"lightning"}
 
 
 def lines_of(name):
-    return [line for line in (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [
+        line
+        for line in (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
 
 
 def changed(name):
     """The lines that are new and those that are gone; blank ones, and the arguments of a reformatted call, included."""
     steps = list(difflib.ndiff(lines_of(f"{name}_before"), lines_of(f"{name}_after")))
-    return sum(step.startswith("+ ") for step in steps), sum(step.startswith("- ") for step in steps)
+    return sum(step.startswith("+ ") for step in steps), sum(
+        step.startswith("- ") for step in steps
+    )
 
 
 def run_script(name):
@@ -161,7 +201,9 @@ def run_script(name):
 def test_labels_are_the_same_before_and_after(name, tmp_path, monkeypatch, capsys) -> None:
     for package in NEEDS.get(name, ()):
         try:
-            pytest.importorskip(package, reason=f"{package} is not installed; {INSTALL.get(package, TRAINERS)}")
+            pytest.importorskip(
+                package, reason=f"{package} is not installed; {INSTALL.get(package, TRAINERS)}"
+            )
         except RuntimeError as error:
             pytest.skip(f"{package} does not fit this torch: {error}")
     monkeypatch.chdir(tmp_path)
@@ -186,7 +228,9 @@ def test_labels_are_the_same_before_and_after(name, tmp_path, monkeypatch, capsy
         assert label == truth[number], number
     if name not in LIMITED:
         for seen in (before[:NUMBER], after[:NUMBER]):
-            assert sorted(number for number, _ in seen) == sorted(truth), "an epoch has each picture once"
+            assert sorted(number for number, _ in seen) == sorted(truth), (
+                "an epoch has each picture once"
+            )
     for name in ("model", "signs"):
         sys.modules.pop(name, None)
 
@@ -194,9 +238,13 @@ def test_labels_are_the_same_before_and_after(name, tmp_path, monkeypatch, capsy
 def test_the_page_counts_the_lines_that_change() -> None:
     rows = []
     for name, (text, _, commands) in CASES.items():
-        prepared = len(lines_of(f"{name}_prepare")) if (SCRIPTS / f"{name}_prepare.py").is_file() else 0
+        prepared = (
+            len(lines_of(f"{name}_prepare")) if (SCRIPTS / f"{name}_prepare.py").is_file() else 0
+        )
         new, gone = changed(name)
         more = f", a script of {prepared} lines" if prepared else ""
-        rows.append(f"| {text} | {len(lines_of(f'{name}_before'))} | {new} | {gone} | {len(commands)}{more} |")
+        rows.append(
+            f"| {text} | {len(lines_of(f'{name}_before'))} | {new} | {gone} | {len(commands)}{more} |"
+        )
     page = (ROOT / "docs" / "guides" / "migrate.md").read_text(encoding="utf-8")
     assert "\n".join(rows) in page, "\n".join(rows)

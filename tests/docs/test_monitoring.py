@@ -15,7 +15,9 @@ from support.pages import ROOT
 
 MONITORING = ROOT / "configs" / "monitoring"
 ALERTS = [
-    rule for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
+    rule
+    for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]
 ]
 DASHBOARD = json.loads((MONITORING / "grafana.json").read_text())
 EXPRESSIONS = [rule["expr"] for rule in ALERTS]
@@ -54,7 +56,11 @@ def test_panels_do_not_overlap() -> None:
     cells = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
-        own = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        own = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert not own & cells
         assert at["x"] + at["w"] <= 24
         cells |= own

@@ -19,7 +19,9 @@ def test_all_notebooks_are_listed_and_stored_without_output() -> None:
     for path in NOTEBOOKS:
         notebook = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)
-        assert not [cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")], path.name
+        assert not [
+            cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")
+        ], path.name
 
 
 @pytest.mark.slow
@@ -39,7 +41,9 @@ def test_it_runs(path, quickstart, tmp_path) -> None:
     text = "\n".join(output.get("text", "") for output in outputs)
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     if path.stem == "look":
-        tables = "".join(output["data"].get("text/html", "") for output in outputs if "data" in output)
+        tables = "".join(
+            output["data"].get("text/html", "") for output in outputs if "data" in output
+        )
         assert len(pictures) == 3 and "<td>ego2img</td>" in tables
     if path.stem == "train":
         assert "12 steps, loss" in text

@@ -23,7 +23,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(out),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return out
@@ -35,7 +44,9 @@ def test_every_page_is_whole(site) -> None:
     for page in pages:
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|img|source)[^>]+src=\"([^\"]+)\"", text)
-        loaded += re.findall(r"<link[^>]+rel=\"(?:stylesheet|preload|preconnect)\"[^>]+href=\"([^\"]+)\"", text)
+        loaded += re.findall(
+            r"<link[^>]+rel=\"(?:stylesheet|preload|preconnect)\"[^>]+href=\"([^\"]+)\"", text
+        )
         assert not [link for link in loaded if "//" in link], page.name
         for link in re.findall(r"<a [^>]*href=\"([^\"#]+)", text):
             if "://" not in link and not link.startswith("mailto:") and page.name != "404.html":
@@ -44,11 +55,17 @@ def test_every_page_is_whole(site) -> None:
 
 def test_references_name_everything(site) -> None:
     python = (site / "reference" / "python.html").read_text(encoding="utf-8")
-    assert not [name for name in fuelrail._PUBLIC if not re.search(rf"<h3[^>]*>.*?\b{name}\b", python, re.DOTALL)]
+    assert not [
+        name
+        for name in fuelrail._PUBLIC
+        if not re.search(rf"<h3[^>]*>.*?\b{name}\b", python, re.DOTALL)
+    ]
     for method in ("describe", "show", "state_dict"):
         assert f'id="fuelrail.loaders.loader.DataLoader.{method}"' in python
     commands = (site / "reference" / "commands.html").read_text(encoding="utf-8")
-    assert not [word for word in command_line._COMMANDS if f"usage: fuelrail {word}" not in commands]
+    assert not [
+        word for word in command_line._COMMANDS if f"usage: fuelrail {word}" not in commands
+    ]
     assert "usage: fuelrail bench train" in commands
     assert "--ray-address" in commands
 
@@ -60,8 +77,18 @@ def test_the_formats_page_is_the_specification(site) -> None:
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_search_works_from_files(site) -> None:
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=20000",
+        "--dump-dom",
+    ]
     for page in ("index.html", "guides/quickstart.html"):
         address = f"{(site / page).as_uri()}?q=occupancy"
-        done = subprocess.run(["chromium", *options, address], capture_output=True, text=True, check=True, timeout=120)
-        assert re.search(r'<a href="file://[^"]*/training.html[^"]*" class="md-search-result__link"', done.stdout)
+        done = subprocess.run(
+            ["chromium", *options, address], capture_output=True, text=True, check=True, timeout=120
+        )
+        assert re.search(
+            r'<a href="file://[^"]*/training.html[^"]*" class="md-search-result__link"', done.stdout
+        )

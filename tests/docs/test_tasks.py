@@ -46,7 +46,9 @@ def test_1_see_and_train_on_a_dataset_without_having_one(desk, quickstart) -> No
 @pytest.mark.process
 @pytest.mark.usefixtures("warm_ranks")
 def test_1_measure_a_training_run_as_both_first_pages_print_it(desk) -> None:
-    (block,) = [b for b in blocks_of(GUIDES / "quickstart.md") if b.heading == "A report of a training run"]
+    (block,) = [
+        b for b in blocks_of(GUIDES / "quickstart.md") if b.heading == "A report of a training run"
+    ]
     assert block.code.strip() in (ROOT / "README.md").read_text(encoding="utf-8")
     follow(GUIDES / "quickstart.md", block.heading)
     assert "occupancy" in (desk / "bench-train" / "report.html").read_text(encoding="utf-8")
@@ -62,7 +64,9 @@ def test_2_load_a_batch_of_ones_own_files(desk, capsys) -> None:
 
 def test_2_it_takes_five_commands_or_fewer() -> None:
     (commands,) = [
-        b.code for b in blocks_of(GUIDES / "quickstart.md") if (b.heading, b.language) == ("Your own files", "sh")
+        b.code
+        for b in blocks_of(GUIDES / "quickstart.md")
+        if (b.heading, b.language) == ("Your own files", "sh")
     ]
     assert commands.startswith("pip install")
     assert len(commands.splitlines()) <= 5
@@ -74,27 +78,41 @@ def test_3_augment_without_losing_the_boxes(desk, capsys) -> None:
     assert 0 < inside < total
     # The flip of the page puts the boxes where the flipped pixels are.
     plain, flipped = names["plain"], names["flipped"]
-    centres = torch.cat([plain["gt_boxes_3d"][0][:, :3], torch.ones(len(plain["gt_boxes_3d"][0]), 1)], 1)
+    centres = torch.cat(
+        [plain["gt_boxes_3d"][0][:, :3], torch.ones(len(plain["gt_boxes_3d"][0]), 1)], 1
+    )
     u, v, depth, _ = plain["ego2img"][0, 1] @ centres.T
     u_flipped, v_flipped, depth_flipped, _ = flipped["ego2img"][0, 1] @ centres.T
     ahead = depth > 1
-    torch.testing.assert_close((703 - u / depth)[ahead], (u_flipped / depth_flipped)[ahead], atol=1e-2, rtol=1e-4)
-    torch.testing.assert_close((v / depth)[ahead], (v_flipped / depth_flipped)[ahead], atol=1e-2, rtol=1e-4)
+    torch.testing.assert_close(
+        (703 - u / depth)[ahead], (u_flipped / depth_flipped)[ahead], atol=1e-2, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        (v / depth)[ahead], (v_flipped / depth_flipped)[ahead], atol=1e-2, rtol=1e-4
+    )
 
 
 def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -> None:
     forward = [[0, 0, 1, 1.5], [-1, 0, 0, 0], [0, -1, 0, 1.6], [0, 0, 0, 1]]
     rows = []
     for number in range(3):
-        rows.append({
-            "timestamp_ns": 1_600_000_000_000_000_000 + number * 100_000_000,
-            "intrinsics": [[200, 0, 160], [0, 200, 90], [0, 0, 1]], "cam2ego": forward,
-            "ego2global": [[1, 0, 0, number], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
-            "boxes": [{"xyzlwh_yaw": [10, 0, 0.8, 4.5, 1.9, 1.6, 0.1], "category": "car"}],
-            "action": [number / 4, -1.5], "night": number == 1, **({"caption": f"frame {number}"} if number else {}),
-        })  # fmt: skip
+        rows.append(
+            {
+                "timestamp_ns": 1_600_000_000_000_000_000 + number * 100_000_000,
+                "intrinsics": [[200, 0, 160], [0, 200, 90], [0, 0, 1]],
+                "cam2ego": forward,
+                "ego2global": [[1, 0, 0, number], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
+                "boxes": [{"xyzlwh_yaw": [10, 0, 0.8, 4.5, 1.9, 1.6, 0.1], "category": "car"}],
+                "action": [number / 4, -1.5],
+                "night": number == 1,
+                **({"caption": f"frame {number}"} if number else {}),
+            }
+        )
     (desk / "drives").mkdir()
-    write_video(desk / "drives" / "monday.mp4", [np.full((180, 320, 3), 60 * shade, np.uint8) for shade in range(3)])
+    write_video(
+        desk / "drives" / "monday.mp4",
+        [np.full((180, 320, 3), 60 * shade, np.uint8) for shade in range(3)],
+    )
     (desk / "drives" / "monday.json").write_text(json.dumps(rows))
     install_plugin(desk, "drives", "fuelrail_drives:Drives")  # what `pip install -e .` leaves
     monkeypatch.syspath_prepend(str(desk))
@@ -104,15 +122,23 @@ def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -
     batch = next(iter(names["loader"]))
     assert batch["gt_boxes_3d"][0].tolist()[0][3:6] == pytest.approx([4.5, 1.9, 1.6])
     assert batch["weather.wetness"].shape == (1,)
-    assert names["picture"].shape == (180, 320, 3) and abs(float(names["picture"].mean()) - 120) < 3, "frame 2"
+    assert (
+        names["picture"].shape == (180, 320, 3) and abs(float(names["picture"].mean()) - 120) < 3
+    ), "frame 2"
     values = names["batch"]
     assert values["img"].float().mean((1, 2, 3, 4)).tolist() == pytest.approx(
         [60 * n for n in values["frame"].tolist()], abs=3
     )
     numbers = values["frame"].tolist()
-    assert (values["action"].dtype, values["action"].tolist()) == (torch.float32, [[n / 4, -1.5] for n in numbers])
+    assert (values["action"].dtype, values["action"].tolist()) == (
+        torch.float32,
+        [[n / 4, -1.5] for n in numbers],
+    )
     assert values["caption"] == [f"frame {n}" if n else None for n in numbers]
-    assert (values["night"].dtype, values["night"].tolist()) == (torch.bool, [n == 1 for n in numbers])
+    assert (values["night"].dtype, values["night"].tolist()) == (
+        torch.bool,
+        [n == 1 for n in numbers],
+    )
 
 
 def test_5_move_from_other_loaders(desk) -> None:
@@ -125,14 +151,18 @@ def test_5_move_from_other_loaders(desk) -> None:
 
 @pytest.mark.filterwarnings("ignore::Warning")  # of the trainers
 def test_5_move_with_ones_trainer(desk) -> None:
-    pytest.importorskip("lightning", reason="lightning is not installed: pip install 'fuelrail[trainers]'")
+    pytest.importorskip(
+        "lightning", reason="lightning is not installed: pip install 'fuelrail[trainers]'"
+    )
     trainer = follow(GUIDES / "migrate.md", "PyTorch Lightning")["trainer"]
     assert (trainer.global_step, trainer.train_dataloader.state_dict()["epoch"]) == (4, 1)
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_5_move_with_accelerate(desk) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'fuelrail[trainers]'")
+    pytest.importorskip(
+        "accelerate", reason="accelerate is not installed: pip install 'fuelrail[trainers]'"
+    )
     names = follow(GUIDES / "migrate.md", "Hugging Face Accelerate")
     assert names["loader"].state_dict()["epoch"] == 2
     names["accelerator"].load_state("checkpoint")
@@ -163,7 +193,9 @@ def test_5_move_with_the_hugging_face_trainer(desk) -> None:
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_5_move_a_config_of_mmengine(desk) -> None:
     """The lines of the page in a config of which all else is MMEngine's own, run by its Runner."""
-    pytest.importorskip("mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'")
+    pytest.importorskip(
+        "mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'"
+    )
     from mmengine.config import Config
     from mmengine.model import BaseModel
     from mmengine.registry import MODELS
@@ -183,10 +215,15 @@ def test_5_move_a_config_of_mmengine(desk) -> None:
 
     follow(GUIDES / "migrate.md", "mmdetection3d, BEVDet, BEVFormer")
     config = Config.fromfile(str(desk / "config.py"))
-    config.merge_from_dict({
-        "work_dir": str(desk / "work"), "model": {"type": "Detector"}, "log_level": "ERROR",
-        "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 1e-3}}, "train_cfg": {"by_epoch": True, "max_epochs": 2},
-    })  # fmt: skip
+    config.merge_from_dict(
+        {
+            "work_dir": str(desk / "work"),
+            "model": {"type": "Detector"},
+            "log_level": "ERROR",
+            "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 1e-3}},
+            "train_cfg": {"by_epoch": True, "max_epochs": 2},
+        }
+    )
     Runner.from_cfg(config).train()
     num_steps = fr.open("dataset").split("train").num_samples // 2
     assert [epoch for epoch, *_ in seen] == [0] * num_steps + [1] * num_steps
@@ -203,7 +240,9 @@ def test_6_plan_and_permit_a_petabyte(desk, capsys) -> None:
     for policy in ("writer-policy.json", "reader-policy.json"):
         assert json.loads((desk / policy).read_text())["Version"] == "2012-10-17"
     assert json.loads((desk / "lifecycle.json").read_text())["Rules"][0]["Status"] == "Enabled"
-    (container,) = yaml.safe_load((desk / "shard-job.yaml").read_text())["spec"]["template"]["spec"]["containers"]
+    (container,) = yaml.safe_load((desk / "shard-job.yaml").read_text())["spec"]["template"][
+        "spec"
+    ]["containers"]
     parsed = container["args"]
     assert parsed[0] == "shard" and parsed[2].startswith("s3://")
     assert (desk / "cache").is_dir()
@@ -253,10 +292,17 @@ def test_10_know_what_to_run_before_a_change_and_a_release() -> None:
     make = (ROOT / "Makefile").read_text(encoding="utf-8")
     for page in ("CONTRIBUTING.md", "RELEASING.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        used = {word for line in re.findall(r"(?:^|`)make ([a-z -]+)", text, re.MULTILINE) for word in line.split()}
+        used = {
+            word
+            for line in re.findall(r"(?:^|`)make ([a-z -]+)", text, re.MULTILINE)
+            for word in line.split()
+        }
         assert used, page
         for target in used:
             assert re.search(rf"^{target}:", make, re.MULTILINE), f"{page}: make {target}"
         for path in re.findall(r"pytest -q ((?:tests/)[\w/.]+)", text):
             assert (ROOT / path).exists(), path
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["license"] == "Apache-2.0"
+    assert (
+        yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["license"]
+        == "Apache-2.0"
+    )

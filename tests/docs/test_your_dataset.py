@@ -10,7 +10,11 @@ import pytest
 import fuelrail as fr
 from support.pages import ROOT, follow
 
-pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.filterwarnings("ignore::Warning")]  # of the libraries
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore::Warning"),
+]  # of the libraries
 
 PAGE = ROOT / "docs" / "guides" / "your-dataset.md"
 SEVEN = fr.OrderSpec(seed=7)
@@ -30,7 +34,10 @@ def test_torch(desk) -> None:
     names = follow(PAGE, "torch's DataLoader")
     sampler = fr.order.BatchSampler(1000, SEVEN, global_batch=64)
     assert [batch.tolist() for batch in names["rest"]] == [sampler[step] for step in range(10, 15)]
-    ranks = [fr.order.BatchSampler(1000, SEVEN, global_batch=64, world=fr.World(rank, 4)) for rank in range(4)]
+    ranks = [
+        fr.order.BatchSampler(1000, SEVEN, global_batch=64, world=fr.World(rank, 4))
+        for rank in range(4)
+    ]
     for rank in ranks:
         rank.load_state_dict(names["state"])
     assert [row for rank in ranks for row in next(iter(rank))] == sampler[10]
@@ -43,9 +50,17 @@ def test_what_an_order_can_do() -> None:
     assert sum(row >= 1000 for row in names["mixed"][2]) == 16
     shares = [sum(row >= 1000 for row in names["staged"][step]) for step in (0, 1000, 1999, 3000)]
     assert shares == [16, 24, 32, 32]
-    nights = [np.mean([names["columns"]["night"][row] for row in names["darker"][step]]) for step in range(3000)]
+    nights = [
+        np.mean([names["columns"]["night"][row] for row in names["darker"][step]])
+        for step in range(3000)
+    ]
     assert max(nights[:20]) <= 0.05
-    assert nights[0] < np.mean(nights[900:1100]) < np.mean(nights[2000:]) == pytest.approx(0.5, abs=0.01)
+    assert (
+        nights[0]
+        < np.mean(nights[900:1100])
+        < np.mean(nights[2000:])
+        == pytest.approx(0.5, abs=0.01)
+    )
     assert [entry.lane for entry in names["lanes"][5]] == list(range(8))
 
 
@@ -125,17 +140,27 @@ def test_lance() -> None:
 
 
 def test_episodes_of_lerobot() -> None:
-    lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset", reason="lerobot is not installed")
-    features = {"observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]}}
-    made = lerobot.LeRobotDataset.create("me/episodes", 10, features, root="episodes", use_videos=False)
+    lerobot = pytest.importorskip(
+        "lerobot.datasets.lerobot_dataset", reason="lerobot is not installed"
+    )
+    features = {
+        "observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]}
+    }
+    made = lerobot.LeRobotDataset.create(
+        "me/episodes", 10, features, root="episodes", use_videos=False
+    )
     for episode in range(12):
         for frame in range(20):
-            made.add_frame({"observation.state": np.array([episode, frame], np.float32), "task": "move"})
+            made.add_frame(
+                {"observation.state": np.array([episode, frame], np.float32), "task": "move"}
+            )
         made.save_episode()
     made.finalize()
     names = follow(PAGE, "Episodes: LeRobot")
     sampler, batches = names["sampler"], names["batches"]
-    assert [batch["index"].tolist() for batch in batches] == [sampler[step] for step in range(len(sampler))]
+    assert [batch["index"].tolist() for batch in batches] == [
+        sampler[step] for step in range(len(sampler))
+    ]
     shown = np.concatenate([batch["observation.state"] for batch in batches])
     assert (len(shown), len(batches)) == (200, 10)  # 12 x 18 have a whole window
     assert (shown[..., 0] == shown[:, :1, 0]).all(), "no window crosses an episode"

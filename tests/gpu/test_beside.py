@@ -42,11 +42,16 @@ def test_contention(bench, facts, decoder):
     resnet = ResNet(ResNetSettings())
     model = nn.Sequential(resnet.stem, *resnet.blocks).to(bench.device).eval()
     side = bench.pick(224, 64)
-    images = torch.zeros(bench.pick(64, 1), 1, 3, side, side, dtype=torch.uint8, device=bench.device)
+    images = torch.zeros(
+        bench.pick(64, 1), 1, 3, side, side, dtype=torch.uint8, device=bench.device
+    )
 
     def step():
         start = Mark(bench)
-        with torch.no_grad(), torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.on_gpu):
+        with (
+            torch.no_grad(),
+            torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.on_gpu),
+        ):
             model(images)
         end = Mark(bench)
         end.wait()
@@ -109,7 +114,11 @@ def test_graphs_beside_the_loader(bench, facts, decoder):
     """
     torch.manual_seed(0)
     layer = nn.Conv2d(3, 8, 8, 8).to(bench.device)
-    worst, num_batches, transforms = 0.0, bench.pick(20, 2), Transforms(static=StaticBatches(buffers=1))
+    worst, num_batches, transforms = (
+        0.0,
+        bench.pick(20, 2),
+        Transforms(static=StaticBatches(buffers=1)),
+    )
     loader = make_loader(bench, cameras(bench), bench.pick(4, 1), decoder, transforms=transforms)
     with torch.no_grad(), loader:
         batches = endless(loader)
@@ -121,7 +130,9 @@ def test_graphs_beside_the_loader(bench, facts, decoder):
         compute()
         replay, result = _captured(bench, compute)
         for _ in range(num_batches):
-            assert next(batches)["img"].data_ptr() == fixed.data_ptr(), "a static batch came at another address"
+            assert next(batches)["img"].data_ptr() == fixed.data_ptr(), (
+                "a static batch came at another address"
+            )
             replay()
             worst = max(worst, float((result() - compute()).abs().max()))
     facts |= {"captured": bench.on_gpu, "batches": num_batches, "largest_difference": worst}
@@ -194,8 +205,14 @@ def test_batches_stay_right(bench, facts, decoder):
             del batch, pixels
     values = [int(value) for value in sums]
     wrong = [number for number, value in enumerate(values) if value != values[number % per_epoch]]
-    facts |= {"batches": len(values), "batches_of_an_epoch": per_epoch, "different_sums": len(set(values))}
-    assert not wrong, f"{len(wrong)} of {len(values)} batches changed between epochs, the first is {wrong[0]}"
+    facts |= {
+        "batches": len(values),
+        "batches_of_an_epoch": per_epoch,
+        "different_sums": len(set(values)),
+    }
+    assert not wrong, (
+        f"{len(wrong)} of {len(values)} batches changed between epochs, the first is {wrong[0]}"
+    )
 
 
 @pytest.mark.costly
@@ -205,9 +222,13 @@ def test_a_batch_that_changed_is_found(bench, monkeypatch):
     def tampering(loader):
         for number, batch in enumerate(honest(loader)):
             if number == 33:
-                batch["img"].view(-1)[[5, 6]] = batch["img"].view(-1)[[6, 5]] + torch.tensor([1, 0], dtype=torch.uint8)
+                batch["img"].view(-1)[[5, 6]] = batch["img"].view(-1)[[6, 5]] + torch.tensor(
+                    [1, 0], dtype=torch.uint8
+                )
             yield batch
 
     monkeypatch.setitem(globals(), "endless", tampering)
-    with pytest.raises(AssertionError, match="1 of 40 batches changed between epochs, the first is 33"):
+    with pytest.raises(
+        AssertionError, match="1 of 40 batches changed between epochs, the first is 33"
+    ):
         test_batches_stay_right(bench, {}, "turbo")

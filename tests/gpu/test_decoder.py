@@ -29,10 +29,23 @@ from fuelrail.pipeline.sample.image_header import probe
 from support import gpu_bench
 from support.backends import needs_dali
 from support.cameras import SOURCE_WH
-from support.gpu_bench import CUDA, KINDS, Bench, cameras, check, jpeg, jpeg_engines, keep_busy, with_dali
+from support.gpu_bench import (
+    CUDA,
+    KINDS,
+    Bench,
+    cameras,
+    check,
+    jpeg,
+    jpeg_engines,
+    keep_busy,
+    with_dali,
+)
 from support.nvml_watch import Watch
 
-GRAPHS = {"image": "whole images, resized as the loader does", "image_slice": "regions, which the loader avoids"}
+GRAPHS = {
+    "image": "whole images, resized as the loader does",
+    "image_slice": "regions, which the loader avoids",
+}
 _LOADS = (0.0, 0.12, 0.3, 0.65, 1.0)
 _BATCHES = (64, 126, 252, 504)
 _NUM_PICTURES = 8
@@ -41,7 +54,13 @@ _TIMEOUT_S = 120.0
 _MIN_PSNR_DB = 35.0
 _MAX_TWIN_LEVELS = 2
 _TRAIN = ImageAugment(
-    height=256, width=704, train=True, resize_range=(0.38, 0.55), rotate_deg=(-5.4, 5.4), flip_prob=0.5, crop_y="bottom"
+    height=256,
+    width=704,
+    train=True,
+    resize_range=(0.38, 0.55),
+    rotate_deg=(-5.4, 5.4),
+    flip_prob=0.5,
+    crop_y="bottom",
 )
 _PRESSURE_CYCLES = 5_000_000
 
@@ -55,7 +74,12 @@ def test_first_runs_of_the_decoder(bench, facts, decoder):
         command = [sys.executable, __file__, graph, str(bench.device)]
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             facts[graph] = {"ended": f"did not end in {_TIMEOUT_S:.0f} s"}
@@ -63,7 +87,11 @@ def test_first_runs_of_the_decoder(bench, facts, decoder):
         if done.returncode == 0:
             facts[graph] = json.loads(done.stdout.splitlines()[-1])
         else:
-            how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+            how = (
+                signal.Signals(-done.returncode).name
+                if done.returncode < 0
+                else f"exit code {done.returncode}"
+            )
             facts[graph] = {"ended": f"{how}: {done.stderr.strip()[-500:]}"}
     found = facts["image"]
     assert "ended" not in found, f"the graph that the loader uses ended in {found['ended']}"
@@ -88,14 +116,19 @@ def test_share_of_the_bare_decoder(bench, facts, decoder):
     with jpeg_engines(bench, "dali", facts, "jpeg_engines_busy_bare"):
         for load in sorted(loads, reverse=True):
             for batch in batches:
-                bare.setdefault(f"share {load:g}", {})[str(batch)] = _bare(plain, bench.device, load, batch, seconds)
+                bare.setdefault(f"share {load:g}", {})[str(batch)] = _bare(
+                    plain, bench.device, load, batch, seconds
+                )
     for kind in ("restart", "4:2:2", "gray"):
         with jpeg_engines(bench, "turbo", facts, f"jpeg_engines_busy_{kind}"):
             rate = _bare([jpeg(kind)], bench.device, 1.0, batches[-1], seconds)
         bare[f"{kind}, share 1"] = {str(batches[-1]): rate}
     with jpeg_engines(bench, "dali", facts, "jpeg_engines_busy_ours"):
         ours = {kind: _stage_rate(bench, kind, 3 * seconds) for kind in ("plain", "restart")}
-    engines, best = max(bare["share 1"].values()), max(max(rates.values()) for rates in bare.values())
+    engines, best = (
+        max(bare["share 1"].values()),
+        max(max(rates.values()) for rates in bare.values()),
+    )
     share = ours["plain"] / engines
     facts |= {
         "decode_stage_images_per_s": {kind: round(rate, 1) for kind, rate in ours.items()},
@@ -113,7 +146,9 @@ def _stage_rate(bench, kind, seconds):
     options = LoaderOptions(batch_size=batch_size, workers=2, decoder="dali")
     device = str(bench.device) if bench.on_gpu else None
     recorded = record_stages(dataset, options, num_batches=2, device=device)
-    (rate,) = measure_stages([entry for entry in recorded if entry.stage.name == "decode"], batch_size, seconds)
+    (rate,) = measure_stages(
+        [entry for entry in recorded if entry.stage.name == "decode"], batch_size, seconds
+    )
     return rate.samples_per_s * len(dataset.manifest.cameras)
 
 
@@ -136,7 +171,11 @@ def _pipeline(images, device, *, load, batch, graph):
 
     arrays = [np.frombuffer(images[number % len(images)], np.uint8) for number in range(batch)]
     on_gpu = device.type == "cuda"
-    options: dict[str, Any] = {"output_type": types.RGB, "jpeg_fancy_upsampling": True, "adjust_orientation": False}
+    options: dict[str, Any] = {
+        "output_type": types.RGB,
+        "jpeg_fancy_upsampling": True,
+        "adjust_orientation": False,
+    }
     if on_gpu:
         hints = {"preallocate_width_hint": 1600, "preallocate_height_hint": 900, "affine": False}
         options |= {"device": "mixed", "hw_decoder_load": load, **hints}
@@ -144,11 +183,15 @@ def _pipeline(images, device, *, load, batch, graph):
     with pipeline:
         encoded = fn.external_source(source=lambda: arrays, dtype=types.UINT8, ndim=1)
         if graph == "image_slice":
-            pictures = fn.decoders.image_slice(encoded, start=[300, 0], end=[900, 1600], axis_names="HW", **options)
+            pictures = fn.decoders.image_slice(
+                encoded, start=[300, 0], end=[900, 1600], axis_names="HW", **options
+            )
         else:
             pictures = fn.decoders.image(encoded, **options)
         if graph == "image":
-            pictures = fn.resize(pictures, roi_start=[311, 0], roi_end=[900, 1600], size=[256, 704], antialias=True)
+            pictures = fn.resize(
+                pictures, roi_start=[311, 0], roi_end=[900, 1600], size=[256, 704], antialias=True
+            )
         pipeline.set_outputs(pictures)
     pipeline.build()
     return pipeline
@@ -193,14 +236,19 @@ def test_decoders_agree(bench, facts, decoder):
     for kind, data, image_map, picture in zip(*batch, pictures, strict=True):
         reference.decode_into(data, image_map, expected)
         lowest[kind] = min(lowest.get(kind, math.inf), _psnr_db(picture, expected))
-    of_kind = {kind: pictures[[at for at, one in enumerate(batch.kinds) if one == kind]] for kind in KINDS}
+    of_kind = {
+        kind: pictures[[at for at, one in enumerate(batch.kinds) if one == kind]] for kind in KINDS
+    }
     twins = np.abs(of_kind["plain"].astype(np.int16) - of_kind["restart"])
     facts |= {
         "reference": reference.name,
         "images": len(batch.kinds),
         "lowest_psnr_db": {kind: round(psnr_db, 1) for kind, psnr_db in lowest.items()},
         "left_to_turbo": getattr(dali, "num_refused", 0),
-        "restart_twins_differ_by": {"largest": int(twins.max()), "mean": round(float(twins.mean()), 5)},
+        "restart_twins_differ_by": {
+            "largest": int(twins.max()),
+            "mean": round(float(twins.mean()), 5),
+        },
     }
     assert not facts["left_to_turbo"] and min(lowest.values()) >= _MIN_PSNR_DB, (
         f"pictures are not as they must be (at least {_MIN_PSNR_DB:g} dB, none refused)"
@@ -222,11 +270,15 @@ def test_pixels_do_not_depend_on_company(bench, facts, decoder):
     alone = _decoded(dali, batch)
     rounds, worst = bench.pick(30, 2), 0
     for number in range(1, rounds + 1):
-        moved = _Batch(*([*part[-number % len(part) :], *part[: -number % len(part)]] for part in batch))
+        moved = _Batch(
+            *([*part[-number % len(part) :], *part[: -number % len(part)]] for part in batch)
+        )
         if bench.on_gpu:
             keep_busy(_PRESSURE_CYCLES)
         found = _decoded(dali, moved)
-        worst = max(worst, int(np.abs(np.roll(alone, number, axis=0).astype(np.int16) - found).max()))
+        worst = max(
+            worst, int(np.abs(np.roll(alone, number, axis=0).astype(np.int16) - found).max())
+        )
     # One cut off, one whose header is that of another format, one empty.
     whole = jpeg("plain")
     bad = {0: whole[: len(whole) // 2], 2: b"\x89PNG" + whole[4:], 4: b""}
@@ -235,7 +287,9 @@ def test_pixels_do_not_depend_on_company(bench, facts, decoder):
         mixed.insert(at, data)
         maps.insert(at, batch.maps[0])
     out = _new(dali, len(mixed))
-    refused = [at for at, error in enumerate(dali.decode_batch(mixed, maps, out)) if error is not None]
+    refused = [
+        at for at, error in enumerate(dali.decode_batch(mixed, maps, out)) if error is not None
+    ]
     good = [at for at in range(len(mixed)) if at not in bad]
     among_bad = int(np.abs(out[good].cpu().numpy().astype(np.int16) - alone).max())
     facts |= {
@@ -256,22 +310,33 @@ def _corpus(count):
     """``count`` pictures of each kind, half of them turned."""
     each = [(kind, number) for kind in KINDS for number in range(count)]
     augments = (Transforms().image, _TRAIN)
-    maps = [augments[number % 2].draw([SOURCE_WH], seed=7, epoch=0, sample=number)[0] for _, number in each]
+    maps = [
+        augments[number % 2].draw([SOURCE_WH], seed=7, epoch=0, sample=number)[0]
+        for _, number in each
+    ]
     return _Batch([kind for kind, _ in each], [jpeg(*one) for one in each], maps)
 
 
 def _decoded(decoder, batch):
     """Pictures, uint8 [n, 3, 256, 704]."""
     out = _new(decoder, len(batch.encoded))
-    errors = [error for error in decoder.decode_batch(batch.encoded, batch.maps, out) if error is not None]
-    assert not errors, f"{len(errors)} of {len(batch.encoded)} good images cannot be decoded: {errors[0]}"
+    errors = [
+        error for error in decoder.decode_batch(batch.encoded, batch.maps, out) if error is not None
+    ]
+    assert not errors, (
+        f"{len(errors)} of {len(batch.encoded)} good images cannot be decoded: {errors[0]}"
+    )
     return out.cpu().numpy()
 
 
 def _new(decoder, count):
     shape = (count, 3, _TRAIN.height, _TRAIN.width)
     # On the CPU there is no stream to allocate on.
-    return torch.empty(shape, dtype=torch.uint8) if decoder.device.type == "cpu" else decoder.new_output(shape)
+    return (
+        torch.empty(shape, dtype=torch.uint8)
+        if decoder.device.type == "cpu"
+        else decoder.new_output(shape)
+    )
 
 
 def _psnr_db(picture, expected):
@@ -303,7 +368,9 @@ def wrong(kind, damage):
 
 @pytest.mark.costly
 @needs_dali
-@pytest.mark.parametrize("damage", [lambda image: image[:, :, ::-1].copy(), lambda image: 0], ids=["other", "black"])
+@pytest.mark.parametrize(
+    "damage", [lambda image: image[:, :, ::-1].copy(), lambda image: 0], ids=["other", "black"]
+)
 @pytest.mark.parametrize("kind", ["restart", "gray"])
 def test_one_wrong_picture_of_one_kind_is_found(kind, damage, bench, monkeypatch):
     monkeypatch.setitem(globals(), "_decoded", wrong(kind, damage))
@@ -324,10 +391,14 @@ def test_pixels_that_depend_on_their_place_are_found(bench, monkeypatch):
 
 @pytest.mark.costly
 @pytest.mark.parametrize(("ours", "holds"), [(94.0, False), (96.0, True)])
-def test_the_share_is_judged_against_the_best_batch_at_the_same_load(ours, holds, bench, monkeypatch):
+def test_the_share_is_judged_against_the_best_batch_at_the_same_load(
+    ours, holds, bench, monkeypatch
+):
     rates = {1.0: {504: 100.0}, 0.12: {64: 300.0}}
     monkeypatch.setattr(gpu_bench, "NvmlWatch", Watch)
-    monkeypatch.setitem(globals(), "_bare", lambda _, device, load, batch, s: rates.get(load, {}).get(batch, 50.0))
+    monkeypatch.setitem(
+        globals(), "_bare", lambda _, device, load, batch, s: rates.get(load, {}).get(batch, 50.0)
+    )
     monkeypatch.setitem(globals(), "_stage_rate", lambda bench, kind, seconds: ours)
     on_gpu, facts = Bench(CUDA, bench.dataset, bench.work, bench.keep, is_small=False), {}
     if holds:
@@ -335,7 +406,13 @@ def test_the_share_is_judged_against_the_best_batch_at_the_same_load(ours, holds
     else:
         with pytest.raises(AssertionError, match="94% of the decoder alone at the same share"):
             test_share_of_the_bare_decoder(on_gpu, facts, "dali")
-    assert set(facts["bare_images_per_s"]) >= {"share 0", "share 0.12", "share 0.3", "share 0.65", "share 1"}
+    assert set(facts["bare_images_per_s"]) >= {
+        "share 0",
+        "share 0.12",
+        "share 0.3",
+        "share 0.65",
+        "share 1",
+    }
     assert set(facts["bare_images_per_s"]["share 1"]) == {"64", "126", "252", "504"}
     assert facts["share_of_best"] == pytest.approx(ours / 300.0, abs=1e-3)
 

@@ -22,9 +22,12 @@ from support.gpu_bench import (
     make_loader,
     percentiles,
     raise_clock,
-)  # fmt: skip
+)
 
-_WORKERS = {"turbo": (1, 2, 4, 8, 16), "dali": (2, 8)}  # with DALI workers parse, and more of them add decode lanes
+_WORKERS = {
+    "turbo": (1, 2, 4, 8, 16),
+    "dali": (2, 8),
+}  # with DALI workers parse, and more of them add decode lanes
 _STEPS_MS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _MIN_OCCUPANCY, _JUDGED_FROM_MS = 0.99, 10.0
 _STEPS_AHEAD = 2
@@ -35,7 +38,9 @@ _STEPS_AHEAD = 2
 def test_loader_alone(bench, facts, decoder):
     """The loader as fast as it goes, into nothing, with 1 to 16 workers: images/s, stages, CPUs in use."""
     kinds = ("plain", "restart") if decoder == "dali" else ("plain",)
-    counts = [count for count in _WORKERS[decoder] if count <= max(2, usable_cpus())][: bench.pick(5, 1)]
+    counts = [count for count in _WORKERS[decoder] if count <= max(2, usable_cpus())][
+        : bench.pick(5, 1)
+    ]
     with jpeg_engines(bench, decoder, facts):
         for kind in kinds:
             for workers in counts:
@@ -49,7 +54,9 @@ def _alone(bench, decoder, kind, workers):
         lasted[stage].append(1e3 * (end_s - begin_s))
 
     batch_size = bench.pick(16, 2)
-    with make_loader(bench, cameras(bench, kind), batch_size, decoder, num_workers=workers, trace=observe) as loader:
+    with make_loader(
+        bench, cameras(bench, kind), batch_size, decoder, num_workers=workers, trace=observe
+    ) as loader:
         batches = endless(loader)
         for _ in range(3):
             next(batches)
@@ -62,7 +69,9 @@ def _alone(bench, decoder, kind, workers):
     return {
         "images_per_s": round(count * batch_size * 6 / elapsed_s, 1),
         "cpus_in_use": round(cpu_s / elapsed_s, 2),
-        "stage_ms_p50_p99": {stage: percentiles(values) for stage, values in lasted.items() if values},
+        "stage_ms_p50_p99": {
+            stage: percentiles(values) for stage, values in lasted.items() if values
+        },
     }
 
 
@@ -87,16 +96,23 @@ def test_occupancy_against_the_step(bench, facts, decoder):
             time.sleep(step_ms / 1e3)
 
     batch_size, low = bench.pick(16, 1), []
-    with jpeg_engines(bench, decoder, facts), make_loader(bench, cameras(bench), batch_size, decoder) as loader:
+    with (
+        jpeg_engines(bench, decoder, facts),
+        make_loader(bench, cameras(bench), batch_size, decoder) as loader,
+    ):
         batches = endless(loader)
         for step_ms in bench.pick(_STEPS_MS, _STEPS_MS[3:4]):
             point = _point(bench, batches, step_ms, compute)
             needed = batch_size * 6 * 1e3 / step_ms
             facts[f"step_{step_ms:g}_ms"] = point | {"images_per_s_needed": round(needed, 1)}
             if step_ms >= _JUDGED_FROM_MS and point["occupancy"] < _MIN_OCCUPANCY:
-                low.append(f"{point['occupancy']:.1%} at {step_ms:g} ms ({needed:.0f} images/s needed)")
+                low.append(
+                    f"{point['occupancy']:.1%} at {step_ms:g} ms ({needed:.0f} images/s needed)"
+                )
     # The CPU says nothing of a real device.
-    assert not (bench.on_gpu and low), f"the GPU computed {', '.join(low)}, not {_MIN_OCCUPANCY:.0%} of the time"
+    assert not (bench.on_gpu and low), (
+        f"the GPU computed {', '.join(low)}, not {_MIN_OCCUPANCY:.0%} of the time"
+    )
 
 
 def _point(bench, batches, step_ms, compute):
@@ -147,15 +163,27 @@ def test_the_host_waits_for_a_step_only_when_two_more_are_queued(bench, monkeypa
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("occupancies", "holds"), [({10.0: 0.985}, False), ({5.0: 0.5, 10.0: 0.995}, True)])
+@pytest.mark.parametrize(
+    ("occupancies", "holds"), [({10.0: 0.985}, False), ({5.0: 0.5, 10.0: 0.995}, True)]
+)
 @pytest.mark.parametrize("bench", ["fake"], indirect=True)
 def test_occupancy_is_judged_from_ten_milliseconds_on(occupancies, holds, bench, monkeypatch):
-    monkeypatch.setitem(globals(), "_point", lambda *inputs: {"occupancy": occupancies.get(inputs[2], 1.0)})
-    monkeypatch.setattr(Bench, "pick", lambda self, on_gpu, of_twin: on_gpu if isinstance(on_gpu, tuple) else of_twin)
+    monkeypatch.setitem(
+        globals(), "_point", lambda *inputs: {"occupancy": occupancies.get(inputs[2], 1.0)}
+    )
+    monkeypatch.setattr(
+        Bench,
+        "pick",
+        lambda self, on_gpu, of_twin: on_gpu if isinstance(on_gpu, tuple) else of_twin,
+    )
     facts = {}
     if holds:
         test_occupancy_against_the_step(bench, facts, "turbo")
     else:
-        with pytest.raises(AssertionError, match=r"98.5% at 10 ms \(600 images/s needed\), not 99%"):
+        with pytest.raises(
+            AssertionError, match=r"98.5% at 10 ms \(600 images/s needed\), not 99%"
+        ):
             test_occupancy_against_the_step(bench, facts, "turbo")
-    assert {name for name in facts if name.startswith("step")} == {f"step_{ms:g}_ms" for ms in (1, 2, 5, 10, 20, 50)}
+    assert {name for name in facts if name.startswith("step")} == {
+        f"step_{ms:g}_ms" for ms in (1, 2, 5, 10, 20, 50)
+    }

@@ -20,7 +20,16 @@ from fuelrail.loaders.decode import dali_install, make_decoder
 from fuelrail.pipeline.format.dataset import open_dataset
 from support import gpu_bench
 from support.cameras import SOURCE_WH
-from support.gpu_bench import CUDA, check, cycles_per_ms, jpeg, jpeg_engines, keep_busy, raise_clock, with_dali
+from support.gpu_bench import (
+    CUDA,
+    check,
+    cycles_per_ms,
+    jpeg,
+    jpeg_engines,
+    keep_busy,
+    raise_clock,
+    with_dali,
+)
 from support.nvml_watch import Watch
 
 _COPY_BYTES = 26 << 20  # B = 8 of six cameras of 704 x 256
@@ -51,7 +60,10 @@ def test_torch_computes_and_nvml_answers(bench, facts):
         "cuda": torch.version.cuda,
         "libnvcuvid_loads": dali_install.has_libnvcuvid(),
         "nvidia_smi": _nvidia_smi(),
-        **{f"host_to_device_gb_per_s_{kind}": _copy_rate(bench, kind == "pinned") for kind in ("pinned", "pageable")},
+        **{
+            f"host_to_device_gb_per_s_{kind}": _copy_rate(bench, kind == "pinned")
+            for kind in ("pinned", "pageable")
+        },
     }
     assert torch.distributed.is_nccl_available(), "this build of torch has no NCCL"
     with gpu_bench.NvmlWatch(1) as watch:
@@ -69,7 +81,9 @@ def test_dali_decodes_by_hardware(bench, facts, decoder):
     if bench.on_gpu:
         engine = dali_install.gpu_engine(bench.device.index)
         facts |= {"engine": engine.name, "reason": engine.reason, "advice": engine.advice}
-        assert engine.name == "hardware", f"JPEGs are decoded by {engine.name}: {engine.reason}; {engine.advice}"
+        assert engine.name == "hardware", (
+            f"JPEGs are decoded by {engine.name}: {engine.reason}; {engine.advice}"
+        )
 
 
 @check(5)
@@ -86,7 +100,9 @@ def test_accelerator_times_are_right(bench, facts):
     else:  # the emulated device is busy by itself
         profile = load_profile(DEFAULT_PROFILE)
         accelerator = EmulatedAccelerator(profile, Clock())
-        expected = {phase: getattr(profile, f"{phase}_ms") for phase in ("forward", "backward", "optimiser")}
+        expected = {
+            phase: getattr(profile, f"{phase}_ms") for phase in ("forward", "backward", "optimiser")
+        }
     for phase, arguments in (("forward", (1, 1)), ("backward", ()), ("optimiser", ())):
         with getattr(accelerator, phase)(*arguments):
             if bench.on_gpu:
@@ -100,7 +116,9 @@ def test_accelerator_times_are_right(bench, facts):
         said = f"{phase} of {expected_ms:.2f} ms was measured as {found_ms:.2f} ms"
         # Shorter than the work it holds is impossible; longer, by what a disturbed host adds, is not judged on the CPU.
         assert found_ms >= expected_ms * min(1.0, 1 / drift) * (1 - _TIMING_TOLERANCE), said
-        assert not bench.on_gpu or found_ms <= expected_ms * max(1.0, 1 / drift) * (1 + _TIMING_TOLERANCE), said
+        assert not bench.on_gpu or found_ms <= expected_ms * max(1.0, 1 / drift) * (
+            1 + _TIMING_TOLERANCE
+        ), said
 
 
 def _copy_rate(bench, pinned):
@@ -117,7 +135,13 @@ def _copy_rate(bench, pinned):
 
 def _nvidia_smi():
     """What the driver says of bus and clocks."""
-    names = ["pcie.link.gen.current", "pcie.link.width.current", "clocks.max.sm", "power.limit", "compute_mode"]
+    names = [
+        "pcie.link.gen.current",
+        "pcie.link.width.current",
+        "clocks.max.sm",
+        "power.limit",
+        "compute_mode",
+    ]
     if shutil.which("nvidia-smi") is None:
         return {}
     query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", "-i", "0"]
@@ -134,8 +158,12 @@ def _nvidia_smi():
         (None, "OSError: Driver Not Loaded", "NVML does not say.*Driver Not Loaded"),
     ],
 )
-def test_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(jpeg, reason, problem, bench, monkeypatch):
-    monkeypatch.setattr(gpu_bench, "NvmlWatch", type("Card", (Watch,), {"jpeg": jpeg, "reason": reason}))
+def test_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(
+    jpeg, reason, problem, bench, monkeypatch
+):
+    monkeypatch.setattr(
+        gpu_bench, "NvmlWatch", type("Card", (Watch,), {"jpeg": jpeg, "reason": reason})
+    )
     on_gpu, found = bench._replace(device=CUDA), {}
     if problem is None:
         with jpeg_engines(on_gpu, "dali", found):
@@ -150,11 +178,20 @@ def test_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(jpeg, reason, pr
 
 @pytest.mark.process
 def test_why_nvml_says_nothing_is_in_the_report(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_run, "NvmlWatch", type("Card", (Watch,), {"reason": "OSError: Driver Not Loaded"}))
+    monkeypatch.setattr(
+        train_run, "NvmlWatch", type("Card", (Watch,), {"reason": "OSError: Driver Not Loaded"})
+    )
     report = train_run.bench_train(
-        bench.dataset, out=tmp_path, html=False, steps=4, warmup=1, batch_size=1, model="light",
-        accelerator="emulated:resnet50-224-h100", workers=1,
-    )  # fmt: skip
+        bench.dataset,
+        out=tmp_path,
+        html=False,
+        steps=4,
+        warmup=1,
+        batch_size=1,
+        model="light",
+        accelerator="emulated:resnet50-224-h100",
+        workers=1,
+    )
     assert "No facts of the GPUs from NVML: OSError: Driver Not Loaded." in report.warnings
 
 

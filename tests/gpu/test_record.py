@@ -38,9 +38,17 @@ def run(pytester, monkeypatch):
     monkeypatch.setattr(gpu_record, "why_no_gpu", lambda: None)
 
     def work(checks, *options):
-        pytester.makepyfile(f"import os, pathlib, pytest, signal\nfrom gpu.conftest import facts\n{checks}")
+        pytester.makepyfile(
+            f"import os, pathlib, pytest, signal\nfrom gpu.conftest import facts\n{checks}"
+        )
         done = pytester.runpytest_inprocess(
-            "-p", "support.gpu_record", "--out=out.json", "-p", "no:cacheprovider", *options, no_reraise_ctrlc=True
+            "-p",
+            "support.gpu_record",
+            "--out=out.json",
+            "-p",
+            "no:cacheprovider",
+            *options,
+            no_reraise_ctrlc=True,
         )
         return done, read(pytester.path / "out.json")
 
@@ -123,10 +131,30 @@ def test_holds(facts):
 
 @pytest.mark.process
 def test_every_fed_check_runs_with_both_decoders_and_all_are_listed():
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "--out", "-", "--collect-only"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "tests/gpu",
+        "--out",
+        "-",
+        "--collect-only",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    listed = {name: float(seconds) for seconds, name in re.findall(r"^ +(\d+) s  (.+)$", done.stdout, re.MULTILINE)}
-    for name in ("six cameras are fed", "resnet50 is fed", "occupancy against the step", "loader alone", "contention"):
+    listed = {
+        name: float(seconds)
+        for seconds, name in re.findall(r"^ +(\d+) s  (.+)$", done.stdout, re.MULTILINE)
+    }
+    for name in (
+        "six cameras are fed",
+        "resnet50 is fed",
+        "occupancy against the step",
+        "loader alone",
+        "contention",
+    ):
         assert {f"{name} (turbo)", f"{name} (dali)"} <= listed.keys()
     assert sum(listed.values()) < 40 * 60
     # What must be known after ten minutes: the decoder's share, the loader's rate and the occupancy.
@@ -150,7 +178,9 @@ def test_make_installs_dali_by_the_driver(driver, extra, tmp_path):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {driver}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["make", "-n", "gpu-check"], cwd=ROOT, env=path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "-n", "gpu-check"], cwd=ROOT, env=path, capture_output=True, text=True, check=True
+    )
     assert f'-e ".[dev,{extra},nvml]"' in done.stdout
     assert "-m gpu tests/gpu --out gpu-check.json" in done.stdout
 
@@ -159,9 +189,25 @@ def test_make_installs_dali_by_the_driver(driver, extra, tmp_path):
 def test_it_runs_from_a_plain_folder_of_wheels():
     """Without a virtual environment: the base interpreter, the checkout, and a folder of packages on PYTHONPATH."""
     wheels = sysconfig.get_path("purelib")
-    environment = {"PYTHONPATH": f"{ROOT / '.src'}:{wheels}", "PATH": "/nowhere", "HOME": os.environ["HOME"]}
-    command = [sys._base_executable, "-s", "-m", "pytest", "-m", "gpu", "tests/gpu", "--out", "gpu-check.json"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {
+        "PYTHONPATH": f"{ROOT / '.src'}:{wheels}",
+        "PATH": "/nowhere",
+        "HOME": os.environ["HOME"],
+    }
+    command = [
+        sys._base_executable,
+        "-s",
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "tests/gpu",
+        "--out",
+        "gpu-check.json",
+    ]
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert "shows no GPU here" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -73,16 +73,25 @@ def _fed(bench, facts, dataset, model, decoder, batch_size):
     accelerator = bench.pick("cuda", "emulated:bevdet-r50-704x256-h100")
     options = {} if bench.on_gpu else {"workers": 1}
     report = train(
-        dataset, out, steps=steps, warmup=warmup, batch_size=batch_size, model=model, decoder=decoder,
-        accelerator=accelerator, **options,
-    )  # fmt: skip
+        dataset,
+        out,
+        steps=steps,
+        warmup=warmup,
+        batch_size=batch_size,
+        model=model,
+        decoder=decoder,
+        accelerator=accelerator,
+        **options,
+    )
     facts |= _figures(report)
     if not bench.on_gpu:  # an emulated device says nothing of a real one
         return
     assert decoder != "dali" or facts.get("nvml_gpu_0", {}).get("jpeg"), (
         "the JPEG engines were idle, or NVML did not say"
     )
-    assert facts["occupancy"] >= MIN_OCCUPANCY, f"the GPU computed {facts['occupancy']:.1%} of the time"
+    assert facts["occupancy"] >= MIN_OCCUPANCY, (
+        f"the GPU computed {facts['occupancy']:.1%} of the time"
+    )
 
 
 def _figures(report):
@@ -105,7 +114,11 @@ def _figures(report):
         "transfer_stage_busy": stages.get("transfer"),
         "step_ms_p50_p99": p50_p99(figures.step_time),
         **{
-            f"nvml_gpu_{gpu.index}": {"kernels": gpu.kernels, "jpeg": gpu.jpeg, "memory_bytes": gpu.peak_memory_bytes}
+            f"nvml_gpu_{gpu.index}": {
+                "kernels": gpu.kernels,
+                "jpeg": gpu.jpeg,
+                "memory_bytes": gpu.peak_memory_bytes,
+            }
             for gpu in report.gpus or []
         },
         "warnings": report.warnings,
@@ -179,8 +192,10 @@ def test_ways_to_compute_a_step(bench, facts, group):
     for name, rows in bench.pick({"vit-large": 4, "gpt2": 16}, {"gpt-tiny": 1}).items():
         for mode, settings, precision in _modes(bench.on_gpu):
             facts[f"{name}, {mode}"] = {
-                "model": name, "name": mode, **_measure(name, settings, precision, bench.device, rows),
-            }  # fmt: skip
+                "model": name,
+                "name": mode,
+                **_measure(name, settings, precision, bench.device, rows),
+            }
         losses = [made["loss"] for made in facts.values() if made["model"] == name]
         assert losses == pytest.approx([losses[0]] * 7, rel=bench.pick(0.02, 0.01)), name
 
@@ -194,15 +209,31 @@ def _made_inputs(size, rows):
     images = torch.randint(0, 256, (rows, 6, 3, 256, 704), dtype=torch.uint8, generator=random)
     focal = torch.tensor([[500.0, 0, 352], [0, 500.0, 128], [0, 0, 1]]).expand(rows, 6, 3, 3)
     target = (torch.rand(rows, size.grid**2, generator=random) < 0.1).float()
-    return images, torch.ones(rows, 6, dtype=torch.bool), focal, torch.eye(4).expand(rows, 6, 4, 4), target, weight
+    return (
+        images,
+        torch.ones(rows, 6, dtype=torch.bool),
+        focal,
+        torch.eye(4).expand(rows, 6, 4, 4),
+        target,
+        weight,
+    )
 
 
 def _measure(name, settings, precision, device, rows):
     size, on_gpu = MODELS[name], device.type == "cuda"
     # Offload is of shards: those of one rank.
-    mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",)) if settings.offload else None
+    mesh = (
+        init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
+        if settings.offload
+        else None
+    )
     parallel = parallelise(
-        partial(build_model, size), settings, mesh=mesh, alone=mesh is None, learning_rate=1e-4, precision=precision
+        partial(build_model, size),
+        settings,
+        mesh=mesh,
+        alone=mesh is None,
+        learning_rate=1e-4,
+        precision=precision,
     )
     inputs = _made_inputs(size, rows)
     with torch.device("meta"):
@@ -219,7 +250,11 @@ def _measure(name, settings, precision, device, rows):
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started_s)
     step_s = statistics.median(seconds[_NUM_WARMUP:])
-    peak = peak_tflops(torch.cuda.get_device_name(), "fp32" if precision == "fp32" else "bf16") if on_gpu else None
+    peak = (
+        peak_tflops(torch.cuda.get_device_name(), "fp32" if precision == "fp32" else "bf16")
+        if on_gpu
+        else None
+    )
     return {
         "step_ms": 1e3 * step_s,
         "samples_per_s": rows / step_s,
@@ -240,20 +275,38 @@ def test_distillation(bench, facts):
     teacher, student = bench.pick(("vit-large", "base"), ("bev-tiny", "light"))
     steps, warmup = bench.pick((40, 10), (9, 1))
     place, layer = bench.work / "teacher", bench.work / "teacher-layer"
-    common = {"batch_size": 2, "accelerator": bench.pick("cuda", _EMULATED), "steps": steps, "warmup": warmup}
+    common = {
+        "batch_size": 2,
+        "accelerator": bench.pick("cuda", _EMULATED),
+        "steps": steps,
+        "warmup": warmup,
+    }
     saved = train(
-        bench.dataset, bench.work / "teacher-run", model=teacher, checkpoint=str(place), every=steps // 2, **common
+        bench.dataset,
+        bench.work / "teacher-run",
+        model=teacher,
+        checkpoint=str(place),
+        every=steps // 2,
+        **common,
     )
     facts["saves"] = msgspec.to_builtins(saved.checkpoints)
     learnt = Teacher(str(place), str(bench.device))
     started_s = time.perf_counter()
     annotate(
-        bench.dataset, layer, lambda batch: {"logits": learnt.outputs(batch)["logits"]},
-        device=str(bench.device), store="float16",
-    )  # fmt: skip
+        bench.dataset,
+        layer,
+        lambda batch: {"logits": learnt.outputs(batch)["logits"]},
+        device=str(bench.device),
+        store="float16",
+    )
     facts["annotate_s"] = round(time.perf_counter() - started_s, 2)
-    for name, how in (("online", {"teacher": str(place)}), ("offline", {"teacher_layer": str(layer)})):
-        report = train(bench.dataset, bench.work / f"student-{name}", model=student, **common, **how)
+    for name, how in (
+        ("online", {"teacher": str(place)}),
+        ("offline", {"teacher_layer": str(layer)}),
+    ):
+        report = train(
+            bench.dataset, bench.work / f"student-{name}", model=student, **common, **how
+        )
         losses = report.series[0].loss
         facts[name] = {
             "images_per_s": round(report.figures.throughput.images_per_s, 1),
@@ -282,10 +335,21 @@ def test_ranks_of_one(bench, facts, decoder, group):
 @check(30, lane=pytest.mark.process)
 def test_the_example_trainer_under_torchrun(bench, facts):
     example = Path(__file__).resolve().parents[2] / "configs" / "trainers" / "ddp.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+    ]
     arguments = [str(bench.dataset), "--steps", "4", "--checkpoint", str(bench.work / "ddp")]
     done = subprocess.run(
-        [*launch, str(example), *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        [*launch, str(example), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
     )
     facts["torchrun"] = done.returncode
     assert done.returncode == 0, f"torchrun of {example.name}: {done.stderr.strip()[-1500:]}"
@@ -321,18 +385,27 @@ def test_training_runs(bench, facts):
     num_ranks = torch.cuda.device_count() if bench.on_gpu else 1
     steps, warmup = bench.pick((60, 10), (12, 2))
     report = train(
-        bench.dataset, bench.work / "bench-train", steps=steps, warmup=warmup, ranks=num_ranks, batch_size=2,
+        bench.dataset,
+        bench.work / "bench-train",
+        steps=steps,
+        warmup=warmup,
+        ranks=num_ranks,
+        batch_size=2,
         accelerator=bench.pick("cuda", _EMULATED),
-    )  # fmt: skip
+    )
     facts |= {
         "ranks": num_ranks,
         "all_reduce_by": report.ranks[0].backend,
         "occupancy": round(report.figures.occupancy.mean, 4),
         "images_per_s": round(report.figures.throughput.images_per_s, 2),
-        "phases_mean_ms": {phase.phase: round(phase.time.mean_ms, 3) for phase in report.figures.phases},
+        "phases_mean_ms": {
+            phase.phase: round(phase.time.mean_ms, 3) for phase in report.figures.phases
+        },
         "peak_device_bytes": report.ranks[0].peak_device_bytes,
         "warnings": report.warnings,
     }
     losses = [math.inf if loss is None else loss for loss in report.series[0].loss]
-    assert sum(losses[-5:]) < sum(losses[:5]), f"the loss did not fall: first {losses[:5]}, last {losses[-5:]}"
+    assert sum(losses[-5:]) < sum(losses[:5]), (
+        f"the loss did not fall: first {losses[:5]}, last {losses[-5:]}"
+    )
     assert not report.ranks_disagree, "the ranks ended with different weights"

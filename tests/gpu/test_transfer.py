@@ -11,7 +11,15 @@ import torch
 from fuelrail import Transforms
 from fuelrail.loaders.batch.transfer import CudaTransfer, make_transfer, map_tensors
 from support.batches import unlike
-from support.gpu_bench import check, cycles_per_ms, each_decoder, endless, keep_busy, make_loader, raise_clock
+from support.gpu_bench import (
+    check,
+    cycles_per_ms,
+    each_decoder,
+    endless,
+    keep_busy,
+    make_loader,
+    raise_clock,
+)
 
 _MAX_BATCHES = 16
 _MAX_COPIES = 3
@@ -51,16 +59,27 @@ def test_few_copies(bench, facts, decoder):
 
     As the profiler sees them. With DALI its own copies of encoded images count too, and are not judged.
     """
-    activities = [torch.profiler.ProfilerActivity.CUDA if bench.on_gpu else torch.profiler.ProfilerActivity.CPU]
-    with make_loader(bench, bench.dataset, 2, decoder, transforms=Transforms(points=True)) as loader:
+    activities = [
+        torch.profiler.ProfilerActivity.CUDA
+        if bench.on_gpu
+        else torch.profiler.ProfilerActivity.CPU
+    ]
+    with make_loader(
+        bench, bench.dataset, 2, decoder, transforms=Transforms(points=True)
+    ) as loader:
         batches, count = endless(loader), bench.pick(20, 2)
         for _ in range(5):
             next(batches)
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(count):
                 next(batches)
-    names = collections.Counter(event.name for event in profile.events() if "Memcpy HtoD" in event.name)
-    facts |= {"batches": count, "copies_a_batch": {name: round(number / count, 2) for name, number in names.items()}}
+    names = collections.Counter(
+        event.name for event in profile.events() if "Memcpy HtoD" in event.name
+    )
+    facts |= {
+        "batches": count,
+        "copies_a_batch": {name: round(number / count, 2) for name, number in names.items()},
+    }
     assert decoder == "dali" or names.total() <= _MAX_COPIES * (count + 4), (
         f"{names.total() / count:.1f} copies to the device for each batch, not {_MAX_COPIES}"
     )
@@ -71,12 +90,17 @@ def test_few_copies(bench, facts, decoder):
 def test_transfer_is_exact(bench, facts):
     """Batches on the device are bit for bit those of the loader without one."""
     # The same backend on both sides: others agree in meaning, not bit for bit.
-    with _points_loader(bench._replace(device=torch.device("cpu"))) as plain, _points_loader(bench) as moved:
+    with (
+        _points_loader(bench._replace(device=torch.device("cpu"))) as plain,
+        _points_loader(bench) as moved,
+    ):
         num_bytes = []
         for expected, batch in zip(plain, moved, strict=True):
             places = set()
             differing = unlike(expected, _home(batch, places))
-            assert not differing, f"batch {len(num_bytes)}: {', '.join(differing)} differ from the host's"
+            assert not differing, (
+                f"batch {len(num_bytes)}: {', '.join(differing)} differ from the host's"
+            )
             assert places == {bench.device.type}
             num_bytes.append(batch["img"].nbytes)
             if len(num_bytes) == _MAX_BATCHES:
@@ -97,7 +121,9 @@ def test_batches_outlive_their_release(bench, facts, decoder):
         sums = []
         for is_busy in (False, True):
             kept = []
-            with make_loader(bench, bench.dataset, 2, decoder, transform=transform, num_workers=2) as loader:
+            with make_loader(
+                bench, bench.dataset, 2, decoder, transform=transform, num_workers=2
+            ) as loader:
                 for batch in loader:
                     if is_busy and bench.on_gpu:
                         keep_busy(_DELAY_CYCLES)
@@ -109,10 +135,16 @@ def test_batches_outlive_their_release(bench, facts, decoder):
                         break
             sums.append([int(value) for value in kept])
         quiet, busy = sums
-        wrong = [number for number, (have, want) in enumerate(zip(busy, quiet, strict=True)) if have != want]
+        wrong = [
+            number
+            for number, (have, want) in enumerate(zip(busy, quiet, strict=True))
+            if have != want
+        ]
         facts[f"{name}_batches"] = len(quiet)
         assert quiet, "the dataset gave no batch"
-        assert not wrong, f"with {name} samples batches {wrong} of {len(quiet)} were overwritten before they were read"
+        assert not wrong, (
+            f"with {name} samples batches {wrong} of {len(quiet)} were overwritten before they were read"
+        )
 
 
 def _halved(sample):
@@ -135,14 +167,18 @@ def _timed_transfer(bench):
     started_s = time.perf_counter()
     copied = transfer(batch)
     copy_ms = 1e3 * (time.perf_counter() - started_s)
-    with torch.cuda.stream(torch.cuda.Stream(bench.device)):  # not behind what the default stream computes
+    with torch.cuda.stream(
+        torch.cuda.Stream(bench.device)
+    ):  # not behind what the default stream computes
         return copy_ms, int(transfer.hand_over(copied)["img"].sum(dtype=torch.int64))
 
 
 def test_a_difference_between_batches_is_found(bench, monkeypatch):
     honest = _home
     monkeypatch.setitem(
-        globals(), "_home", lambda *moved: (home := honest(*moved)) | {"intrinsics": home["intrinsics"] + 1}
+        globals(),
+        "_home",
+        lambda *moved: (home := honest(*moved)) | {"intrinsics": home["intrinsics"] + 1},
     )
     with pytest.raises(AssertionError, match=r"batch 0: \.intrinsics differ"):
         test_transfer_is_exact(bench, {})

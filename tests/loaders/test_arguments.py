@@ -50,7 +50,11 @@ WRONG = [
     ("split", 3, "a split's name"),
     ("split", "", "a split's name"),
     ("split", None, "a split's name"),
-    ("window", 3, "a FrameWindow or a TimeWindow, a dict of the fields of one, the path of a YAML file, or None"),
+    (
+        "window",
+        3,
+        "a FrameWindow or a TimeWindow, a dict of the fields of one, the path of a YAML file, or None",
+    ),
     ("order", np.float32(1.0), f"an OrderSpec, {PRESET}, or None"),
     ("num_workers", "a\ud800", "an integer from 1 to 4096"),
     (
@@ -67,7 +71,11 @@ WRONG = [
     ("num_workers", "many", "an integer from 1 to 4096, 'auto', a Budget or None"),
     ("num_workers", np.float32(4.0), "an integer from 1 to 4096"),
     ("num_workers", 10**30, "an integer from 1 to 4096"),
-    ("num_workers", 0, "it is the number of threads that decode in this process, not of worker processes"),
+    (
+        "num_workers",
+        0,
+        "it is the number of threads that decode in this process, not of worker processes",
+    ),
     ("prefetch_factor", None, "an integer >= 1"),
     ("pin_memory", "yes", "True, False or None"),
     ("transforms", None, f"a Transforms, {SETTINGS}"),
@@ -119,7 +127,12 @@ FIELDS = [
     ("bad_samples", "max_bad", -1, "must be an integer >= 0"),
     ("bad_samples", "file", 3, "must be a path or None"),
 ]
-KINDS = {"transforms": Transforms, "num_workers": Budget, "storage": StorageOptions, "bad_samples": BadSamplePolicy}
+KINDS = {
+    "transforms": Transforms,
+    "num_workers": Budget,
+    "storage": StorageOptions,
+    "bad_samples": BadSamplePolicy,
+}
 
 
 @pytest.mark.parametrize(("name", "field", "value", "allowed"), FIELDS)
@@ -136,14 +149,20 @@ def test_a_wrong_field_is_named_in_a_dict_and_in_the_struct(root, name, field, v
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"transforms": {"image": {"height": 32, "width": 48, "flip": 0.5}}}, "did you mean 'flip_prob'?"),
+        (
+            {"transforms": {"image": {"height": 32, "width": 48, "flip": 0.5}}},
+            "did you mean 'flip_prob'?",
+        ),
         ({"storage": {"cache": "x"}}, "did you mean 'cache_dir'?"),
         ({"bad_samples": {"onerror": "raise"}}, "did you mean 'on_error'?"),
         ({"order": {"kinds": "lanes"}}, "did you mean 'kind'?"),
         ({"window": {"stride": 2}}, "missing required field `frames`"),
         ({"window": {"frames": [1, 2]}}, "0 among them"),
         ({"transforms": "nowhere.yaml"}, "config file 'nowhere.yaml' cannot be read"),
-        ({"transforms": {"image": "nowhere.yaml"}}, "transforms.image may be an ImageAugment, a dict"),
+        (
+            {"transforms": {"image": "nowhere.yaml"}},
+            "transforms.image may be an ImageAugment, a dict",
+        ),
         ({"order": "lanes"}, f"order may be an OrderSpec, {PRESET}"),
         ({"transforms": {"points": {"sweeps": 3}}}, "did you mean 'num_sweeps'?"),
     ],
@@ -200,13 +219,24 @@ def test_there_are_26_arguments_torchs_first_and_all_are_checked_and_described()
     described = inspect.getdoc(DataLoader).partition("Args:")[2].partition("Raises:")[0]
     assert names == re.findall(r"^    (\w+): ", described, re.MULTILINE)
     assert len(names) == 26
-    torchs = ["dataset", "batch_size", "shuffle", "seed", "drop_last", "num_workers", "prefetch_factor", "pin_memory"]
+    torchs = [
+        "dataset",
+        "batch_size",
+        "shuffle",
+        "seed",
+        "drop_last",
+        "num_workers",
+        "prefetch_factor",
+        "pin_memory",
+    ]
     assert names[: len(torchs) + 1] == [*torchs, "collate_fn"]
 
 
 def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
     image = CONFIGS / "images" / "bevdet-704x256.yaml"
-    (tmp_path / "transforms.yaml").write_text("image: {height: 32, width: 48, train: true}\nego: {train: true}\n")
+    (tmp_path / "transforms.yaml").write_text(
+        "image: {height: 32, width: 48, train: true}\nego: {train: true}\n"
+    )
     (tmp_path / "storage.yaml").write_text("backend: pread\nverify: false\n")
     (tmp_path / "order.yaml").write_text("kind: sequential\n")
 
@@ -229,8 +259,12 @@ def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
     pread = StorageOptions(backend="pread")
     for storage in ("pread", {"backend": "pread"}, pread):
         assert made(storage=storage).storage == pread
-    assert made(storage=tmp_path / "storage.yaml").storage == StorageOptions(backend="pread", verify=False)
-    assert made(storage=str(tmp_path / "storage.yaml")).storage == StorageOptions(backend="pread", verify=False)
+    assert made(storage=tmp_path / "storage.yaml").storage == StorageOptions(
+        backend="pread", verify=False
+    )
+    assert made(storage=str(tmp_path / "storage.yaml")).storage == StorageOptions(
+        backend="pread", verify=False
+    )
     for file in (tmp_path / "bad", str(tmp_path / "bad")):
         policy = BadSamplePolicy(on_error="substitute", file=str(tmp_path / "bad"))
         assert made(bad_samples={"on_error": "substitute", "file": file}).bad_samples == policy
@@ -238,7 +272,9 @@ def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
     assert made(order=tmp_path / "order.yaml").order == made(order={"kind": "sequential"}).order
     assert made(order=OrderSpec(kind="sequential")).order == OrderSpec(kind="sequential")
     assert made(window={"frames": [-1, 0]}).window == FrameWindow(frames=(-1, 0))
-    assert made(transforms={"points": {"num_sweeps": 1}}).transforms.points == PointSweeps(num_sweeps=1)
+    assert made(transforms={"points": {"num_sweeps": 1}}).transforms.points == PointSweeps(
+        num_sweeps=1
+    )
     assert made(num_workers={"cpus": 2}).budget == Budget(cpus=2)
     assert made(num_workers="auto").budget == Budget()
     assert made(num_workers=2).budget is None
@@ -247,28 +283,48 @@ def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
 def test_errors_say_what_to_use_to_code_that_takes_it_for_torchs_loader(root):
     loader = DataLoader(root, 2, world=World())
     torchs = torch.utils.data.DataLoader([1])
-    for name in ("sampler", "batch_sampler", "generator", "timeout", "worker_init_fn", "persistent_workers"):
+    for name in (
+        "sampler",
+        "batch_sampler",
+        "generator",
+        "timeout",
+        "worker_init_fn",
+        "persistent_workers",
+    ):
         assert hasattr(torchs, name)
         assert not hasattr(loader, name)
         with pytest.raises(AttributeError, match=rf"no attribute '{name}', which torch's has: .+"):
             getattr(loader, name)
     with pytest.raises(AttributeError, match=r"no attribute 'nosuch'$"):
         loader.nosuch  # noqa: B018
-    with pytest.raises(TypeError, match=r"none by number: iterate it; .* IterableView\(loader\), with batch_size=None"):
+    with pytest.raises(
+        TypeError,
+        match=r"none by number: iterate it; .* IterableView\(loader\), with batch_size=None",
+    ):
         loader[0]
     with pytest.raises(TypeError, match="none by number"):
         next(iter(torch.utils.data.DataLoader(loader, batch_size=None)))
     parts = torch.utils.data.random_split(loader, [1, len(loader) - 1])
     for subset in (*parts, torch.utils.data.Subset(IterableView(loader), [0])):
-        with pytest.raises(TypeError, match=r"none by number: .*Subset, random_split .*MapView\(dataset\)"):
+        with pytest.raises(
+            TypeError, match=r"none by number: .*Subset, random_split .*MapView\(dataset\)"
+        ):
             subset[0]
-    for name, value in {"batch_size": 2, "drop_last": False, "collate_fn": None, "pin_memory": None}.items():
+    for name, value in {
+        "batch_size": 2,
+        "drop_last": False,
+        "collate_fn": None,
+        "pin_memory": None,
+    }.items():
         assert getattr(loader, name) is value, "what it was given"
         assert hasattr(torchs, name)
 
 
 def test_the_defaults_are_torchs_where_the_names_are():
-    ours, torchs = (inspect.signature(one.__init__).parameters for one in (DataLoader, torch.utils.data.DataLoader))
+    ours, torchs = (
+        inspect.signature(one.__init__).parameters
+        for one in (DataLoader, torch.utils.data.DataLoader)
+    )
     for name in ("shuffle", "drop_last", "collate_fn"):
         assert (ours[name].default or None) == (torchs[name].default or None), name
 
@@ -280,12 +336,16 @@ def test_credentials_are_not_printed():
 def test_numpys_integers_are_integers(root):
     image = ImageAugment(height=32, width=48)
     options = {"seed": np.int64(3), "num_workers": np.int32(1), "window": {"frames": (-1, 0)}}
-    with DataLoader(root, np.int64(2), transforms={"image": image}, world=World(), **options) as loader:
+    with DataLoader(
+        root, np.int64(2), transforms={"image": image}, world=World(), **options
+    ) as loader:
         assert next(iter(loader))["img"].shape == (2, 2, 2, 3, 32, 48)
         loader.state_dict()
 
 
 def test_a_loader_and_its_dataset_print_in_one_line(root):
     loader = DataLoader(root, 3, world=World(1, 2))
-    assert repr(loader) == ("DataLoader(tiny, split train, 8 samples, 2 batches of 3, rank 1 of 2, decoder auto)")
+    assert repr(loader) == (
+        "DataLoader(tiny, split train, 8 samples, 2 batches of 3, rank 1 of 2, decoder auto)"
+    )
     assert repr(loader.dataset) == f"Dataset(tiny at '{root}': 8 samples in 1 shard; train 8)"

@@ -12,15 +12,31 @@ from fuelrail.loaders.decode.pixels import change_pixels
 from support.batches import batches, load
 
 IMAGE = ImageAugment(
-    height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5.0, 5.0), crop_y="random"
+    height=32,
+    width=64,
+    train=True,
+    resize_range=(0.7, 0.9),
+    flip_prob=0.5,
+    rotate_deg=(-5.0, 5.0),
+    crop_y="random",
 )
 BEV = BevAugment(
-    train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_x_prob=0.5, flip_y_prob=0.5, translate_std_m=0.5
+    train=True,
+    rotate_deg=(-22.5, 22.5),
+    scale=(0.9, 1.1),
+    flip_x_prob=0.5,
+    flip_y_prob=0.5,
+    translate_std_m=0.5,
 )
 PIXELS = PixelAugment(
-    train=True, brightness=32, contrast=(0.5, 1.5), saturation=(0.5, 1.5), hue_deg=18, swap_channels=True,
+    train=True,
+    brightness=32,
+    contrast=(0.5, 1.5),
+    saturation=(0.5, 1.5),
+    hue_deg=18,
+    swap_channels=True,
     grid_mask_prob=0.5,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +71,10 @@ def test_the_world_moves_and_pixels_do_not(dataset) -> None:
             assert torch.equal(points[:, 3:], points_moved[:, 3:])
             in_ego = homogeneous(points_moved) @ lidar2ego.T
             assert_allclose(in_ego, homogeneous(points) @ (bda @ lidar2ego).T, atol=1e-3)
-            ego2global, ego2global_moved = plain["ego2global"][b].numpy(), moved["ego2global"][b].numpy()
+            ego2global, ego2global_moved = (
+                plain["ego2global"][b].numpy(),
+                moved["ego2global"][b].numpy(),
+            )
             assert_allclose(ego2global_moved @ bda, ego2global, atol=1e-3)
             for camera in range(plain["img"].shape[1]):
                 ego2img = plain["ego2img"][b, camera].double().numpy()
@@ -64,7 +83,10 @@ def test_the_world_moves_and_pixels_do_not(dataset) -> None:
                 assert_allclose(ego2img_moved @ bda, ego2img, atol=2e-3)
                 lidar2img = plain["lidar2img"][b, camera].double().numpy()
                 lidar2img_moved = moved["lidar2img"][b, camera].double().numpy()
-                before, after = homogeneous(points) @ lidar2img.T, homogeneous(points_moved) @ lidar2img_moved.T
+                before, after = (
+                    homogeneous(points) @ lidar2img.T,
+                    homogeneous(points_moved) @ lidar2img_moved.T,
+                )
                 ahead = before[:, 2] > 1.0
                 uv, uv_moved = (p[ahead, :2] / p[ahead, 2:3] for p in (before, after))
                 assert_allclose(uv_moved, uv, atol=0.05)
@@ -80,7 +102,9 @@ def test_pixel_values_change_as_drawn_and_nothing_else_does(dataset) -> None:
             if isinstance(value, torch.Tensor) and name != "img":
                 assert torch.equal(value, changed[name]), name
         for b, row in enumerate(plain["global_index"].tolist()):
-            draws = PIXELS.draw(32, seed=3, epoch=0, sample=row, cameras=range(plain["img"].shape[1]))
+            draws = PIXELS.draw(
+                32, seed=3, epoch=0, sample=row, cameras=range(plain["img"].shape[1])
+            )
             for camera, change in enumerate(draws):
                 expected = plain["img"][b, camera].numpy().copy()
                 change_pixels(expected, change, PIXELS.grid_mask_fill)

@@ -19,7 +19,13 @@ class Machine:
     """
 
     def __init__(self, *, step_s, decode_s, cores, crowding=0.0, burst_s=0.0):
-        self.step_s, self.decode_s, self.cores, self.crowding, self.burst_s = step_s, decode_s, cores, crowding, burst_s
+        self.step_s, self.decode_s, self.cores, self.crowding, self.burst_s = (
+            step_s,
+            decode_s,
+            cores,
+            crowding,
+            burst_s,
+        )
         self.now_s = self.waited_s = self.busy_s = 0.0
         self.pauses = {}
 
@@ -32,7 +38,9 @@ class Machine:
         took_s = max(load_s, self.step_s) + self.pauses.get(number, 0.0)
         self.now_s += took_s
         self.waited_s += wait_s
-        self.busy_s += min(tuning.num_workers * took_s, self.decode_s * slower * tuning.num_workers / useful)
+        self.busy_s += min(
+            tuning.num_workers * took_s, self.decode_s * slower * tuning.num_workers / useful
+        )
 
     def clocks(self, tuning):
         return (StageClock("decode", tuning.num_workers, 0, self.busy_s, 0.0, 0.0, 0, 8),)
@@ -111,28 +119,38 @@ def test_it_says_what_it_does(caplog):
 
 
 @given(
-    step_s=st.floats(0.01, 0.5), decode_s=st.floats(0.01, 4), cores=st.integers(1, 32), crowding=st.floats(0, 0.3),
-    burst_s=st.floats(0, 1), start=st.tuples(st.integers(1, 16), st.integers(1, 4)),
+    step_s=st.floats(0.01, 0.5),
+    decode_s=st.floats(0.01, 4),
+    cores=st.integers(1, 32),
+    crowding=st.floats(0, 0.3),
+    burst_s=st.floats(0, 1),
+    start=st.tuples(st.integers(1, 16), st.integers(1, 4)),
     most=st.tuples(st.integers(1, 32), st.integers(1, 8)),
-)  # fmt: skip
+)
 @settings(max_examples=60, deadline=None)
 def test_bounds_are_kept_and_the_result_is_no_slower_than_the_start(
     step_s, decode_s, cores, crowding, burst_s, start, most
 ):
     tuner = make(start, most)
     history = drive(
-        Machine(step_s=step_s, decode_s=decode_s, cores=cores, crowding=crowding, burst_s=burst_s), tuner, 1500
+        Machine(step_s=step_s, decode_s=decode_s, cores=cores, crowding=crowding, burst_s=burst_s),
+        tuner,
+        1500,
     )
     for tuning in history:
         assert 1 <= tuning.num_workers <= max(start[0], most[0])
         assert 1 <= tuning.ready <= max(start[1], most[1])
 
     def pace(tuning):
-        fresh = Machine(step_s=step_s, decode_s=decode_s, cores=cores, crowding=crowding, burst_s=burst_s)
+        fresh = Machine(
+            step_s=step_s, decode_s=decode_s, cores=cores, crowding=crowding, burst_s=burst_s
+        )
         fresh.step(0, tuning)
         return fresh.now_s
 
-    settled = min(pace(history[-1]), pace(history[-2]) if len(history) > 1 else float("inf"))  # one may be on trial
+    settled = min(
+        pace(history[-1]), pace(history[-2]) if len(history) > 1 else float("inf")
+    )  # one may be on trial
     assert settled <= pace(Tuning(*start)) * 1.0001
 
 

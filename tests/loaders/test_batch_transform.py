@@ -16,7 +16,9 @@ from support.pages import ROOT, blocks_of
 from support.pictures import encode
 
 HEADING = "Transforms of a batch, on its device"
-TRAIN = ImageAugment(height=48, width=80, train=True, resize_range=(0.9, 1.1), rotate_deg=(-5.4, 5.4), flip_prob=0.5)
+TRAIN = ImageAugment(
+    height=48, width=80, train=True, resize_range=(0.9, 1.1), rotate_deg=(-5.4, 5.4), flip_prob=0.5
+)
 
 
 def noted(batch, generator):
@@ -26,7 +28,9 @@ def noted(batch, generator):
 
 def draws(loader):
     with loader:
-        return {(batch["epoch"], batch["sample_key"][0]): batch["drawn"].tolist() for batch in loader}
+        return {
+            (batch["epoch"], batch["sample_key"][0]): batch["drawn"].tolist() for batch in loader
+        }
 
 
 @pytest.mark.costly
@@ -34,7 +38,10 @@ def test_a_batch_has_the_numbers_of_its_place_in_the_order(tiny):
     options = {"batch_transform": noted, "drop_last": False, "shuffle": False, "seed": 4}
     alone = draws(load(tiny, 3, **options))
     assert len({tuple(one) for one in alone.values()}) == len(alone) == 7
-    of_ranks = [draws(load(tiny, 3, rank=rank, size=2, prefetch_factor=4, num_workers=1, **options)) for rank in (0, 1)]
+    of_ranks = [
+        draws(load(tiny, 3, rank=rank, size=2, prefetch_factor=4, num_workers=1, **options))
+        for rank in (0, 1)
+    ]
     for one in of_ranks:
         assert all(alone[place] == drawn for place, drawn in one.items())
     assert len(of_ranks[0]) == len(of_ranks[1]) == 4
@@ -50,26 +57,42 @@ def test_a_batch_has_the_numbers_of_its_place_in_the_order(tiny):
 
 @pytest.mark.costly
 def test_it_is_the_last_step_and_gets_what_the_loop_would_get(tiny):
-    options = {"normalize": Normalize(dtype="float16"), "static": True, "two_views": True, "image": TRAIN}
+    options = {
+        "normalize": Normalize(dtype="float16"),
+        "static": True,
+        "two_views": True,
+        "image": TRAIN,
+    }
     seen = []
 
     def look(batch, generator):
-        seen.append({name: value.clone() if torch.is_tensor(value) else value for name, value in batch.items()})
+        seen.append(
+            {
+                name: value.clone() if torch.is_tensor(value) else value
+                for name, value in batch.items()
+            }
+        )
         return batch
 
-    for ours, theirs in zip(load(tiny, batch_transform=look, **options), load(tiny, **options), strict=True):
+    for ours, theirs in zip(
+        load(tiny, batch_transform=look, **options), load(tiny, **options), strict=True
+    ):
         assert unlike(ours, theirs) == []
         assert unlike(seen.pop(0), theirs) == []
 
 
 def test_static_batches_take_any_views_of_a_batch(tiny):
     def rolled(batch, generator):
-        batch["intrinsics"] = batch["ida_mat"][..., :3, :3].clone() if batch["step"] % 2 else batch["intrinsics"]
+        batch["intrinsics"] = (
+            batch["ida_mat"][..., :3, :3].clone() if batch["step"] % 2 else batch["intrinsics"]
+        )
         batch["row"] = batch["intrinsics"][batch["step"] % 3]
         return batch
 
     options = {"shuffle": False, "static": True}
-    for ours, theirs in zip(load(tiny, batch_transform=rolled, **options), load(tiny, **options), strict=True):
+    for ours, theirs in zip(
+        load(tiny, batch_transform=rolled, **options), load(tiny, **options), strict=True
+    ):
         wanted = theirs["ida_mat"][..., :3, :3] if theirs["step"] % 2 else theirs["intrinsics"]
         assert torch.equal(ours["intrinsics"], wanted)
         assert torch.equal(ours["row"], wanted[theirs["step"] % 3])
@@ -81,26 +104,42 @@ def test_an_error_names_the_batch_and_its_samples(tiny):
 
     with load(tiny, 2, shuffle=False, batch_transform=broken, transform=dict) as loader:
         loader.load_state_dict({**loader.state_dict(), "samples_consumed": 4})
-        where = r"epoch 0, step 2, from position 4 \(samples 'clip-0001-000000', 'clip-0001-000001'\)"
-        said = (
-            rf"batch_transform failed on the batch of {where}: RuntimeError: no kernel \(.*test_batch_transform.py:\d+"
+        where = (
+            r"epoch 0, step 2, from position 4 \(samples 'clip-0001-000000', 'clip-0001-000001'\)"
         )
+        said = rf"batch_transform failed on the batch of {where}: RuntimeError: no kernel \(.*test_batch_transform.py:\d+"  # noqa: E501
         with pytest.raises(StageError, match=said) as caught:
             next(iter(loader))
     assert type(caught.value.__cause__) is RuntimeError
 
 
-@pytest.mark.parametrize(("static", "result", "said"), [
-    (False, None, "batch_transform returned NoneType for the batch of epoch 0, .*: return the batch"),
-    (True, [1], "batch_transform returned list .*: return a dict of tensors, as static batches need"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("static", "result", "said"),
+    [
+        (
+            False,
+            None,
+            "batch_transform returned NoneType for the batch of epoch 0, .*: return the batch",
+        ),
+        (
+            True,
+            [1],
+            "batch_transform returned list .*: return a dict of tensors, as static batches need",
+        ),
+    ],
+)
 def test_what_it_returns_must_be_a_batch(tiny, static, result, said):
-    with load(tiny, static=static, batch_transform=lambda *_: result) as loader, pytest.raises(ConfigError, match=said):
+    with (
+        load(tiny, static=static, batch_transform=lambda *_: result) as loader,
+        pytest.raises(ConfigError, match=said),
+    ):
         next(iter(loader))
 
 
 def test_it_may_return_anything_and_is_left_out_with_transforms(tiny):
-    with load(tiny, 2, collate_fn=list, batch_transform=lambda batch, _: (len(batch), "x")) as loader:
+    with load(
+        tiny, 2, collate_fn=list, batch_transform=lambda batch, _: (len(batch), "x")
+    ) as loader:
         assert next(iter(loader)) == (2, "x")
     loader = load(tiny, 2, collate_fn=list, batch_transform=lambda batch, _: (len(batch), "x"))
     loader.leave_out(["transform"])
@@ -114,7 +153,10 @@ SIZE = (96, 64)
 def ramp(row, channel, data):
     """Return a picture whose colours are the place of each pixel: red 2 u + 40, green 3 v + 40; blue is 128."""
     picture = np.full((SIZE[1], SIZE[0], 3), 128, np.uint8)
-    picture[..., 0], picture[..., 1] = 2 * np.arange(SIZE[0]) + 40, 3 * np.arange(SIZE[1])[:, None] + 40
+    picture[..., 0], picture[..., 1] = (
+        2 * np.arange(SIZE[0]) + 40,
+        3 * np.arange(SIZE[1])[:, None] + 40,
+    )
     return encode(picture)
 
 
@@ -126,27 +168,42 @@ def ramps(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "package"), [("flip_samples", "torch"), ("flip_and_crop", "torchvision"), ("rotate_and_scale", "kornia")]
+    ("name", "package"),
+    [("flip_samples", "torch"), ("flip_and_crop", "torchvision"), ("rotate_and_scale", "kornia")],
 )
-@pytest.mark.parametrize("options", [{"image": FULL}, {"image": TRAIN, "frames": [-1, 0]}], ids=["plain", "windows"])
+@pytest.mark.parametrize(
+    "options", [{"image": FULL}, {"image": TRAIN, "frames": [-1, 0]}], ids=["plain", "windows"]
+)
 def test_an_example_keeps_pixels_and_matrices_together(ramps, name, package, options, monkeypatch):
     pytest.importorskip(package)
     monkeypatch.chdir(ramps)
     page = ROOT / "docs" / "loader.md"
     names: dict = {"__name__": "page"}
     for block in blocks_of(page):
-        if block.heading == HEADING and any(f"def {one}(" in block.code for one in ("move_pixels", name)):
+        if block.heading == HEADING and any(
+            f"def {one}(" in block.code for one in ("move_pixels", name)
+        ):
             exec(compile(block.code, str(page), "exec"), names)
     arguments = {"root": ramps / "dataset", "batch_size": 4, "shuffle": False, "seed": 2, **options}
-    (plain, *_), (moved, *_) = (list(load(**arguments, **more)) for more in ({}, {"batch_transform": names[name]}))
+    (plain, *_), (moved, *_) = (
+        list(load(**arguments, **more)) for more in ({}, {"batch_transform": names[name]})
+    )
     assert unlike(plain["img"], moved["img"]) != []
     check_pixels(moved["img"], moved["ida_mat"])
     # What a matrix says of a place in the world, in pixels of the stored image, is as before.
-    world = torch.tensor([[12.0, 1.5, 0.5, 1], [8.0, -2, 1, 1], [20.0, 0, 2, 1]], dtype=torch.float64)
+    world = torch.tensor(
+        [[12.0, 1.5, 0.5, 1], [8.0, -2, 1, 1], [20.0, 0, 2, 1]], dtype=torch.float64
+    )
     for matrix in ("ego2img", "lidar2img"):
-        stored = [torch.linalg.inv(b["ida_mat"].double()) @ b[matrix].double() @ world.T for b in (plain, moved)]
+        stored = [
+            torch.linalg.inv(b["ida_mat"].double()) @ b[matrix].double() @ world.T
+            for b in (plain, moved)
+        ]
         torch.testing.assert_close(*stored, atol=1e-3, rtol=1e-4)
-    k = [torch.linalg.inv(b["ida_mat"].double())[..., :3, :3] @ b["intrinsics"].double() for b in (plain, moved)]
+    k = [
+        torch.linalg.inv(b["ida_mat"].double())[..., :3, :3] @ b["intrinsics"].double()
+        for b in (plain, moved)
+    ]
     torch.testing.assert_close(*k, atol=1e-3, rtol=1e-4)
 
 

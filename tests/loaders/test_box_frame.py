@@ -33,7 +33,12 @@ README = Path(__file__).parents[2] / "README.md"
 WH = (320, 180)
 IMAGE = ImageAugment(height=64, width=176)
 BEV = BevAugment(
-    train=True, rotate_deg=(-30, 30), scale=(0.9, 1.1), flip_x_prob=0.5, flip_y_prob=0.5, translate_std_m=0.5
+    train=True,
+    rotate_deg=(-30, 30),
+    scale=(0.9, 1.1),
+    flip_x_prob=0.5,
+    flip_y_prob=0.5,
+    translate_std_m=0.5,
 )
 
 
@@ -54,7 +59,10 @@ def samples(drive):
 
 def projected(matrix, points):
     """Pixels (..., 2) of points (..., 3) through a (4, 4) projection, NaN behind the camera."""
-    found = np.concatenate([points, np.ones_like(points[..., :1])], -1) @ np.asarray(matrix, np.float64).T
+    found = (
+        np.concatenate([points, np.ones_like(points[..., :1])], -1)
+        @ np.asarray(matrix, np.float64).T
+    )
     depth = np.where(found[..., 2:3] > 0.5, found[..., 2:3], np.nan)
     return found[..., :2] / depth
 
@@ -73,7 +81,10 @@ def seen_share(projections, ida_mats, boxes, is_clear):
     """The share of the boxes in plain view whose centre lies in at least one stored image."""
     inside = np.zeros(len(boxes), bool)
     for matrix, ida in zip(projections, ida_mats, strict=True):
-        pixels = projected(np.linalg.inv(np.asarray(ida, np.float64)) @ np.asarray(matrix, np.float64), boxes[:, :3])
+        pixels = projected(
+            np.linalg.inv(np.asarray(ida, np.float64)) @ np.asarray(matrix, np.float64),
+            boxes[:, :3],
+        )
         inside |= ((pixels >= 0) & (pixels <= np.array(WH) - 1)).all(-1)
     return inside[is_clear].mean()
 
@@ -137,12 +148,17 @@ def test_lidar_boxes_pair_with_lidar2img(drive, bev, frames):
             np.testing.assert_array_equal(a[:, 3:6], b[:, 3:6])
             lidar2ego = lidar["lidar2ego"][own].numpy().astype(np.float64)
             rotation = lidar2ego[:3, :3]
-            np.testing.assert_allclose(b[:, :3] @ rotation.T + lidar2ego[:3, 3], a[:, :3], atol=1e-3)
+            np.testing.assert_allclose(
+                b[:, :3] @ rotation.T + lidar2ego[:3, 3], a[:, :3], atol=1e-3
+            )
             velocity = lidar["gt_velocity"][at].numpy() @ rotation.T
             np.testing.assert_allclose(velocity, ego["gt_velocity"][at].numpy(), atol=1e-3)
             for camera in range(6):
                 # The lidar is tilted by half a degree or so, which a yaw cannot say: corners are off by some pixels.
-                for first, second, off_px in ((a[:, :3], b[:, :3], 0.1), (corners(a), corners(b), 3.0)):
+                for first, second, off_px in (
+                    (a[:, :3], b[:, :3], 0.1),
+                    (corners(a), corners(b), 3.0),
+                ):
                     expected = projected(ego["ego2img"][own][camera], first)
                     found = projected(lidar["lidar2img"][own][camera], second)
                     near = np.isfinite(expected).all(-1) & np.isfinite(found).all(-1)
@@ -180,7 +196,9 @@ def test_lidar_boxes_are_those_of_nuscenes_devkit(drive, samples):
 def test_a_sample_without_a_sweep_is_a_bad_one(tmp_path):
     source = build_nuscenes(tmp_path / "source", {"a": 4}, cameras=("CAM_FRONT",))
     rows = source.tables["sample_data"]
-    rows.remove(next(row for row in rows if row["is_key_frame"] and "/LIDAR_TOP/" in row["filename"]))
+    rows.remove(
+        next(row for row in rows if row["is_key_frame"] and "/LIDAR_TOP/" in row["filename"])
+    )
     source.write("sample_data")
     shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0})
     options = {"image": IMAGE, "box_frame": "lidar"}
@@ -195,7 +213,11 @@ def test_box_frame_needs_a_lidar(tmp_path):
     build_dataset(tmp_path / "tiny", {"train": (4,)})
     reseal(
         tmp_path / "tiny",
-        lambda manifest: msgspec.structs.replace(manifest, channels=channel_table(manifest.cameras, ())),
+        lambda manifest: msgspec.structs.replace(
+            manifest, channels=channel_table(manifest.cameras, ())
+        ),
     )
-    with pytest.raises(ConfigError, match="box_frame='lidar' needs a lidar, and dataset 'tiny' has none"):
+    with pytest.raises(
+        ConfigError, match="box_frame='lidar' needs a lidar, and dataset 'tiny' has none"
+    ):
         load(tmp_path / "tiny", 1, image=IMAGE, box_frame="lidar")

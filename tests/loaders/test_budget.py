@@ -39,7 +39,9 @@ def test_a_containers_quota_bounds_the_cpus(eight, tmp_path, contents, cpus):
     assert host.usable_cpus(files(tmp_path, **contents)) == cpus
 
 
-@pytest.mark.parametrize(("local", "workers"), [("", 8), ("1", 8), ("3", 2), ("16", 1), ("x", 8), ("0", 8)])
+@pytest.mark.parametrize(
+    ("local", "workers"), [("", 8), ("1", 8), ("3", 2), ("16", 1), ("x", 8), ("0", 8)]
+)
 def test_ranks_share_the_host(eight, monkeypatch, local, workers):
     monkeypatch.setattr(host, "usable_cpus", lambda: 8.0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)

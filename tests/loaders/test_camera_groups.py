@@ -28,18 +28,29 @@ PIXELS = PixelAugment(train=True, brightness=32, grid_mask_prob=0.7)
 OPTIONS = {"seed": 3, "shuffle": False}
 MASK = (
     Channel(
-        name="mask", kind="array", field="mask.npy", dtype="uint8", axes=("height", "width"), shape=BACK[::-1],
-        frame="image:cam_back", law=Law("image", camera="cam_back", fill=255.0),
+        name="mask",
+        kind="array",
+        field="mask.npy",
+        dtype="uint8",
+        axes=("height", "width"),
+        shape=BACK[::-1],
+        frame="image:cam_back",
+        law=Law("image", camera="cam_back", fill=255.0),
     ),
     lambda row: np.arange(BACK[0] * BACK[1], dtype=np.uint8).reshape(BACK[::-1]) + np.uint8(row),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     root = tmp_path_factory.mktemp("groups") / "dataset"
     build_dataset(
-        root, {"train": (6, 2)}, size=FRONT, back_size=BACK, missing=frozenset({(3, "cam_back")}), extra=[MASK]
+        root,
+        {"train": (6, 2)},
+        size=FRONT,
+        back_size=BACK,
+        missing=frozenset({(3, "cam_back")}),
+        extra=[MASK],
     )
     return root
 
@@ -49,9 +60,15 @@ def grouped(dataset, **options) -> list[dict]:
 
 
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0], "pad": "mask"}])
-@pytest.mark.parametrize("decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])]
+)
 def test_each_group_is_what_a_loader_of_its_size_shows(dataset, decoder, window) -> None:
-    options = {"decoder": decoder, "window": window, "ego": BevAugment(train=True, rotate_deg=(-20, 20))}
+    options = {
+        "decoder": decoder,
+        "window": window,
+        "ego": BevAugment(train=True, rotate_deg=(-20, 20)),
+    }
     options |= {"channels": ["mask"], **({} if decoder == "dali" else {"pixels": PIXELS})}
     found = grouped(dataset, **options)
     wide, tall = (batches(dataset, 4, image=image, **OPTIONS, **options) for image in (WIDE, TALL))
@@ -61,7 +78,12 @@ def test_each_group_is_what_a_loader_of_its_size_shows(dataset, decoder, window)
         assert {name: one.shape for name, one in batch["img"].items()} == shapes
         assert torch.equal(batch["img"]["wide"], front["img"][..., :1, :, :, :])
         assert torch.equal(batch["img"]["tall"], back["img"][..., 1:, :, :, :])
-        for name in ("ida_mat", "intrinsics", "ego2img", "lidar2img"):  # of all cameras in rig order
+        for name in (
+            "ida_mat",
+            "intrinsics",
+            "ego2img",
+            "lidar2img",
+        ):  # of all cameras in rig order
             assert torch.equal(batch[name][..., :1, :, :], front[name][..., :1, :, :]), name
             assert torch.equal(batch[name][..., 1:, :, :], back[name][..., 1:, :, :]), name
         assert batch.keys() == front.keys()
@@ -75,7 +97,9 @@ def test_maps_are_those_of_the_group(dataset) -> None:
             for camera, (augment, size) in enumerate(((WIDE, FRONT), (TALL, BACK))):
                 expected = augment.draw([size], seed=3, epoch=0, sample=row, cameras=[camera])
                 if batch["cam_valid"][at, camera]:
-                    assert np.allclose(batch["ida_mat"][at, camera], ida_mats(expected)[0], atol=1e-6)
+                    assert np.allclose(
+                        batch["ida_mat"][at, camera], ida_mats(expected)[0], atol=1e-6
+                    )
 
 
 def test_one_group_may_hold_cameras_in_any_order(dataset) -> None:
@@ -88,7 +112,12 @@ def test_one_group_may_hold_cameras_in_any_order(dataset) -> None:
 
 def test_normalized_static_and_two_views(dataset) -> None:
     plain, normalize = grouped(dataset, two_views=True), Normalize(dtype="float32")
-    options = {"camera_groups": GROUPS, "two_views": True, "normalize": normalize, "static": {"buffers": 2}}
+    options = {
+        "camera_groups": GROUPS,
+        "two_views": True,
+        "normalize": normalize,
+        "static": {"buffers": 2},
+    }
     with load(dataset, 4, **OPTIONS, **options) as loader:
         seen = []
         for batch, expected in zip(loader, plain, strict=True):
@@ -123,8 +152,14 @@ def test_the_state_names_the_groups(dataset) -> None:
     ("groups", "message"),
     [
         ({}, "must name a group or more"),
-        ({"a": {"cameras": ["cam_front"], "image": WIDE}}, "leaves out cameras that are loaded: cam_back"),
-        (GROUPS | {"c": {"cameras": ["cam_left"], "image": WIDE}}, "names cameras that are not loaded: cam_left"),
+        (
+            {"a": {"cameras": ["cam_front"], "image": WIDE}},
+            "leaves out cameras that are loaded: cam_back",
+        ),
+        (
+            GROUPS | {"c": {"cameras": ["cam_left"], "image": WIDE}},
+            "names cameras that are not loaded: cam_left",
+        ),
         (GROUPS | {"c": {"cameras": ["cam_front"], "image": WIDE}}, "in several groups: cam_front"),
         ({"a": {"cameras": ["cam_front"] * 2, "image": WIDE}}, "each once"),
         ({"a": {"cameras": [], "image": WIDE}}, "one camera or more"),

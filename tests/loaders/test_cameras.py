@@ -21,12 +21,24 @@ from support.cameras import CHANNELS, write_cameras
 from support.datasets import CAMERAS, build_dataset
 
 OF_CAMERAS = {
-    *("img", "cam_valid", "intrinsics", "dist", "ida_mat", "cam2ego", "cam2keyego", "ego2img", "lidar2img"),
+    *(
+        "img",
+        "cam_valid",
+        "intrinsics",
+        "dist",
+        "ida_mat",
+        "cam2ego",
+        "cam2keyego",
+        "ego2img",
+        "lidar2img",
+    ),
     "img_timestamp_ns",
 }
 SIZE, BACK = (96, 64), (48, 80)
 DRAWN = {
-    "image": ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5, scope="camera"),
+    "image": ImageAugment(
+        height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5, scope="camera"
+    ),
     "ego": BevAugment(train=True, rotate_deg=(-20, 20)),
 }
 PIXELS = PixelAugment(train=True, brightness=32, grid_mask_prob=0.7, scope="camera")
@@ -34,9 +46,15 @@ PIXELS = PixelAugment(train=True, brightness=32, grid_mask_prob=0.7, scope="came
 
 def mask_of(camera: str, size: tuple[int, int]) -> Channel:
     return Channel(
-        name=f"mask_{camera}", kind="array", field=f"mask_{camera}.npy", dtype="uint8", axes=("height", "width"),
-        shape=size[::-1], frame=f"image:{camera}", law=Law("image", camera=camera, fill=255.0),
-    )  # fmt: skip
+        name=f"mask_{camera}",
+        kind="array",
+        field=f"mask_{camera}.npy",
+        dtype="uint8",
+        axes=("height", "width"),
+        shape=size[::-1],
+        frame=f"image:{camera}",
+        law=Law("image", camera=camera, fill=255.0),
+    )
 
 
 EXTRA = [
@@ -63,14 +81,27 @@ def six(tmp_path_factory):
 def part(batch: dict, camera: int) -> dict:
     """What a loader of one camera gives, taken out of a batch of all; windows have one axis more before the cameras."""
     axis = batch["cam_valid"].ndim - 1
-    return {name: one.narrow(axis, camera, 1) if name in OF_CAMERAS else one for name, one in batch.items()}
+    return {
+        name: one.narrow(axis, camera, 1) if name in OF_CAMERAS else one
+        for name, one in batch.items()
+    }
 
 
 @pytest.mark.parametrize("camera", CAMERAS)
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0], "pad": "mask"}])
-@pytest.mark.parametrize("decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])])
-def test_every_entry_is_that_of_the_same_camera_in_a_batch_of_all(dataset, camera, window, decoder) -> None:
-    options = {"decoder": decoder, "window": window, "points": True, "channels": [f"mask_{camera}"], **DRAWN}
+@pytest.mark.parametrize(
+    "decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])]
+)
+def test_every_entry_is_that_of_the_same_camera_in_a_batch_of_all(
+    dataset, camera, window, decoder
+) -> None:
+    options = {
+        "decoder": decoder,
+        "window": window,
+        "points": True,
+        "channels": [f"mask_{camera}"],
+        **DRAWN,
+    }
     options |= {} if decoder == "dali" else {"pixels": PIXELS}
     whole = batches(dataset, 4, seed=3, **options)
     found = batches(dataset, 4, seed=3, cameras=[camera], **options)
@@ -80,11 +111,15 @@ def test_every_entry_is_that_of_the_same_camera_in_a_batch_of_all(dataset, camer
         assert not unlike(one, part(all_of, CAMERAS.index(camera)))
 
 
-@pytest.mark.parametrize("order", [{"kind": "sequential"}, {"kind": "shuffled", "seed": 5}, {"kind": "lanes"}])
+@pytest.mark.parametrize(
+    "order", [{"kind": "sequential"}, {"kind": "shuffled", "seed": 5}, {"kind": "lanes"}]
+)
 def test_orders_do_not_depend_on_the_cameras(dataset, order) -> None:
     options = {"order": order, "two_views": True, **DRAWN}
     for one, all_of in zip(
-        batches(dataset, 2, cameras=["cam_back"], **options), batches(dataset, 2, **options), strict=True
+        batches(dataset, 2, cameras=["cam_back"], **options),
+        batches(dataset, 2, **options),
+        strict=True,
     ):
         assert not unlike(one, part(all_of, 1))
 
@@ -92,7 +127,9 @@ def test_orders_do_not_depend_on_the_cameras(dataset, order) -> None:
 @pytest.mark.costly
 def test_any_ranks_and_restarts_give_one_sequence(dataset) -> None:
     check_one_sequence(
-        lambda batch_size, **where: load(dataset, batch_size, cameras=["cam_back"], seed=1, **where, **DRAWN)
+        lambda batch_size, **where: load(
+            dataset, batch_size, cameras=["cam_back"], seed=1, **where, **DRAWN
+        )
     )
 
 
@@ -100,7 +137,9 @@ def test_the_state_names_the_cameras(dataset) -> None:
     state = load(dataset, 4, cameras=["cam_back"]).state_dict()
     assert '"cameras":["cam_back"]' in state["identity"]
     load(dataset, 4, cameras=["cam_back"]).load_state_dict(state)
-    with pytest.raises(StateMismatchError, match=r"cameras: state has \['cam_back'\], loader has \['cam_front'\]"):
+    with pytest.raises(
+        StateMismatchError, match=r"cameras: state has \['cam_back'\], loader has \['cam_front'\]"
+    ):
         load(dataset, 4, cameras=["cam_front"]).load_state_dict(state)
     # All cameras, in any order, are what a loader without the setting has.
     assert load(dataset, 4, cameras=CAMERAS[::-1]).state_dict() == load(dataset, 4).state_dict()
@@ -111,7 +150,9 @@ def test_the_state_names_the_cameras(dataset) -> None:
 def test_fewer_bytes_are_fetched_and_fewer_images_decoded(six, backend, monkeypatch) -> None:
     decoded = []
     decode = samples.decode_images
-    monkeypatch.setattr(samples, "decode_images", lambda *a: decoded.append(len(a[1])) or decode(*a))
+    monkeypatch.setattr(
+        samples, "decode_images", lambda *a: decoded.append(len(a[1])) or decode(*a)
+    )
 
     def run(**options) -> tuple[list[dict], set[int], float]:
         """Batches, the images of each sample that was decoded, and the bytes of each that was fetched."""
@@ -143,11 +184,16 @@ def test_what_a_layer_has_of_another_camera_is_left_out(dataset, tmp_path) -> No
 @pytest.mark.costly
 def test_rigs_that_share_the_cameras_can_be_mixed(six, tmp_path) -> None:
     write_cameras(tmp_path / "one", 4, num_shards=1, channels=["cam_front"])
-    roots, options = {"six": six, "one": tmp_path / "one"}, {"mix": {"six": 1, "one": 1}, "shuffle": False}
+    roots, options = (
+        {"six": six, "one": tmp_path / "one"},
+        {"mix": {"six": 1, "one": 1}, "shuffle": False},
+    )
     with pytest.raises(ConfigError, match="their cameras differ"):
         load(roots, 2, **options)
     found = batches(roots, 2, cameras=["cam_front"], **options)
-    assert all(sorted(batch["dataset"]) == ["one", "six"] and batch["img"].shape[1] == 1 for batch in found)
+    assert all(
+        sorted(batch["dataset"]) == ["one", "six"] and batch["img"].shape[1] == 1 for batch in found
+    )
 
 
 def test_what_is_shown_has_the_cameras_that_are_loaded(dataset) -> None:
@@ -159,16 +205,25 @@ def test_what_is_shown_has_the_cameras_that_are_loaded(dataset) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cameras": ["cam_frnt"]}, "has no camera 'cam_frnt'; did you mean 'cam_front'?; it has: cam_front, cam_back"),
+        (
+            {"cameras": ["cam_frnt"]},
+            "has no camera 'cam_frnt'; did you mean 'cam_front'?; it has: cam_front, cam_back",
+        ),
         ({"cameras": []}, "must name a camera or more, each once; there are: cam_front, cam_back"),
         ({"cameras": ["cam_back", "cam_back"]}, "must name a camera or more, each once"),
-        ({"cameras": "cam_back"}, "cameras='cam_back' must be a list of names of cameras, a dict of dataset to such"),
+        (
+            {"cameras": "cam_back"},
+            "cameras='cam_back' must be a list of names of cameras, a dict of dataset to such",
+        ),
         (
             {"cameras": ["cam_back"], "channels": ["mask_cam_front"]},
             "'mask_cam_front' lies on the image of 'cam_front', and the loader has the cameras cam_back only",
         ),
         (
-            {"cameras": ["cam_back"], "camera_groups": {"a": {"cameras": ["cam_front"], "image": DRAWN["image"]}}},
+            {
+                "cameras": ["cam_back"],
+                "camera_groups": {"a": {"cameras": ["cam_front"], "image": DRAWN["image"]}},
+            },
             "names cameras that are not loaded: cam_front",
         ),
     ],

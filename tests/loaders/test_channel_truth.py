@@ -38,30 +38,64 @@ CELLS = (40, 30, 6)
 FAR_M = 15.0
 
 DEPTH = Channel(
-    name="depth", kind="array", field="depth.npy", dtype="float32", axes=("height", "width"), shape=SIZE[::-1],
-    units=("m",), frame=f"image:{CAMERA}", law=Law("image", camera=CAMERA, interpolation="linear", fill=-1.0),
-)  # fmt: skip
+    name="depth",
+    kind="array",
+    field="depth.npy",
+    dtype="float32",
+    axes=("height", "width"),
+    shape=SIZE[::-1],
+    units=("m",),
+    frame=f"image:{CAMERA}",
+    law=Law("image", camera=CAMERA, interpolation="linear", fill=-1.0),
+)
 OCCUPANCY = Channel(
-    name="occupancy", kind="array", field="occupancy.npy", dtype="uint8", axes=("x", "y", "z"), shape=CELLS,
-    frame="ego", law=Law("ego_grid", extent_m=EXTENT),
-)  # fmt: skip
+    name="occupancy",
+    kind="array",
+    field="occupancy.npy",
+    dtype="uint8",
+    axes=("x", "y", "z"),
+    shape=CELLS,
+    frame="ego",
+    law=Law("ego_grid", extent_m=EXTENT),
+)
 PROJECTED = Channel(
-    name="projected", kind="ragged", field="projected.safetensors", frame=f"image:{CAMERA}",
-    arrays=(ArraySpec("box", "float32", (4,)), ArraySpec("centre", "float32", (2,)), ArraySpec("row", "int32")),
+    name="projected",
+    kind="ragged",
+    field="projected.safetensors",
+    frame=f"image:{CAMERA}",
+    arrays=(
+        ArraySpec("box", "float32", (4,)),
+        ArraySpec("centre", "float32", (2,)),
+        ArraySpec("row", "int32"),
+    ),
     law=Law("image_points", camera=CAMERA, roles={"boxes": (("box",),), "points": (("centre",),)}),
-)  # fmt: skip
+)
 POSES = Channel(
-    name="poses", kind="array", field="poses.npy", dtype="float64", axes=("pose", "row", "column"), shape=(2, 4, 4),
-    frame="ego", law=Law("ego_poses"),
-)  # fmt: skip
+    name="poses",
+    kind="array",
+    field="poses.npy",
+    dtype="float64",
+    axes=("pose", "row", "column"),
+    shape=(2, 4, 4),
+    frame="ego",
+    law=Law("ego_poses"),
+)
 OWN = (DEPTH, OCCUPANCY, PROJECTED, POSES)
-NAMES = ["radar", f"boxes2d_{CAMERA}", f"instances_{CAMERA}", f"depth_{CAMERA}", *(channel.name for channel in OWN)]
+NAMES = [
+    "radar",
+    f"boxes2d_{CAMERA}",
+    f"instances_{CAMERA}",
+    f"depth_{CAMERA}",
+    *(channel.name for channel in OWN),
+]
 
 
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base: Path = tmp_path_factory.mktemp("truth")
-    synth_with_channels(base / "drive", seed=5, clips=1, frames=3, size=SIZE, lidar_sweeps=0, workers=1)
+    synth_with_channels(
+        base / "drive", seed=5, clips=1, frames=3, size=SIZE, lidar_sweeps=0, workers=1
+    )
     shard(f"nuscenes:{base / 'drive'}", base / "plain", workers=1)
     plain = open_dataset(base / "plain")
     table = base / "drive" / "v1.0-mini" / "channels.json"
@@ -72,8 +106,12 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(len(plain)):
         sample = plain[number]
         values = {
-            "depth": ground_depth(sample.geometry.intrinsics[0], sample.geometry.cam2keyego()[0], *SIZE),
-            "occupancy": (depth_inside(cell_centres(), sample.boxes.boxes3d.astype(np.float64)) > 0).astype(np.uint8),
+            "depth": ground_depth(
+                sample.geometry.intrinsics[0], sample.geometry.cam2keyego()[0], *SIZE
+            ),
+            "occupancy": (
+                depth_inside(cell_centres(), sample.boxes.boxes3d.astype(np.float64)) > 0
+            ).astype(np.uint8),
             "projected": projections(sample.geometry.ego2img()[0], sample.boxes.boxes3d),
             "poses": np.stack([np.eye(4), pose(sample.boxes.boxes3d[0])]),
         }
@@ -103,7 +141,10 @@ def box_corners(boxes: Array) -> Array:
     """Corners (M, 8, 3) of boxes x y z l w h yaw."""
     signs = np.array([(x, y, z) for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)])
     poses = np.stack([pose(box) for box in boxes.astype(np.float64)])
-    return np.einsum("mij,mkj->mki", poses[:, :3, :3], signs * boxes[:, None, 3:6] / 2) + poses[:, None, :3, 3]
+    return (
+        np.einsum("mij,mkj->mki", poses[:, :3, :3], signs * boxes[:, None, 3:6] / 2)
+        + poses[:, None, :3, 3]
+    )
 
 
 def projections(ego2img: Array, boxes: Array) -> dict[str, Array]:
@@ -150,23 +191,40 @@ def augmentations(draw: st.DrawFn) -> Transforms:
         factors = {"resize_range": (0.3, 0.9)}
     degrees = draw(st.sampled_from([0.0, 5.4, 45.0]))
     image = ImageAugment(
-        height=draw(st.integers(60, 140)), width=draw(st.integers(100, 260)), train=True,
+        height=draw(st.integers(60, 140)),
+        width=draw(st.integers(100, 260)),
+        train=True,
         crop_y=draw(st.sampled_from(["bottom", "center", "top", "random"])),
-        crop_x=draw(st.sampled_from(["random", "center", "left"])), flip_prob=draw(st.sampled_from([0.0, 0.5, 1.0])),
-        rotate_deg=(-degrees, degrees), **factors,
-    )  # fmt: skip
+        crop_x=draw(st.sampled_from(["random", "center", "left"])),
+        flip_prob=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        rotate_deg=(-degrees, degrees),
+        **factors,
+    )
     ego = BevAugment(
-        train=draw(st.booleans()), rotate_deg=(-180.0, 180.0), scale=(0.8, 1.25), flip_x_prob=0.5, flip_y_prob=0.5,
+        train=draw(st.booleans()),
+        rotate_deg=(-180.0, 180.0),
+        scale=(0.8, 1.25),
+        flip_x_prob=0.5,
+        flip_y_prob=0.5,
         translate_std_m=0.7,
-    )  # fmt: skip
+    )
     return Transforms(image=image, ego=ego, decoder="pillow")
 
 
-def batches(drive: Path, transforms: Transforms, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def batches(
+    drive: Path, transforms: Transforms, seed: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a batch, and the stored values of its samples."""
     transforms = msgspec.structs.replace(transforms, channels=NAMES)
     with DataLoader(
-        drive, 3, shuffle=True, drop_last=True, transforms=transforms, seed=seed, num_workers=1, world=World()
+        drive,
+        3,
+        shuffle=True,
+        drop_last=True,
+        transforms=transforms,
+        seed=seed,
+        num_workers=1,
+        world=World(),
     ) as loader:
         batch = next(iter(loader))
     dataset = open_dataset(drive)
@@ -178,7 +236,9 @@ def batches(drive: Path, transforms: Transforms, seed: int) -> tuple[dict[str, A
             **decode_values(sample.extra, channels, sample.key),
             "gt_boxes_3d": sample.boxes.boxes3d.astype(np.float64),
             # What the crops leave of the stored image [px], left, top, right, bottom, from its outer border.
-            "seen": transforms.image.draw(sample.geometry.img_wh.tolist(), seed=seed, epoch=0, sample=row)[0].visible,
+            "seen": transforms.image.draw(
+                sample.geometry.img_wh.tolist(), seed=seed, epoch=0, sample=row
+            )[0].visible,
         }
         for row, sample in zip(rows, stored, strict=True)
     ]
@@ -217,7 +277,9 @@ def check_mask(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
     near = np.floor(places + 0.5).astype(int).clip(0, np.array(SIZE) - 1)
     wanted = np.where(border(places, values["seen"]) > 0, stored[near[..., 1], near[..., 0]], 0)
     # The matrix is float32: a place on the line between two pixels may fall to either.
-    clear = (abs(places + 0.5 - np.rint(places + 0.5)) > 1e-2).all(-1) & (abs(border(places, values["seen"])) > 1e-2)
+    clear = (abs(places + 0.5 - np.rint(places + 0.5)) > 1e-2).all(-1) & (
+        abs(border(places, values["seen"])) > 1e-2
+    )
     assert moved.dtype == np.uint16
     np.testing.assert_array_equal(moved[clear], wanted[clear])
 
@@ -227,7 +289,9 @@ def check_depth(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
     height, width = moved.shape
     # Depth is the stored camera's: the ego map is taken off the pose again, the image map stays in the intrinsics.
     cam2ego = np.linalg.inv(batch["bda_mat"][at].numpy()) @ batch["cam2keyego"][at, 0].numpy()
-    afresh = ground_depth(batch["intrinsics"][at, 0].numpy().astype(np.float64), cam2ego, width, height)
+    afresh = ground_depth(
+        batch["intrinsics"][at, 0].numpy().astype(np.float64), cam2ego, width, height
+    )
     places = stored_places(batch["ida_mat"][at, 0].numpy(), width, height)
     distance = border(places, values["seen"])
     inner = (distance > 0.6) & (afresh < FAR_M)
@@ -242,7 +306,9 @@ def check_true_depth(batch: dict[str, Any], at: int, values: dict[str, Any]) -> 
     cells = (places + 0.5) / DEPTH_FRACTION
     near = np.floor(cells).astype(int).clip(0, np.array(stored.shape[::-1]) - 1)
     wanted = np.where(border(places, values["seen"]) > 0, stored[near[..., 1], near[..., 0]], 0.0)
-    clear = (abs(cells - np.rint(cells)) > 1e-2).all(-1) & (abs(border(places, values["seen"])) > 1e-2)
+    clear = (abs(cells - np.rint(cells)) > 1e-2).all(-1) & (
+        abs(border(places, values["seen"])) > 1e-2
+    )
     assert moved.dtype == np.float32
     np.testing.assert_array_equal(moved[clear], wanted[clear])
 
@@ -251,24 +317,37 @@ def check_boxes(batch: dict[str, Any], at: int, values: dict[str, Any], *, turne
     ida = batch["ida_mat"][at, 0].numpy().astype(np.float64)
     height, width = batch["img"].shape[-2:]
     moved = {name: arrays[at].numpy() for name, arrays in batch["projected"].items()}
-    afresh = projections(batch["ego2img"][at, 0].numpy().astype(np.float64), batch["gt_boxes_3d"][at].numpy())
+    afresh = projections(
+        batch["ego2img"][at, 0].numpy().astype(np.float64), batch["gt_boxes_3d"][at].numpy()
+    )
     kept = np.isin(moved["row"], afresh["row"]), np.isin(afresh["row"], moved["row"])
     assert kept[0].sum() >= len(moved["row"]) - 1  # the ego's scale moves the line at 3 m
     np.testing.assert_allclose(moved["centre"][kept[0]], afresh["centre"][kept[1]], atol=0.05)
     if not turned:
         corners = (np.array(values["seen"]).reshape(2, 2) - 0.5) @ ida[:2, :2].T + ida[:2, 2]
-        low, high = corners.min(0).clip(-0.5, None), corners.max(0).clip(None, (width - 0.5, height - 0.5))
+        low, high = (
+            corners.min(0).clip(-0.5, None),
+            corners.max(0).clip(None, (width - 0.5, height - 0.5)),
+        )
         low, high = low.clip(None, (width - 0.5, height - 0.5)), high.clip(-0.5, None)
         boxes = afresh["box"][kept[1]].reshape(-1, 2, 2).clip(low, high).reshape(-1, 4)
         np.testing.assert_allclose(moved["box"][kept[0]], boxes, atol=0.05)
     # The boxes of the source: bounds of the turned corners, cut off at the output.
     own, known = batch[f"boxes2d_{CAMERA}"], values[f"boxes2d_{CAMERA}"]
     left, top, right, bottom = np.array(values["seen"]) - 0.5
-    kept_boxes = known["box"].astype(np.float64).reshape(-1, 2, 2).clip((left, top), (right, bottom)).reshape(-1, 4)
+    kept_boxes = (
+        known["box"]
+        .astype(np.float64)
+        .reshape(-1, 2, 2)
+        .clip((left, top), (right, bottom))
+        .reshape(-1, 4)
+    )
     corners = kept_boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)
     corners = corners @ ida[:2, :2].T + ida[:2, 2]
     limits = (width - 0.5, height - 0.5)
-    bounds = np.concatenate([corners.min(1).clip(-0.5, limits), corners.max(1).clip(-0.5, limits)], 1)
+    bounds = np.concatenate(
+        [corners.min(1).clip(-0.5, limits), corners.max(1).clip(-0.5, limits)], 1
+    )
     np.testing.assert_allclose(own["box"][at].numpy(), bounds, atol=0.01)
     sides = np.minimum(bounds[:, 2:] - bounds[:, :2], kept_boxes[:, 2:] - kept_boxes[:, :2]).min(1)
     clear = (sides > 0.02) | (sides <= 0)
@@ -277,7 +356,10 @@ def check_boxes(batch: dict[str, Any], at: int, values: dict[str, Any], *, turne
 
 
 def check_radar(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
-    moved, stored = batch["radar"][at].numpy().astype(np.float64), values["radar"].astype(np.float64)
+    moved, stored = (
+        batch["radar"][at].numpy().astype(np.float64),
+        values["radar"].astype(np.float64),
+    )
     bda = batch["bda_mat"][at].numpy().astype(np.float64)
     np.testing.assert_allclose(moved[:, :3], stored[:, :3] @ bda[:3, :3].T + bda[:3, 3], atol=1e-3)
     np.testing.assert_allclose(moved[:, 3:5], stored[:, 3:5] @ bda[:2, :2].T, atol=1e-4)
@@ -285,7 +367,9 @@ def check_radar(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
     # They are on the sides of the augmented boxes where they are on those of the stored ones, and as far from the rest.
     afresh = depth_inside(moved[:, :3], batch["gt_boxes_3d"][at].numpy().astype(np.float64))
     scale = abs(np.linalg.det(bda[:2, :2])) ** 0.5
-    np.testing.assert_allclose(afresh, scale * depth_inside(stored[:, :3], values["gt_boxes_3d"]), atol=2e-3)
+    np.testing.assert_allclose(
+        afresh, scale * depth_inside(stored[:, :3], values["gt_boxes_3d"]), atol=2e-3
+    )
     assert (abs(afresh) < 2e-3).mean() > 0.5
 
 

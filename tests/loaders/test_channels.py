@@ -17,7 +17,13 @@ from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
-from fuelrail.pipeline.errors import ChecksumError, ConfigError, ManifestError, SchemaError, StateMismatchError
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    ConfigError,
+    ManifestError,
+    SchemaError,
+    StateMismatchError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.batches import unlike
 from support.datasets import LIDAR, build_dataset
@@ -30,35 +36,92 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.protocol import StorageStats
 
 WORDS = Vocabulary("words", 1000)
-POINTS = {"axes": ("point", "column"), "shape": (None, 3), "columns": ("x", "y", "z"), "dtype": "float32"}
+POINTS = {
+    "axes": ("point", "column"),
+    "shape": (None, 3),
+    "columns": ("x", "y", "z"),
+    "dtype": "float32",
+}
 MOVED = Law("ego_points", roles={"positions": (("x", "y", "z"),)})
 CHANNELS = (
-    Channel(name="radar", kind="points", field="radar.npy", law=MOVED, frame="ego", optional=True, **POINTS),
-    Channel(name="returns", kind="points", field="returns.npy", law=MOVED, frame=f"sensor:{LIDAR}", **POINTS),
     Channel(
-        name="mask", kind="image", field="mask.png", law=Law("image", camera="cam_front"), dtype="uint16",
-        axes=("height", "width"), shape=(None, None), frame="image:cam_front", optional=True,
+        name="radar",
+        kind="points",
+        field="radar.npy",
+        law=MOVED,
+        frame="ego",
+        optional=True,
+        **POINTS,
     ),
     Channel(
-        name="occupancy", kind="array", field="occupancy.npy", dtype="uint8", axes=("x", "y"), shape=(8, 6),
-        frame="ego", law=Law("ego_grid", extent_m=(-8.0, -6.0, 8.0, 6.0)),
+        name="returns",
+        kind="points",
+        field="returns.npy",
+        law=MOVED,
+        frame=f"sensor:{LIDAR}",
+        **POINTS,
     ),
-    Channel(name="score", kind="array", field="score.npy", dtype="float16", law=Law("fixed"), optional=True),
     Channel(
-        name="agents", kind="ragged", field="agents.safetensors", law=Law("fixed"), optional=True,
+        name="mask",
+        kind="image",
+        field="mask.png",
+        law=Law("image", camera="cam_front"),
+        dtype="uint16",
+        axes=("height", "width"),
+        shape=(None, None),
+        frame="image:cam_front",
+        optional=True,
+    ),
+    Channel(
+        name="occupancy",
+        kind="array",
+        field="occupancy.npy",
+        dtype="uint8",
+        axes=("x", "y"),
+        shape=(8, 6),
+        frame="ego",
+        law=Law("ego_grid", extent_m=(-8.0, -6.0, 8.0, 6.0)),
+    ),
+    Channel(
+        name="score",
+        kind="array",
+        field="score.npy",
+        dtype="float16",
+        law=Law("fixed"),
+        optional=True,
+    ),
+    Channel(
+        name="agents",
+        kind="ragged",
+        field="agents.safetensors",
+        law=Law("fixed"),
+        optional=True,
         arrays=(ArraySpec("speed", "float32"), ArraySpec("kind", "int8", (2,))),
     ),
     Channel(name="caption", kind="text", field="caption.txt", law=Law("fixed"), optional=True),
     Channel(name="blob", kind="bytes", field="blob.bin", law=Law("fixed"), optional=True),
     Channel(
-        name="topics", kind="tokens", field="topics.npy", dtype="int32", axes=("token",), shape=(3,),
-        law=Law("fixed"), vocabulary=WORDS,
+        name="topics",
+        kind="tokens",
+        field="topics.npy",
+        dtype="int32",
+        axes=("token",),
+        shape=(3,),
+        law=Law("fixed"),
+        vocabulary=WORDS,
     ),
     Channel(
-        name="words", kind="tokens", field="words.npy", dtype="int64", axes=("token",), shape=(None,),
-        law=Law("fixed"), vocabulary=WORDS, optional=True,
+        name="words",
+        kind="tokens",
+        field="words.npy",
+        dtype="int64",
+        axes=("token",),
+        shape=(None,),
+        law=Law("fixed"),
+        vocabulary=WORDS,
+        optional=True,
     ),
-)  # fmt: skip
+)
 NAMES = [channel.name for channel in CHANNELS]
 LACKING = 2
 """Rows with this remainder by 5 lack the optional channels."""
@@ -77,13 +140,14 @@ def stored(name: str, row: int) -> Any:
         "occupancy": lambda: rng.integers(0, 255, (8, 6)).astype(np.uint8),
         "score": lambda: np.float16(row),
         "agents": lambda: {
-            "speed": np.arange(row, dtype=np.float32), "kind": rng.integers(0, 9, (row, 2)).astype(np.int8)
+            "speed": np.arange(row, dtype=np.float32),
+            "kind": rng.integers(0, 9, (row, 2)).astype(np.int8),
         },
         "caption": lambda: f"frame {row}",
         "blob": lambda: bytes([row, row]),
         "topics": lambda: rng.integers(0, 1000, 3).astype(np.int32),
         "words": lambda: np.arange(row % 4, dtype=np.int64),
-    }[name]()  # fmt: skip
+    }[name]()
 
 
 def build(root: Path, channels: tuple[Channel, ...] = CHANNELS, **options: Any) -> Path:
@@ -102,18 +166,30 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 PLAIN = Transforms(image=ImageAugment(height=64, width=96), decoder="pillow")
 AUGMENTED = Transforms(
-    image=ImageAugment(height=32, width=48, train=True, resize_range=(0.4, 0.7), flip_prob=0.5, rotate_deg=(-5, 5)),
+    image=ImageAugment(
+        height=32, width=48, train=True, resize_range=(0.4, 0.7), flip_prob=0.5, rotate_deg=(-5, 5)
+    ),
     ego=BevAugment(train=True, rotate_deg=(-90, 90), scale=(0.9, 1.1), flip_x_prob=0.5),
     decoder="pillow",
 )
 
 
 def loader(root: Any, size: int = 4, **options: Any) -> DataLoader:
-    options = {"channels": NAMES, "transforms": PLAIN, "shuffle": False, "num_workers": 2, **options}
+    options = {
+        "channels": NAMES,
+        "transforms": PLAIN,
+        "shuffle": False,
+        "num_workers": 2,
+        **options,
+    }
     chosen = {name: options.pop(name) for name in ("channels", "points") if name in options}
     transforms = msgspec.structs.replace(options.pop("transforms"), **chosen)
     return DataLoader(
-        root, size, world=World(), transforms=transforms, **{"shuffle": True, "drop_last": True, **options}
+        root,
+        size,
+        world=World(),
+        transforms=transforms,
+        **{"shuffle": True, "drop_last": True, **options},
     )
 
 
@@ -122,7 +198,9 @@ def batches(made: DataLoader) -> list[dict[str, Any]]:
         return list(made)
 
 
-def test_channels_of_little_work_are_parsed_by_one_thread_which_leaves_the_others_to_images() -> None:
+def test_channels_of_little_work_are_parsed_by_one_thread_which_leaves_the_others_to_images() -> (
+    None
+):
     by_name = {channel.name: channel for channel in CHANNELS}
     large = [name for name in by_name if SelectedChannels((by_name[name],)).are_large]
     assert large == ["mask", "occupancy"], "decoded, and warped"
@@ -136,7 +214,9 @@ def test_each_kind_is_collated_as_documented(root) -> None:
     (batch, *_) = batches(loader(root))
     lacking = [row == LACKING for row in range(4)]
     for channel in CHANNELS:
-        assert batch[f"{channel.name}_valid"].tolist() == [not (channel.optional and gone) for gone in lacking]
+        assert batch[f"{channel.name}_valid"].tolist() == [
+            not (channel.optional and gone) for gone in lacking
+        ]
     assert batch["mask"].dtype == torch.uint16
     assert batch["mask"].shape == (4, 64, 96)
     assert batch["occupancy"].shape == (4, 8, 6)
@@ -154,7 +234,12 @@ def test_each_kind_is_collated_as_documented(root) -> None:
         np.testing.assert_array_equal(batch["topics"][row], stored("topics", row))
         if row == LACKING:
             assert not batch["mask"][row].any()
-            assert batch["radar"][row] is batch["agents"]["speed"][row] is batch["agents"]["kind"][row] is None
+            assert (
+                batch["radar"][row]
+                is batch["agents"]["speed"][row]
+                is batch["agents"]["kind"][row]
+                is None
+            )
             continue
         np.testing.assert_array_equal(batch["mask"][row], stored("mask", row))
         np.testing.assert_array_equal(batch["radar"][row], stored("radar", row))
@@ -169,7 +254,12 @@ def test_windows_put_an_axis_of_frames_behind_the_samples(root) -> None:
     singles = {}
     for made in batches(loader(root, transforms=PLAIN)):
         singles |= {row: (made, at) for at, row in enumerate(made["global_index"].tolist())}
-    assert batch["frame_valid"].tolist() == [[False, True], [True, True], [True, True], [True, True]]
+    assert batch["frame_valid"].tolist() == [
+        [False, True],
+        [True, True],
+        [True, True],
+        [True, True],
+    ]
     assert batch["topics"].shape == (4, 2, 3)
     assert batch["mask"].shape == (4, 2, 32, 48)
     assert batch["words"].offsets.tolist() == [0, 0, 0, 0, 1, 2, 2, 2, 5]
@@ -218,7 +308,11 @@ def test_samples_for_a_transform_have_them_too(root, window) -> None:
 
     def other(sample: dict[str, Any]) -> dict[str, Any]:
         seen.append(sample)
-        return {"agents": sample["caption"], "words": len(sample["words"]), "caption": sample["sample_key"]}
+        return {
+            "agents": sample["caption"],
+            "words": len(sample["words"]),
+            "caption": sample["sample_key"],
+        }
 
     (batch, *_) = batches(loader(root, transform=other, transforms=AUGMENTED, window=window))
     sample = next(one for one in seen if one["sample_key"] == "clip-0000-000003")
@@ -245,14 +339,20 @@ def test_a_batch_without_any_value_keeps_its_shapes(root, tmp_path) -> None:
 
 
 def test_only_what_is_selected_is_in_the_batch_and_decoded(root, tmp_path) -> None:
-    (nothing, *_), (some, *_) = batches(loader(root, channels=None)), batches(loader(root, channels=("words", "score")))
+    (nothing, *_), (some, *_) = (
+        batches(loader(root, channels=None)),
+        batches(loader(root, channels=("words", "score"))),
+    )
     assert some.keys() - nothing.keys() == {"words", "words_valid", "score", "score_valid"}
     assert [name for name in some if name in NAMES] == ["score", "words"]  # in the table's order
     assert unlike({name: some[name] for name in nothing}, nothing) == []
     build(tmp_path / "d")
     spoil(tmp_path / "d", "occupancy", shape=(8, 7))
     assert len(batches(loader(tmp_path / "d", channels=["radar"]))) == 3
-    with pytest.raises(SchemaError, match=re.escape("channel 'occupancy' is uint8[8, 6]; the table has uint8[8, 7]")):
+    with pytest.raises(
+        SchemaError,
+        match=re.escape("channel 'occupancy' is uint8[8, 6]; the table has uint8[8, 7]"),
+    ):
         batches(loader(tmp_path / "d", channels=["occupancy"]))
 
 
@@ -260,7 +360,9 @@ def read(root: Path, names: list[str] | None, **options: Any) -> StorageStats:
     """Read each sample once, as a loader that selects these channels does; returns what that took."""
     dataset = open_dataset(root)
     reader = SampleReader(
-        dataset, storage=LayeredStorage(open_storage(dataset, **options)), channels=choose_channels(dataset, names)
+        dataset,
+        storage=LayeredStorage(open_storage(dataset, **options)),
+        channels=choose_channels(dataset, names),
     )
     for number in range(len(dataset)):
         assert len(reader.sample(number).images) == 2
@@ -273,7 +375,9 @@ def test_what_is_behind_the_last_selected_member_is_not_fetched(root, tmp_path, 
     rows = [index.row(number) for number in range(len(index))]
 
     def up_to(last: str) -> int:
-        ends = [max(m.offset + m.stored_bytes for m in row.members if m.name == last) for row in rows]
+        ends = [
+            max(m.offset + m.stored_bytes for m in row.members if m.name == last) for row in rows
+        ]
         return sum(-(-end // 512) * 512 for end in ends)
 
     whole = sum(row.length for row in rows)
@@ -306,7 +410,9 @@ def test_parts_of_samples_are_checked_by_their_members(root, tmp_path, layout) -
         data[at] ^= 1
         shard.write_bytes(data)
         if is_read:
-            text = "checksum mismatch" if layout == "frame" else f"member '{name}': checksum mismatch"
+            text = (
+                "checksum mismatch" if layout == "frame" else f"member '{name}': checksum mismatch"
+            )
             with pytest.raises(ChecksumError, match=text):
                 batches(loader(tmp_path / "d", **chosen))
         else:
@@ -319,7 +425,10 @@ def test_parts_of_samples_are_checked_by_their_members(root, tmp_path, layout) -
 
 def spoil(root: Path, name: str, **changes: Any) -> None:
     def edit(manifest: Any) -> Any:
-        table = [msgspec.structs.replace(one, **changes) if one.name == name else one for one in manifest.channels]
+        table = [
+            msgspec.structs.replace(one, **changes) if one.name == name else one
+            for one in manifest.channels
+        ]
         return msgspec.structs.replace(manifest, channels=tuple(table))
 
     reseal(root, edit)
@@ -329,7 +438,10 @@ def spoil(root: Path, name: str, **changes: Any) -> None:
     ("names", "says"),
     [
         (["radr"], "has no channel 'radr'; it has: cam_front, cam_back, lidar_top, boxes, radar"),
-        (["cam_front"], "'cam_front' is not selected by name; cameras and boxes are in every batch"),
+        (
+            ["cam_front"],
+            "'cam_front' is not selected by name; cameras and boxes are in every batch",
+        ),
         (["boxes"], "'boxes' is not selected by name"),
         ([3], "must be a list of names of channels, or None"),
     ],
@@ -343,9 +455,17 @@ def test_channels_whose_entries_have_names_of_others_are_refused(tmp_path) -> No
     fixed = {"kind": "text", "law": Law("fixed"), "optional": True}
     names = ("img", "gt", "cue", "cue_valid")
     channels = tuple(Channel(name=name, field=f"{name}.txt", **fixed) for name in names)
-    build_dataset(tmp_path / "d", {"train": (4,)}, extra=[(channel, lambda _: "text") for channel in channels])
-    for chosen, entry in ((["img"], "img"), (["gt"], "gt_valid"), (["cue", "cue_valid"], "cue_valid")):
-        with pytest.raises(ConfigError, match=f"needs the batch entry '{entry}', which another entry has"):
+    build_dataset(
+        tmp_path / "d", {"train": (4,)}, extra=[(channel, lambda _: "text") for channel in channels]
+    )
+    for chosen, entry in (
+        (["img"], "img"),
+        (["gt"], "gt_valid"),
+        (["cue", "cue_valid"], "cue_valid"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"needs the batch entry '{entry}', which another entry has"
+        ):
             loader(tmp_path / "d", channels=chosen)
 
 
@@ -369,19 +489,30 @@ def test_mixed_datasets_need_the_same_entries(root, tmp_path) -> None:
     spoil(tmp_path / "other", "occupancy", law=Law("ego_grid", extent_m=(-8.0, -6.0, 8.0, 7.0)))
     build(tmp_path / "fewer", CHANNELS[:2])
     for name, says in (
-        ("other", "their channels 'occupancy' (law) differ: 'a' has {'name': 'ego_grid', 'extent_m': [-8.0, -6.0, 8.0"),
+        (
+            "other",
+            "their channels 'occupancy' (law) differ: 'a' has {'name': 'ego_grid', 'extent_m': [-8.0, -6.0, 8.0",
+        ),
         ("fewer", f"'{tmp_path / 'fewer'}' has no channel 'mask'"),
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
             loader({"a": root, "b": tmp_path / name}, mix={"a": 1, "b": 1})
-        assert batches(loader({"a": root, "b": tmp_path / name}, mix={"a": 1, "b": 1}, channels=["radar"]))
+        assert batches(
+            loader({"a": root, "b": tmp_path / name}, mix={"a": 1, "b": 1}, channels=["radar"])
+        )
 
 
 def test_a_state_names_the_channels(root) -> None:
-    with loader(root, channels=["words", "radar"]) as one, loader(root, channels=["radar", "words"]) as other:
+    with (
+        loader(root, channels=["words", "radar"]) as one,
+        loader(root, channels=["radar", "words"]) as other,
+    ):
         other.load_state_dict(one.state_dict())
     with loader(root, channels=["radar"]) as less:
-        with pytest.raises(StateMismatchError, match=re.escape("channels: state has ['radar', 'words'], loader has")):
+        with pytest.raises(
+            StateMismatchError,
+            match=re.escape("channels: state has ['radar', 'words'], loader has"),
+        ):
             less.load_state_dict(one.state_dict())
         less.load_state_dict(one.state_dict(), strict=False)
     with loader(root, channels=None) as none, loader(root, channels=[]) as empty:
@@ -391,11 +522,15 @@ def test_a_state_names_the_channels(root) -> None:
 def test_a_sample_whose_channel_is_bad_is_substituted(tmp_path) -> None:
     build(tmp_path / "d")
     spoil(tmp_path / "d", "caption", optional=False)
-    with pytest.raises(SchemaError, match=r"clip-0000-000002.*channel 'caption' is missing, and the table does not"):
+    with pytest.raises(
+        SchemaError, match=r"clip-0000-000002.*channel 'caption' is missing, and the table does not"
+    ):
         batches(loader(tmp_path / "d"))
     policy = {"on_error": "substitute", "file": str(tmp_path / "bad.jsonl")}
     for window in (None, FrameWindow(frames=(-1, 0))):
-        with loader(tmp_path / "d", channels=["caption", "mask"], bad_samples=policy, window=window) as made:
+        with loader(
+            tmp_path / "d", channels=["caption", "mask"], bad_samples=policy, window=window
+        ) as made:
             found = [row for batch in made for row in batch["global_index"].tolist()]
             assert made.stats().bad_samples == 2
         assert {2, 7} & set(found) == set()
@@ -403,7 +538,9 @@ def test_a_sample_whose_channel_is_bad_is_substituted(tmp_path) -> None:
     assert '"member":"caption.txt"' in (tmp_path / "bad.jsonl").read_text().replace('": "', '":"')
 
 
-@pytest.mark.parametrize("parts", [{"decode"}, {"decompression"}, {"storage"}, {"storage", "decompression", "decode"}])
+@pytest.mark.parametrize(
+    "parts", [{"decode"}, {"decompression"}, {"storage"}, {"storage", "decompression", "decode"}]
+)
 def test_parts_that_are_left_out_leave_the_shapes(root, parts) -> None:
     made = loader(root, transforms=AUGMENTED)
     made.leave_out(parts)
@@ -418,7 +555,14 @@ def test_parts_that_are_left_out_leave_the_shapes(root, parts) -> None:
 def test_they_come_to_the_device_with_the_rest(root) -> None:
     (ours, *_) = batches(loader(root, transforms=AUGMENTED))
     (batch, *_) = batches(loader(root, transforms=AUGMENTED, device="cuda"))
-    tensors = [batch["mask"], batch["topics_valid"], batch["words"].values, batch["agents"]["speed"][0]]
+    tensors = [
+        batch["mask"],
+        batch["topics_valid"],
+        batch["words"].values,
+        batch["agents"]["speed"][0],
+    ]
     assert {tensor.device.type for tensor in (*tensors, batch["radar"][0])} == {"cuda"}
-    assert len({tensor.untyped_storage().data_ptr() for tensor in (*tensors, batch["radar"][0])}) == 1
+    assert (
+        len({tensor.untyped_storage().data_ptr() for tensor in (*tensors, batch["radar"][0])}) == 1
+    )
     assert unlike(ours, batch) == []

@@ -26,9 +26,21 @@ from support.pictures import open_with_pillow, psnr_db
 WH = (192, 160)
 DIST = [-0.3, 0.08, 0.001, -0.0005, 0.01]
 LENS = ("opencv_radtan", DIST)
-TRAIN = ImageAugment(height=72, width=144, train=True, resize_range=(0.8, 0.98), flip_prob=0.5, rotate_deg=(-5.4, 5.4))
+TRAIN = ImageAugment(
+    height=72,
+    width=144,
+    train=True,
+    resize_range=(0.8, 0.98),
+    flip_prob=0.5,
+    rotate_deg=(-5.4, 5.4),
+)
 BEV = BevAugment(
-    train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_x_prob=0.5, flip_y_prob=0.5, translate_std_m=0.5
+    train=True,
+    rotate_deg=(-22.5, 22.5),
+    scale=(0.9, 1.1),
+    flip_x_prob=0.5,
+    flip_y_prob=0.5,
+    translate_std_m=0.5,
 )
 
 
@@ -37,10 +49,14 @@ def bent(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     k1, k2, p1, p2, k3 = DIST
     r2 = x * x + y * y
     radial = 1 + k1 * r2 + k2 * r2**2 + k3 * r2**3
-    return x * radial + 2 * p1 * x * y + p2 * (r2 + 2 * x * x), y * radial + p1 * (r2 + 2 * y * y) + 2 * p2 * x * y
+    return x * radial + 2 * p1 * x * y + p2 * (r2 + 2 * x * x), y * radial + p1 * (
+        r2 + 2 * y * y
+    ) + 2 * p2 * x * y
 
 
-def sampled(encoded: bytes, ida_mat: np.ndarray, camera: np.ndarray, *, has_lens: bool) -> tuple[np.ndarray, ...]:
+def sampled(
+    encoded: bytes, ida_mat: np.ndarray, camera: np.ndarray, *, has_lens: bool
+) -> tuple[np.ndarray, ...]:
     """What the output must show, by float64: planes (3, h, w), and the pixels that lie well within the stored image."""
     picture = open_with_pillow(encoded).astype(np.float64)
     height, width = TRAIN.height, TRAIN.width
@@ -52,7 +68,10 @@ def sampled(encoded: bytes, ida_mat: np.ndarray, camera: np.ndarray, *, has_lens
         x, y = bent((x - camera[0, 2]) / camera[0, 0], (y - camera[1, 2]) / camera[1, 1])
         x, y = x * camera[0, 0] + camera[0, 2], y * camera[1, 1] + camera[1, 2]
         inside &= (x > 4) & (x < WH[0] - 5) & (y > 4) & (y < WH[1] - 5)
-    x0, y0 = np.clip(np.floor(x).astype(int), 0, WH[0] - 2), np.clip(np.floor(y).astype(int), 0, WH[1] - 2)
+    x0, y0 = (
+        np.clip(np.floor(x).astype(int), 0, WH[0] - 2),
+        np.clip(np.floor(y).astype(int), 0, WH[1] - 2),
+    )
     fx, fy = (x - x0)[:, None], (y - y0)[:, None]
     upper = picture[y0, x0] * (1 - fx) + picture[y0, x0 + 1] * fx
     lower = picture[y0 + 1, x0] * (1 - fx) + picture[y0 + 1, x0 + 1] * fx
@@ -60,7 +79,9 @@ def sampled(encoded: bytes, ida_mat: np.ndarray, camera: np.ndarray, *, has_lens
     return values.T.reshape(3, height, width), inside.reshape(height, width)
 
 
-def check_frame(batch: dict, at: tuple[int, ...], sample, key2global: np.ndarray, lenses: tuple[bool, ...]) -> float:
+def check_frame(
+    batch: dict, at: tuple[int, ...], sample, key2global: np.ndarray, lenses: tuple[bool, ...]
+) -> float:
     """Matrices and pixels of one frame, ``at`` its place in the batch; the lowest PSNR of its cameras in dB."""
     geometry, bda = sample.geometry, batch["bda_mat"][at[0]].double().numpy()
     lowest = 99.0
@@ -68,7 +89,9 @@ def check_frame(batch: dict, at: tuple[int, ...], sample, key2global: np.ndarray
         here = (*at, camera)
         ida_mat = batch["ida_mat"][here].double().numpy()
         k = geometry.intrinsics[camera]
-        assert_allclose(batch["intrinsics"][here].numpy(), ida_mat[:3, :3] @ k, rtol=1e-5, atol=1e-4)
+        assert_allclose(
+            batch["intrinsics"][here].numpy(), ida_mat[:3, :3] @ k, rtol=1e-5, atol=1e-4
+        )
         cam2global = geometry.cam_ego2global[camera] @ geometry.cam2ego[camera]
         cam2ego = np.linalg.solve(geometry.ego2global, cam2global)
         k4 = np.eye(4)
@@ -97,9 +120,17 @@ def root(tmp_path_factory):
 @pytest.mark.costly
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("undistort", [None, Undistort()])
-def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(root, undistort, backend: str) -> None:
+def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(
+    root, undistort, backend: str
+) -> None:
     reader = SampleReader(open_dataset(root))
-    options = {"frames": [-1, 0, 1], "undistort": undistort, "ego": BEV, "image": TRAIN, "decoder": backend}
+    options = {
+        "frames": [-1, 0, 1],
+        "undistort": undistort,
+        "ego": BEV,
+        "image": TRAIN,
+        "decoder": backend,
+    }
     lowest = []
     for batch in batches(root, 2, seed=3, **options):
         for b, rows in enumerate(batch["frame_global_index"].tolist()):
@@ -108,7 +139,11 @@ def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(root, undi
                 sample, lenses = reader.sample(row), (undistort is not None, False)
                 lowest.append(check_frame(batch, (b, t), sample, key2global, lenses))
                 bda = batch["bda_mat"][b].double().numpy()
-                ego2key = bda @ np.linalg.solve(key2global, sample.geometry.ego2global) @ np.linalg.inv(bda)
+                ego2key = (
+                    bda
+                    @ np.linalg.solve(key2global, sample.geometry.ego2global)
+                    @ np.linalg.inv(bda)
+                )
                 assert_allclose(batch["ego2key"][b, t].numpy(), ego2key, atol=2e-3)
     assert len(lowest) == 24
     # These textures are noise at the scale of pixels; turbo's bilinear is the same, the others' reaches farther.
@@ -125,7 +160,9 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
     options = {"frames": [-2, 0], "ego": BEV, "image": TRAIN, "seed": 7}
     seen = set()
     for batch in batches(roots, 4, mix={"city": 1, "highway": 1}, **options):
-        for b, (name, rows) in enumerate(zip(batch["dataset"], batch["frame_global_index"].tolist(), strict=True)):
+        for b, (name, rows) in enumerate(
+            zip(batch["dataset"], batch["frame_global_index"].tolist(), strict=True)
+        ):
             number = base[name] + rows[1]
             drawn = TRAIN.draw([WH] * 2, seed=7, epoch=0, sample=number)
             bda = BEV.draw(seed=7, epoch=0, sample=number).matrix
@@ -133,7 +170,9 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
             key2global = readers[name].sample(rows[1]).geometry.ego2global
             for t, row in enumerate(rows):
                 for camera, image_map in enumerate(drawn):
-                    assert_allclose(batch["ida_mat"][b, t, camera].numpy(), image_map.ida_mat(), atol=1e-4)
+                    assert_allclose(
+                        batch["ida_mat"][b, t, camera].numpy(), image_map.ida_mat(), atol=1e-4
+                    )
                 sample = readers[name].sample(row)
                 assert check_frame(batch, (b, t), sample, key2global, (False, False)) > 36.0
             seen.add((name, rows[1]))
@@ -144,14 +183,28 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
 @pytest.mark.costly
 @pytest.mark.skipif(shutil.which("jpegtran") is None, reason="jpegtran is not installed")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_shards_with_restart_rows_are_undistorted_as_plain_ones(root, tmp_path, backend: str) -> None:
+def test_shards_with_restart_rows_are_undistorted_as_plain_ones(
+    root, tmp_path, backend: str
+) -> None:
     prepared = tmp_path / "prepared"
     build_dataset(
-        prepared, {"train": (8,)}, size=WH, lens=LENS, rewrite=lambda row, channel, data: with_restart_rows(data)
+        prepared,
+        {"train": (8,)},
+        size=WH,
+        lens=LENS,
+        rewrite=lambda row, channel, data: with_restart_rows(data),
     )
-    options = {"undistort": Undistort(), "image": TRAIN, "seed": 3, "frames": [-1, 0], "decoder": backend}
+    options = {
+        "undistort": Undistort(),
+        "image": TRAIN,
+        "seed": 3,
+        "frames": [-1, 0],
+        "decoder": backend,
+    }
     reader = SampleReader(open_dataset(prepared))
-    for one, other in zip(batches(root, 2, **options), batches(prepared, 2, **options), strict=True):
+    for one, other in zip(
+        batches(root, 2, **options), batches(prepared, 2, **options), strict=True
+    ):
         assert one["sample_key"] == other["sample_key"]
         for name in ("ida_mat", "intrinsics", "ego2img"):
             assert (one[name] == other[name]).all()
@@ -159,7 +212,10 @@ def test_shards_with_restart_rows_are_undistorted_as_plain_ones(root, tmp_path, 
         for b, rows in enumerate(other["frame_global_index"].tolist()):
             sample = reader.sample(rows[1])
             least_db = 36.0 if backend == "turbo" else 27.0
-            assert check_frame(other, (b, 1), sample, sample.geometry.ego2global, (True, False)) > least_db
+            assert (
+                check_frame(other, (b, 1), sample, sample.geometry.ego2global, (True, False))
+                > least_db
+            )
 
 
 @pytest.mark.costly
@@ -167,25 +223,38 @@ def test_shards_with_restart_rows_are_undistorted_as_plain_ones(root, tmp_path, 
 def test_each_damaged_image_is_reported_with_its_key(tmp_path, backend: str) -> None:
     rng = random.Random(2)
     raw = build_dataset(
-        tmp_path / "d", {"train": (80,)},
-        rewrite=lambda row, channel, data: mutate(data, rng) if row % 2 and channel == "cam_back" else data,
-    )  # fmt: skip
+        tmp_path / "d",
+        {"train": (80,)},
+        rewrite=lambda row, channel, data: (
+            mutate(data, rng) if row % 2 and channel == "cam_back" else data
+        ),
+    )
     image = ImageAugment(height=32, width=48, resize=0.5)
     (image_map,) = image.draw([(96, 64)], seed=0, epoch=0, sample=0)
     decoder, refused = make_decoder(backend), {}
     for key, members in raw.items():
         for channel in CAMERAS:
             try:
-                decoder.decode_into(members[f"{channel}.jpg"], image_map, np.empty((3, 32, 48), np.uint8))
+                decoder.decode_into(
+                    members[f"{channel}.jpg"], image_map, np.empty((3, 32, 48), np.uint8)
+                )
             except ImageError as error:
                 refused[key] = (channel, error.message)
     assert 5 < len(refused) < 40
     assert {int(key[-6:]) % 2 for key in refused} == {1}
     notes = tmp_path / "bad.jsonl"
-    options = {"verify": False, "on_error": "substitute", "max_bad": 80, "file": notes, "decoder": backend}
+    options = {
+        "verify": False,
+        "on_error": "substitute",
+        "max_bad": 80,
+        "file": notes,
+        "decoder": backend,
+    }
     found = keys(batches(tmp_path / "d", 4, image=image, shuffle=False, **options))
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
-    assert {line["key"]: line["member"] for line in lines} == {key: channel for key, (channel, _) in refused.items()}
+    assert {line["key"]: line["member"] for line in lines} == {
+        key: channel for key, (channel, _) in refused.items()
+    }
     assert all(refused[line["key"]][1] in line["message"] for line in lines)
     assert len(found) == 80
     assert set(found) == set(raw) - set(refused)

@@ -13,8 +13,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fuelrail import AttributeWeights, Mix, OrderSpec
-from fuelrail.loaders.storage.cache.future_uses import FutureUses, Range, RequestNumbers, build_future_uses
-from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
+from fuelrail.loaders.storage.cache.future_uses import (
+    FutureUses,
+    Range,
+    RequestNumbers,
+    build_future_uses,
+)
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetNotReadyError,
+    OrderError,
+    StateMismatchError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor, Walk
 from fuelrail.pipeline.order.mix import MixStage
@@ -37,7 +47,10 @@ def make(roots, batch_size=4, **options):
 
 def named(batches):
     """(dataset, row) of each sample, batch by batch."""
-    return [list(zip(batch["dataset"], batch["global_index"].tolist(), strict=True)) for batch in batches]
+    return [
+        list(zip(batch["dataset"], batch["global_index"].tolist(), strict=True))
+        for batch in batches
+    ]
 
 
 @pytest.mark.costly
@@ -55,7 +68,9 @@ def test_every_batch_has_the_shares_and_every_sample_comes_equally_often(roots):
     assert {row for name, row in counts if name == "highway"} == set(range(7))
     for name in MIX:
         times = [count for (of, _), count in counts.items() if of == name]
-        assert max(times) - min(times) <= 1 + 7  # at most one copy an epoch lies in what drop_last leaves out
+        assert (
+            max(times) - min(times) <= 1 + 7
+        )  # at most one copy an epoch lies in what drop_last leaves out
 
 
 @pytest.mark.costly
@@ -79,7 +94,9 @@ def test_samples_are_those_of_the_datasets_alone(roots):
 
 
 def test_filters_weights_windows_and_epoch_length_hold_in_each_dataset(roots):
-    order = OrderSpec(filter="frame > 0", weights=(AttributeWeights(attribute="frame"),), epoch_length=24, seed=1)
+    order = OrderSpec(
+        filter="frame > 0", weights=(AttributeWeights(attribute="frame"),), epoch_length=24, seed=1
+    )
     with make(roots, order=order, frames=[-1, 0]) as loader:
         assert len(loader) == 6
         for batch in loader:
@@ -99,7 +116,10 @@ def test_the_state_names_all_datasets_and_refuses_others(roots, tiny):
     assert json.loads(state["identity"])["order"]["mix"] == MIX
     others = [
         (make({**roots, "highway": tiny}), "dataset: state has"),
-        (make(roots, mix={"city": 2, "highway": 1}), "order: state has .*'city': 3.* loader has .*'city': 2"),
+        (
+            make(roots, mix={"city": 2, "highway": 1}),
+            "order: state has .*'city': 3.* loader has .*'city': 2",
+        ),
         (make({"highway": roots["highway"], "city": roots["city"]}), "order: state has"),
         (load(roots["city"], 4), "dataset: state has"),
     ]
@@ -153,7 +173,9 @@ def test_ratios_change_in_stages_and_a_run_resumes_inside_a_ramp(roots):
 def test_each_cache_has_the_future_uses_of_its_own_rows(roots, tmp_path):
     plain = make(roots)
     expected = [named(plain) for _ in range(3)]
-    with make(roots, backend="remote", cache_dir=tmp_path, look_ahead_bytes=30_000, num_workers=1) as loader:
+    with make(
+        roots, backend="remote", cache_dir=tmp_path, look_ahead_bytes=30_000, num_workers=1
+    ) as loader:
         schedule = loader._schedule
         assert [named(loader) for _ in range(3)] == expected
         stats = loader.stats().storage
@@ -189,8 +211,12 @@ def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, made, tmp_p
     }
     for what, changes in unlike.items():
         other = shutil.copytree(roots["highway"], tmp_path / what)
-        reseal(other, lambda manifest, changes=changes: msgspec.structs.replace(manifest, **changes))
-        with pytest.raises(ConfigError, match=rf"'city' and 'highway' cannot .* their {what} differ: 'city' has .*"):
+        reseal(
+            other, lambda manifest, changes=changes: msgspec.structs.replace(manifest, **changes)
+        )
+        with pytest.raises(
+            ConfigError, match=rf"'city' and 'highway' cannot .* their {what} differ: 'city' has .*"
+        ):
             make({"city": roots["city"], "highway": other})
     with pytest.raises(ConfigError, match="'city' has boxes, 'highway' has no boxes"):
         make({"city": roots["city"], "highway": made({"train": (4,)}, labelled=False)[0]})
@@ -204,9 +230,17 @@ def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, made, tmp_p
         ({"mix": {"city": 0.5, "highway": 0.5}}, ConfigError, "an integer >= 1 for each"),
         ({"mix": {"city": 2000, "highway": 1}}, OrderError, "1024 in sum"),
         ({"order": OrderSpec(kind="lanes")}, OrderError, "kind 'lanes' is of one dataset"),
-        ({"order": OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1}))}, OrderError, "a mix of its own"),
+        (
+            {"order": OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1}))},
+            OrderError,
+            "a mix of its own",
+        ),
         ({"order": OrderSpec(subset="keys.txt")}, OrderError, "a subset is of one dataset"),
-        ({"order": OrderSpec(filter="frame > 9")}, OrderError, "dataset 'city': filter .* selects no sample"),
+        (
+            {"order": OrderSpec(filter="frame > 9")},
+            OrderError,
+            "dataset 'city': filter .* selects no sample",
+        ),
         ({"split": "test"}, ConfigError, "has no split 'test'"),
     ],
 )
@@ -239,24 +273,46 @@ def test_the_state_goes_through_torchs_distributed_checkpoint(roots, tmp_path):
         dcp.load({"loader": other}, checkpoint_id=tmp_path / "step")
         assert named(other) == [batch[:2] for batch in rest]
     # It is loaded in place, into a loader that has neither of these settings: what only the state has is seen too.
-    with make(roots) as unlike, pytest.raises(StateMismatchError, match="frames: state has") as caught:
+    with (
+        make(roots) as unlike,
+        pytest.raises(StateMismatchError, match="frames: state has") as caught,
+    ):
         dcp.load({"loader": unlike}, checkpoint_id=tmp_path / "step")
     assert "frame > 0" in str(caught.value)
-    with make(roots, seed=9, **options) as unlike, pytest.raises(StateMismatchError, match="seed: state has"):
+    with (
+        make(roots, seed=9, **options) as unlike,
+        pytest.raises(StateMismatchError, match="seed: state has"),
+    ):
         dcp.load({"loader": unlike}, checkpoint_id=tmp_path / "step")
 
 
-OF_CAMERAS = ("img", "cam_valid", "intrinsics", "dist", "cam2ego", "cam2keyego", "ego2img", "img_timestamp_ns")
+OF_CAMERAS = (
+    "img",
+    "cam_valid",
+    "intrinsics",
+    "dist",
+    "cam2ego",
+    "cam2keyego",
+    "ego2img",
+    "img_timestamp_ns",
+)
 
 
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
-def test_cameras_of_other_names_and_in_another_order_are_mapped(roots, tmp_path, monkeypatch, window):
+def test_cameras_of_other_names_and_in_another_order_are_mapped(
+    roots, tmp_path, monkeypatch, window
+):
     """Each sample is as its dataset alone gives it, its cameras in the order of the mapping."""
     monkeypatch.setattr("support.datasets.CAMERAS", ("left", "right"))
     build_dataset(tmp_path / "other", {"train": (7,)}, seed=5, missing=frozenset({(2, "left")}))
     both = {"city": roots["city"], "other": tmp_path / "other"}
     given = {"city": ["cam_front", "cam_back"], "other": ["right", "left"]}
-    options = {"mix": {"city": 1, "other": 1}, "order": OrderSpec(), "decoder": "turbo", "window": window}
+    options = {
+        "mix": {"city": 1, "other": 1},
+        "order": OrderSpec(),
+        "decoder": "turbo",
+        "window": window,
+    }
     alone = {
         (name, int(batch["global_index"])): batch
         for name, root in both.items()
@@ -266,7 +322,9 @@ def test_cameras_of_other_names_and_in_another_order_are_mapped(roots, tmp_path,
         assert loader.cameras == ("cam_front", "cam_back")
         state, found = loader.state_dict(), list(loader)
     for batch in found:
-        for at, (name, row) in enumerate(zip(batch["dataset"], batch["global_index"].tolist(), strict=True)):
+        for at, (name, row) in enumerate(
+            zip(batch["dataset"], batch["global_index"].tolist(), strict=True)
+        ):
             axis = 0 if window is None else 1
             for entry in OF_CAMERAS:
                 own = alone[name, row][entry][0]
@@ -276,7 +334,10 @@ def test_cameras_of_other_names_and_in_another_order_are_mapped(roots, tmp_path,
     with exchanged, pytest.raises(StateMismatchError, match="cameras"):
         exchanged.load_state_dict(state)
     for wrong, text in (
-        ({"city": ["cam_front"], "other": ["right", "left"]}, "as many names as the first, and 'other' has"),
+        (
+            {"city": ["cam_front"], "other": ["right", "left"]},
+            "as many names as the first, and 'other' has",
+        ),
         ({"city": ["cam_front"]}, "'other' has none"),
         ({**given, "other": ["right", "top"]}, "has no camera 'top'"),
         ({**given, "other": ["right", "right"]}, "each once"),

@@ -17,7 +17,10 @@ from fuelrail.pipeline.errors import ConfigError
 IMAGE = {"height": 32, "width": 64}
 CASES = [
     {"transforms": {"image": IMAGE, "points": True}},
-    {"transforms": {"image": IMAGE, "points": True, "box_frame": "lidar"}, "window": {"frames": [-1, 0]}},
+    {
+        "transforms": {"image": IMAGE, "points": True, "box_frame": "lidar"},
+        "window": {"frames": [-1, 0]},
+    },
     {"transforms": {"image": IMAGE, "static": True}, "order": {"kind": "lanes"}},
     {"transforms": {"image": IMAGE, "two_views": True}, "mix": {"a": 1, "b": 1}},
 ]
@@ -51,7 +54,9 @@ def test_every_entry_is_known_and_is_what_the_next_batch_holds(roots, case):
 
 
 def test_lengths_that_differ_are_stars(roots):
-    with DataLoader(roots["a"], 4, shuffle=False, transforms={"image": IMAGE, "points": True}, num_workers=1) as loader:
+    with DataLoader(
+        roots["a"], 4, shuffle=False, transforms={"image": IMAGE, "points": True}, num_workers=1
+    ) as loader:
         text = str(loader.describe())
     assert re.search(r"^points +list of 4 float32 \[\*, 5\] +first lidar", text, re.MULTILINE)
 
@@ -73,7 +78,9 @@ def test_the_position_stays_and_a_running_iteration_too(roots):
 
 def test_what_is_not_a_dict_is_refused(roots):
     with (
-        DataLoader(roots["a"], 2, transforms={"image": IMAGE}, num_workers=1, collate_fn=tuple) as loader,
+        DataLoader(
+            roots["a"], 2, transforms={"image": IMAGE}, num_workers=1, collate_fn=tuple
+        ) as loader,
         pytest.raises(ConfigError, match="must be a dict, and it is tuple"),
     ):
         loader.describe()
@@ -86,12 +93,25 @@ def test_inspect_shows_a_batch(roots, capsys):
 
 
 def test_the_table_names_the_records_in_the_order_of_the_module() -> None:
-    rows = re.findall(r"^(\w+) +(\S.*?)  +`?(\w+)`?  +(\S.*)$", records.__doc__ or "", re.MULTILINE)[1:]
+    rows = re.findall(
+        r"^(\w+) +(\S.*?)  +`?(\w+)`?  +(\S.*)$", records.__doc__ or "", re.MULTILINE
+    )[1:]
     assert [stage for stage, *_ in rows] == [
-        "schedule", "prefetch", "slot", "fetch", "parse", "decode", "collate", "transfer",
-    ]  # fmt: skip
+        "schedule",
+        "prefetch",
+        "slot",
+        "fetch",
+        "parse",
+        "decode",
+        "collate",
+        "transfer",
+    ]
     made = [makes for _, _, makes, _ in rows[:-2]]
     assert [takes.strip("`") for _, takes, _, _ in rows[1:-2]] == made[:-1]
-    defined = [name for name, kind in vars(records).items() if isinstance(kind, type) and hasattr(kind, "_fields")]
+    defined = [
+        name
+        for name, kind in vars(records).items()
+        if isinstance(kind, type) and hasattr(kind, "_fields")
+    ]
     assert [name for name in defined if name in made] == list(dict.fromkeys(made))
     assert all(getattr(records, name).__doc__ for name in defined)

@@ -27,7 +27,13 @@ from support.pictures import encode, natural
 BATCH = 3
 IMAGE = ImageAugment(height=32, width=48, resize=0.5)
 TRAIN = ImageAugment(
-    height=32, width=48, train=True, resize_range=(0.6, 0.9), rotate_deg=(-5.4, 5.4), flip_prob=0.5, crop_y="top"
+    height=32,
+    width=48,
+    train=True,
+    resize_range=(0.6, 0.9),
+    rotate_deg=(-5.4, 5.4),
+    flip_prob=0.5,
+    crop_y="top",
 )
 GROUPS = {
     "back": {"cameras": ["cam_back"], "image": ImageAugment(height=24, width=40)},
@@ -45,7 +51,11 @@ def drawn(row: int, channel: str, data: bytes) -> bytes:
 
 def brightened(sample: dict[str, Any]) -> dict[str, Any]:
     """A user's transform that makes new tensors, on whatever device the image is."""
-    return {**sample, "img": (sample["img"].float() * 0.5).to(torch.uint8), "mean": sample["img"].float().mean()}
+    return {
+        **sample,
+        "img": (sample["img"].float() * 0.5).to(torch.uint8),
+        "mean": sample["img"].float().mean(),
+    }
 
 
 def changed_in_place(sample: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +67,10 @@ def flipped(batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]
     """A user's transform of a batch: kernels that read what was copied, make tensors, and change some in place."""
     flips = torch.rand(len(batch["valid"]), generator=generator, device=batch["valid"].device) < 0.5
     groups = batch["img"] if isinstance(batch["img"], dict) else {"": batch["img"]}
-    made = {name: torch.where(flips[:, None, None, None, None], img.flip(-1), img) for name, img in groups.items()}
+    made = {
+        name: torch.where(flips[:, None, None, None, None], img.flip(-1), img)
+        for name, img in groups.items()
+    }
     batch["intrinsics"].mul_(2)
     return {**batch, "img": made if isinstance(batch["img"], dict) else made[""], "flips": flips}
 
@@ -69,14 +82,28 @@ def stacked(samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-POINTS = {"axes": ("point", "column"), "shape": (None, 3), "columns": ("x", "y", "z"), "dtype": "float32"}
+POINTS = {
+    "axes": ("point", "column"),
+    "shape": (None, 3),
+    "columns": ("x", "y", "z"),
+    "dtype": "float32",
+}
 CHANNELS = [
     (
-        Channel(name="score", kind="array", field="score.npy", dtype="float32", law=Law("fixed"), optional=True),
+        Channel(
+            name="score",
+            kind="array",
+            field="score.npy",
+            dtype="float32",
+            law=Law("fixed"),
+            optional=True,
+        ),
         lambda row: None if row == 2 else np.float32(row),
     ),
     (
-        Channel(name="radar", kind="points", field="radar.npy", law=Law("fixed"), frame="ego", **POINTS),
+        Channel(
+            name="radar", kind="points", field="radar.npy", law=Law("fixed"), frame="ego", **POINTS
+        ),
         lambda row: np.full((row + 1, 3), row, np.float32),
     ),
 ]
@@ -95,7 +122,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "order": [{"order": {"kind": "lanes", "seed": 1}}],
     "split": [{"split": "train"}],
     "mix": [{"mix": {"a": 2, "b": 1}}],
-    "window": [{"window": {"frames": [-1, 0]}}, {"window": {"frames": [-2, 0]}, "transform": brightened}],
+    "window": [
+        {"window": {"frames": [-1, 0]}},
+        {"window": {"frames": [-2, 0]}, "transform": brightened},
+    ],
     "layers": [
         {"layers": {"teacher": {}}},
         {"layers": {"teacher": {}}, "transform": brightened},
@@ -103,15 +133,33 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "transform": [{"transform": brightened}, {"transform": changed_in_place}],
     "where": [
-        {"where": "process", "batch_transform": flipped, "transforms": {"image": TRAIN, "normalize": BGR}},
-        {"where": "process", "transform": brightened, "transforms": {"image": TRAIN, "static": True}},
+        {
+            "where": "process",
+            "batch_transform": flipped,
+            "transforms": {"image": TRAIN, "normalize": BGR},
+        },
+        {
+            "where": "process",
+            "transform": brightened,
+            "transforms": {"image": TRAIN, "static": True},
+        },
     ],
     "transform_in": [{"transform_in": "thread", "transform": brightened}],
     "batch_transform": [
         {"batch_transform": flipped, "drop_last": False},
-        {"batch_transform": flipped, "transforms": {"image": IMAGE, "normalize": BGR}, "transform": brightened},
-        {"batch_transform": flipped, "transforms": {"image": TRAIN, "two_views": True, "static": True}},
-        {"batch_transform": flipped, "transforms": {"camera_groups": GROUPS, "normalize": Normalize()}},
+        {
+            "batch_transform": flipped,
+            "transforms": {"image": IMAGE, "normalize": BGR},
+            "transform": brightened,
+        },
+        {
+            "batch_transform": flipped,
+            "transforms": {"image": TRAIN, "two_views": True, "static": True},
+        },
+        {
+            "batch_transform": flipped,
+            "transforms": {"camera_groups": GROUPS, "normalize": Normalize()},
+        },
     ],
     "storage": [{"storage": "pread"}, {"storage": {"verify": False}}],
     "bad_samples": [{"bad_samples": {"on_error": "substitute", "max_bad": 20}}],
@@ -125,11 +173,18 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"transforms": {"camera_groups": GROUPS, "normalize": Normalize()}},
         {"transforms": {"camera_groups": GROUPS, "static": True, "two_views": True}},
     ],
-    "transforms.cameras": [{"transforms": {"image": TRAIN, "cameras": ["cam_back"]}, "window": {"frames": [-1, 0]}}],
-    "transforms.attributes": [
-        {"transforms": {"image": IMAGE, "channels": [], "attributes": ["teacher.score"]}, "layers": {"teacher": {}}}
+    "transforms.cameras": [
+        {"transforms": {"image": TRAIN, "cameras": ["cam_back"]}, "window": {"frames": [-1, 0]}}
     ],
-    "transforms.pixels": [{"transforms": {"image": IMAGE, "pixels": {"train": True, "brightness": 32}}}],
+    "transforms.attributes": [
+        {
+            "transforms": {"image": IMAGE, "channels": [], "attributes": ["teacher.score"]},
+            "layers": {"teacher": {}},
+        }
+    ],
+    "transforms.pixels": [
+        {"transforms": {"image": IMAGE, "pixels": {"train": True, "brightness": 32}}}
+    ],
     "transforms.ego": [{"transforms": {"image": IMAGE, "ego": EGO, "points": True}}],
     "transforms.points": [POINTS, {"transforms": {"image": IMAGE, "points": {"num_sweeps": 1}}}],
     "transforms.channels": [
@@ -145,26 +200,56 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "transforms.dali": [{"transforms": {"image": IMAGE, "dali": {"check_every": 1}}}],
     "transforms.static": [
         {"transforms": {"image": IMAGE, "static": True}},
-        {"transforms": {"image": IMAGE, "points": True, "static": {"max_boxes": 8, "max_points": 100, "buffers": 3}}},
-        {"transforms": {"image": IMAGE, "static": {"buffers": 1}, "normalize": BGR}, "transform": brightened},
+        {
+            "transforms": {
+                "image": IMAGE,
+                "points": True,
+                "static": {"max_boxes": 8, "max_points": 100, "buffers": 3},
+            }
+        },
+        {
+            "transforms": {"image": IMAGE, "static": {"buffers": 1}, "normalize": BGR},
+            "transform": brightened,
+        },
     ],
     "transforms.two_views": [
-        {"transforms": {"image": TRAIN, "ego": EGO, "points": True, "two_views": True}, "window": {"frames": [-1, 0]}},
-        {"transforms": {"image": TRAIN, "two_views": True, "static": True}, "transform": brightened},
-        {"transforms": {"image": TRAIN, "two_views": True}, "collate_fn": stacked, "order": {"kind": "lanes"}},
+        {
+            "transforms": {"image": TRAIN, "ego": EGO, "points": True, "two_views": True},
+            "window": {"frames": [-1, 0]},
+        },
+        {
+            "transforms": {"image": TRAIN, "two_views": True, "static": True},
+            "transform": brightened,
+        },
+        {
+            "transforms": {"image": TRAIN, "two_views": True},
+            "collate_fn": stacked,
+            "order": {"kind": "lanes"},
+        },
     ],
     "transforms.box_frame": [{"transforms": {"image": IMAGE, "box_frame": "lidar"}}],
-}  # fmt: skip
+}
 ELSEWHERE = {"dataset", "batch_size", "transforms", "unknown", "self", "transforms.decoder"}
 
 DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.slow])
 # Decoders of the device get images, maps and memory; these options change none of them.
 BEFORE_DECODING = {
-    "shuffle", "seed", "drop_last", "prefetch_factor", "order", "split", "mix", "layers", "storage", "trace",
+    "shuffle",
+    "seed",
+    "drop_last",
+    "prefetch_factor",
+    "order",
+    "split",
+    "mix",
+    "layers",
+    "storage",
+    "trace",
     "check_ranks",
-}  # fmt: skip
+}
 EACH_CASE = [
-    pytest.param(case, *decoder.values, id=f"{name}-{number}-{decoder.values[0]}", marks=decoder.marks)
+    pytest.param(
+        case, *decoder.values, id=f"{name}-{number}-{decoder.values[0]}", marks=decoder.marks
+    )
     for name, cases in CASES.items()
     for number, case in enumerate(cases)
     for decoder in (pytest.param("turbo"), DALI)
@@ -177,19 +262,29 @@ def roots(tmp_path_factory):
     folder = tmp_path_factory.mktemp("device")
     for name, seed in (("a", 0), ("b", 1)):
         build_dataset(
-            folder / name, {"train": (5, 4)}, missing=frozenset({(5, "cam_back")}), lens=LENS, seed=seed, rewrite=drawn
+            folder / name,
+            {"train": (5, 4)},
+            missing=frozenset({(5, "cam_back")}),
+            lens=LENS,
+            seed=seed,
+            rewrite=drawn,
         )
     build_dataset(folder / "channels", {"train": (5, 4)}, extra=CHANNELS)
-    score = Channel(name="score", kind="array", field="score.npy", dtype="float32", law=Law("fixed"))
+    score = Channel(
+        name="score", kind="array", field="score.npy", dtype="float32", law=Law("fixed")
+    )
     for name, rows in (("teacher", range(9)), ("partial", range(2, 9))):
         with LayerWriter(folder / "a", folder / name, channels=[score]) as writer:
             for row in rows:
                 writer.write(row, {"score": np.float32(row)})
         writer.finish(partial=len(rows) < 9)
     build_dataset(
-        folder / "bad", {"train": (5, 4)},
-        rewrite=lambda row, channel, data: data[: len(data) // 2] if row == 3 else drawn(row, channel, data),
-    )  # fmt: skip
+        folder / "bad",
+        {"train": (5, 4)},
+        rewrite=lambda row, channel, data: (
+            data[: len(data) // 2] if row == 3 else drawn(row, channel, data)
+        ),
+    )
     return folder
 
 
@@ -211,7 +306,9 @@ def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[st
     given["transforms"] = Transforms(**{**given["transforms"], "decoder": decoder})
     root: Any = {name: roots / name for name in case["mix"]} if "mix" in case else roots / "a"
     if "layers" in case:
-        given["layers"] = {name: {"path": roots / name, **options} for name, options in case["layers"].items()}
+        given["layers"] = {
+            name: {"path": roots / name, **options} for name, options in case["layers"].items()
+        }
     if given["transforms"].channels:
         root = roots / "channels"
     if "ledger" in case:
@@ -266,8 +363,12 @@ def _compare(name: str, want: Any, have: Any, home: torch.device, decoder: str) 
         return
     for one, other in zip(tensors_of(want), tensors_of(have), strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape), name
-        levels = [tensor.cpu().flatten().float() for tensor in (one, other)]  # another graph: equal in meaning
-        assert (levels[0] - levels[1]).abs().mean() < 0.02 * (levels[0].max() - levels[0].min() + 1), name
+        levels = [
+            tensor.cpu().flatten().float() for tensor in (one, other)
+        ]  # another graph: equal in meaning
+        assert (levels[0] - levels[1]).abs().mean() < 0.02 * (
+            levels[0].max() - levels[0].min() + 1
+        ), name
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -313,7 +414,9 @@ NORMALIZED = {"transforms": {"image": IMAGE, "normalize": Normalize(mean=(1.5, 2
 
 
 @pytest.mark.parametrize("decoder", ["turbo", "batched", DALI])
-@pytest.mark.parametrize("case", [{}, {"window": {"frames": [-1, 0]}, **POINTS}, CHANNELS_CASE, NORMALIZED])
+@pytest.mark.parametrize(
+    "case", [{}, {"window": {"frames": [-1, 0]}, **POINTS}, CHANNELS_CASE, NORMALIZED]
+)
 def test_a_batch_takes_few_copies_to_the_device(case, decoder, roots, cuda):
     read = consume(DataLoader(**arguments(roots, case, decoder, "cuda")))
     ahead = 8  # batches that the loader has made for the epoch that nobody asked for

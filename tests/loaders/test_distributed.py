@@ -38,7 +38,9 @@ class TestFourProcesses:
             ("tp", [0, 0, 0, 0]),
         ],
     )
-    def test_ranks_of_a_model_parallel_group_share_batches_and_others_do_not(self, ranks, mesh, expected):
+    def test_ranks_of_a_model_parallel_group_share_batches_and_others_do_not(
+        self, ranks, mesh, expected
+    ):
         size = len(set(expected))
         assert [found[mesh]["world"] for found in ranks] == [[rank, size] for rank in expected]
         keys = [tuple(found[mesh]["keys"]) for found in ranks]
@@ -52,7 +54,10 @@ class TestFourProcesses:
             assert [found[case] for found in ranks] == [[rank, 4] for rank in range(4)]
 
     def test_an_axis_that_could_be_either_is_refused_and_can_be_reported(self, ranks):
-        assert all("'ep'" in found["unclear"] and "mesh_world(mesh, data_axes" in found["unclear"] for found in ranks)
+        assert all(
+            "'ep'" in found["unclear"] and "mesh_world(mesh, data_axes" in found["unclear"]
+            for found in ranks
+        )
         for case in ("stated", "submesh"):
             assert [found[case] for found in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
 
@@ -63,10 +68,15 @@ class TestFourProcesses:
             ("other world", "world size: 4 on rank 0, 1, 2, 1 on rank 3"),
             ("other position", "samples_consumed: 0 on rank 0, 2, 3, 8 on rank 1"),
             ("same rank", "no process is data-parallel rank 2 of 4"),
-            ("other batch", "processes 0 and 1 are both data-parallel rank 0 but got different batches"),
+            (
+                "other batch",
+                "processes 0 and 1 are both data-parallel rank 0 but got different batches",
+            ),
         ],
     )
-    def test_ranks_that_do_not_agree_are_reported_on_every_rank_with_both_sides(self, ranks, case, said):
+    def test_ranks_that_do_not_agree_are_reported_on_every_rank_with_both_sides(
+        self, ranks, case, said
+    ):
         assert all(said in found[case] for found in ranks)
 
 
@@ -86,7 +96,9 @@ class TestEnvironment:
         assert resolve_world(World(1, 2)) == World(1, 2), "what the caller says comes first"
 
     def test_a_pair_is_not_a_world(self):
-        with pytest.raises(WorldError, match=r"world=\(0, 2\) is neither a World\(rank, size\) nor a DeviceMesh"):
+        with pytest.raises(
+            WorldError, match=r"world=\(0, 2\) is neither a World\(rank, size\) nor a DeviceMesh"
+        ):
             resolve_world((0, 2))
 
     @pytest.mark.parametrize(("rank", "size"), [("x", "2"), ("2", "2"), ("0", "")])
@@ -109,10 +121,17 @@ class TestDigest:
         digest = batch_digest(batch)
         assert digest == batch_digest(dict(batch))
         points = [torch.ones(2), torch.ones(0)]
-        for name, value in {"img": image.view(3, 2), "points": points, "key": ["b"], "step": 2}.items():
+        for name, value in {
+            "img": image.view(3, 2),
+            "points": points,
+            "key": ["b"],
+            "step": 2,
+        }.items():
             assert batch_digest(batch | {name: value}) != digest, name
 
     def test_bf16_and_empty_tensors(self):
         assert batch_digest(torch.ones(3, dtype=torch.bfloat16)) != batch_digest(torch.ones(3))
-        assert batch_digest(torch.from_numpy(np.ones((1, 2))[:0].astype(np.int64)[:, 0])) is not None
+        assert (
+            batch_digest(torch.from_numpy(np.ones((1, 2))[:0].astype(np.int64)[:, 0])) is not None
+        )
         assert batch_digest(torch.empty(0, 4)) != batch_digest(torch.empty(0, 5))

@@ -30,7 +30,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: [])
 
 
-def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str, capability: tuple[int, int]) -> None:
+def pretend_gpus(
+    monkeypatch: pytest.MonkeyPatch, count: int, name: str, capability: tuple[int, int]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
@@ -56,7 +58,9 @@ def test_what_is_missing_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     assert "fuelrail[simd]" in about("decoder=pillow").advice
     assert "nvidia-dali-cuda120 2.4.0" in about("decoder=dali").state
     pretend(monkeypatch, simplejpeg="1.9.0", pillow_simd="9.5")
-    assert about("decoder=pillow") == commands.Finding("decoder=pillow", "ready, with SIMD: pillow-simd 9.5")
+    assert about("decoder=pillow") == commands.Finding(
+        "decoder=pillow", "ready, with SIMD: pillow-simd 9.5"
+    )
     monkeypatch.setattr(commands.shutil, "which", lambda name: None)
     assert "libjpeg-turbo-progs" in about("jpegtran").advice
 
@@ -80,7 +84,9 @@ def incomplete_dali(tmp_path: Path) -> Path:
 MISSING = "nvidia-dali-cuda120 2.4.0 is installed without nvidia-nvimgcodec-cu12-of-nobody, optree-of-nobody"
 
 
-def test_dali_without_what_it_requires_is_not_ready(incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dali_without_what_it_requires_is_not_ready(
+    incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(incomplete_dali)
     assert about("decoder=dali").state == f"not ready: {MISSING}"
     assert "pip install 'fuelrail[dali]'" in about("decoder=dali").advice
@@ -91,22 +97,40 @@ def test_the_loaders_error_names_what_dali_misses(incomplete_dali: Path) -> None
     code = "from fuelrail.loaders.decode import make_decoder; make_decoder('dali')"
     path = os.pathsep.join((str(incomplete_dali), *sys.path))
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     assert f"ConfigError: decoder='dali': {MISSING}" in done.stderr
     assert "pip install 'fuelrail[dali]'" in done.stderr.splitlines()[-1]
 
 
-def test_a_dali_that_is_too_old_is_one_sentence(incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dali_that_is_too_old_is_one_sentence(
+    incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     metadata = incomplete_dali / "nvidia_dali_cuda120-2.4.0.dist-info" / "METADATA"
-    metadata.write_text("Metadata-Version: 2.1\nName: nvidia-dali-cuda120\nVersion: 2.1.1\nRequires-Dist: numpy\n")
+    metadata.write_text(
+        "Metadata-Version: 2.1\nName: nvidia-dali-cuda120\nVersion: 2.1.1\nRequires-Dist: numpy\n"
+    )
     monkeypatch.syspath_prepend(incomplete_dali)
-    assert about("decoder=dali").state == "not ready: nvidia-dali-cuda120 2.1.1 is too old: 2.2 or newer is needed"
+    assert (
+        about("decoder=dali").state
+        == "not ready: nvidia-dali-cuda120 2.1.1 is too old: 2.2 or newer is needed"
+    )
     assert "pip install 'fuelrail[dali]'" in about("decoder=dali").advice
 
 
-CUDA12 = {"nvidia_dali_cuda120": "2.4.0", "nvidia_nvjpeg_cu12": "12.4.0.76", "nvidia_nvimgcodec_cu12": "0.9.0.20"}
-CUDA13 = {"nvidia_dali_cuda130": "2.4.0", "nvidia_nvjpeg": "13.3.2.43", "nvidia_nvimgcodec_cu13": "0.9.0.20"}
+CUDA12 = {
+    "nvidia_dali_cuda120": "2.4.0",
+    "nvidia_nvjpeg_cu12": "12.4.0.76",
+    "nvidia_nvimgcodec_cu12": "0.9.0.20",
+}
+CUDA13 = {
+    "nvidia_dali_cuda130": "2.4.0",
+    "nvidia_nvjpeg": "13.3.2.43",
+    "nvidia_nvimgcodec_cu13": "0.9.0.20",
+}
 
 
 @pytest.mark.parametrize(
@@ -115,16 +139,48 @@ CUDA13 = {"nvidia_dali_cuda130": "2.4.0", "nvidia_nvjpeg": "13.3.2.43", "nvidia_
         (CUDA13, "NVIDIA H100", (9, 0), True, "by hardware: the JPEG engines of NVIDIA H100", ""),
         (CUDA12, "NVIDIA H100", (9, 0), True, "by hardware: ", ""),
         (CUDA13, "NVIDIA L4", (8, 9), True, "by hardware: ", ""),
-        (CUDA13, "NVIDIA GeForce RTX 4090", (8, 9), True, "by CUDA: NVIDIA GeForce RTX 4090 is not", ""),
-        (CUDA13, "NVIDIA H100", (9, 0), False, "by CUDA: libnvcuvid.so.1 does not", "compute,utility,video"),
-        ({**CUDA13, "nvidia_nvjpeg": None}, "NVIDIA H100", (9, 0), True, "by CPU: ", "fuelrail[dali-cu13]"),
-        ({}, "NVIDIA H100", (9, 0), True, "by nothing: NVIDIA DALI", "pip install 'fuelrail[dali]'"),
+        (
+            CUDA13,
+            "NVIDIA GeForce RTX 4090",
+            (8, 9),
+            True,
+            "by CUDA: NVIDIA GeForce RTX 4090 is not",
+            "",
+        ),
+        (
+            CUDA13,
+            "NVIDIA H100",
+            (9, 0),
+            False,
+            "by CUDA: libnvcuvid.so.1 does not",
+            "compute,utility,video",
+        ),
+        (
+            {**CUDA13, "nvidia_nvjpeg": None},
+            "NVIDIA H100",
+            (9, 0),
+            True,
+            "by CPU: ",
+            "fuelrail[dali-cu13]",
+        ),
+        (
+            {},
+            "NVIDIA H100",
+            (9, 0),
+            True,
+            "by nothing: NVIDIA DALI",
+            "pip install 'fuelrail[dali]'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_decodes_on_a_gpu_is_named_with_what_to_install(
     monkeypatch, installed, gpu, capability, loads, state, advice
 ) -> None:
-    pretend(monkeypatch, simplejpeg="1.9.0", **{name: version for name, version in installed.items() if version})
+    pretend(
+        monkeypatch,
+        simplejpeg="1.9.0",
+        **{name: version for name, version in installed.items() if version},
+    )
     pretend_gpus(monkeypatch, 1, gpu, capability)
     monkeypatch.setattr(dali_install, "has_libnvcuvid", lambda: loads)
     found = about("GPU decoding")

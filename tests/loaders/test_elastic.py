@@ -51,4 +51,6 @@ def test_a_job_of_three_that_lost_a_rank_continues_with_two(made, tmp_path):
         while len(expected) < NUM_STEPS:
             expected += [((batch["epoch"], batch["step"]), batch["sample_key"]) for batch in whole]
     assert [(before | after)[step] for step in range(NUM_STEPS)] == expected[:NUM_STEPS]
-    assert [before[step] for step in range(resumed, KILL_STEP)] == expected[resumed:KILL_STEP]  # done again, the same
+    assert [before[step] for step in range(resumed, KILL_STEP)] == expected[
+        resumed:KILL_STEP
+    ]  # done again, the same

@@ -15,7 +15,13 @@ import torch
 from fuelrail import DataLoader
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import LayerOptions, view_settings
-from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError, OrderError, StateMismatchError
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    ConfigError,
+    IndexFileError,
+    OrderError,
+    StateMismatchError,
+)
 from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
@@ -46,14 +52,28 @@ def part(base):
     return write_layer(base, base.parent / "part", PRESENT)
 
 
-def make(base, layers, missing=None, channels=None, attributes=(), batch_size=4, rank=0, size=1, **options):
+def make(
+    base,
+    layers,
+    missing=None,
+    channels=None,
+    attributes=(),
+    batch_size=4,
+    rank=0,
+    size=1,
+    **options,
+):
     transforms = msgspec.structs.replace(SMALL, channels=channels, attributes=attributes)
     if missing is not None:
         layers = {name: LayerOptions(path, missing) for name, path in layers.items()}
     return DataLoader(
-        base, batch_size, transforms=transforms, layers=layers, world=World(rank, size),
+        base,
+        batch_size,
+        transforms=transforms,
+        layers=layers,
+        world=World(rank, size),
         **{"shuffle": True, "drop_last": True, "num_workers": 1, **options},
-    )  # fmt: skip
+    )
 
 
 def rows_of(base, layers, present=range(12), **options) -> list[int]:
@@ -78,12 +98,17 @@ def check(batch, name="t", present=range(12)) -> list[int]:
 
 @pytest.mark.parametrize("storage", ["pread", "remote"])
 def test_values_belong_to_their_samples(base, layer, storage) -> None:
-    with make(base, {"t": layer}, storage=storage, seed=3) as loader, make(base, None, seed=3) as plain:
+    with (
+        make(base, {"t": layer}, storage=storage, seed=3) as loader,
+        make(base, None, seed=3) as plain,
+    ):
         for with_layer, without in zip(loader, plain, strict=True):
             assert check(with_layer) == without["global_index"].tolist()
             assert torch.equal(with_layer["img"], without["img"])
             assert set(with_layer) - set(without) == {
-                f"t.{name}{suffix}" for name in ("logits", "loss", "caption") for suffix in ("", "_valid")
+                f"t.{name}{suffix}"
+                for name in ("logits", "loss", "caption")
+                for suffix in ("", "_valid")
             }
 
 
@@ -97,11 +122,15 @@ def test_a_cache_evicts_layers_as_it_does_the_base(base, part, tmp_path) -> None
 
 
 def test_missing_rows_are_an_error_masked_or_dropped(base, part) -> None:
-    with pytest.raises(OrderError, match=r"layer 't' .* has no value for 4 of 12 selected samples, such as clip-"):
+    with pytest.raises(
+        OrderError, match=r"layer 't' .* has no value for 4 of 12 selected samples, such as clip-"
+    ):
         make(base, {"t": part})
     assert sorted(rows_of(base, {"t": part}, PRESENT, missing="mask")) == [*range(12)]
     assert sorted(rows_of(base, {"t": part}, missing="drop")) == [*PRESENT]
-    assert sorted(rows_of(base, {"t": part}, order=OrderSpec(filter="t.loss >= 0"))) == [*PRESENT]  # all left have rows
+    assert sorted(rows_of(base, {"t": part}, order=OrderSpec(filter="t.loss >= 0"))) == [
+        *PRESENT
+    ]  # all left have rows
 
 
 @pytest.mark.parametrize(
@@ -110,7 +139,10 @@ def test_missing_rows_are_an_error_masked_or_dropped(base, part) -> None:
         ({"t": 3}, "layers={'t': 3} must map names to folders, URLs or LayerOptions"),
         ("teacher", "layers='teacher' must map names"),
         ({"t": {"path": "x", "fill": "mask"}}, "'top level': Object contains unknown field `fill`"),
-        ({"t": {"path": "x", "missing": "skip"}}, "layers['t'].missing='skip' must be one of error, mask, drop"),
+        (
+            {"t": {"path": "x", "missing": "skip"}},
+            "layers['t'].missing='skip' must be one of error, mask, drop",
+        ),
     ],
 )
 def test_what_is_not_a_layer_is_refused(base, layers, words) -> None:
@@ -128,7 +160,9 @@ def test_windows_lanes_and_two_layers(base, layer, part) -> None:
 
 
 def test_attributes_join_filters_and_weights(base, layer) -> None:
-    assert min(rows_of(base, {"t": layer}, order=OrderSpec(filter="t.loss > 3 and frame < 100"))) == 7
+    assert (
+        min(rows_of(base, {"t": layer}, order=OrderSpec(filter="t.loss > 3 and frame < 100"))) == 7
+    )
     spec = OrderSpec(weights=(AttributeWeights(attribute="t.loss"),), epoch_length=64)
     rows = rows_of(base, {"t": layer}, order=spec)
     assert 0 not in rows
@@ -143,8 +177,12 @@ def test_attributes_of_layers_become_entries(base, layer, part) -> None:
         with make(base, {"t": path}, missing=missing, shuffle=False, **chosen) as loader:
             for batch in loader:
                 rows = batch["global_index"].tolist()
-                assert batch["t.loss_valid"].tolist() == [path == layer or row in PRESENT for row in rows]
-                assert batch["t.loss"].tolist() == [row / 2 * (path == layer or row in PRESENT) for row in rows]
+                assert batch["t.loss_valid"].tolist() == [
+                    path == layer or row in PRESENT for row in rows
+                ]
+                assert batch["t.loss"].tolist() == [
+                    row / 2 * (path == layer or row in PRESENT) for row in rows
+                ]
 
 
 def test_a_state_names_the_layers(base, layer, part) -> None:
@@ -163,7 +201,9 @@ def write_losses(base, out, losses):
 
 
 @pytest.mark.costly
-def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(base, layer, tmp_path) -> None:
+def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(
+    base, layer, tmp_path
+) -> None:
     """The run starts with one layer, gets two more on its way, and stops again and again, on other ranks each time."""
     layers = {"v1": layer, "v2": write_losses(base, tmp_path / "v2", [0, 9] * 6)}
     layers["v3"] = write_losses(base, tmp_path / "v3", [5, 0, 1] * 4)
@@ -175,9 +215,16 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(base, lay
     )
 
     def ranks_of(size, names, *stages):
-        options = {"seed": 2, "channels": [], "order": OrderSpec(seed=2, stages=stages, epoch_length=64)}
+        options = {
+            "seed": 2,
+            "channels": [],
+            "order": OrderSpec(seed=2, stages=stages, epoch_length=64),
+        }
         given = {name: layers[name] for name in names}
-        return [make(base, given, batch_size=4 // size, rank=rank, size=size, **options) for rank in range(size)]
+        return [
+            make(base, given, batch_size=4 // size, rank=rank, size=size, **options)
+            for rank in range(size)
+        ]
 
     def drawn(ranks, state, num_steps):
         found = []
@@ -185,14 +232,20 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(base, lay
             with rank as loader:
                 if state is not None:
                     loader.load_state_dict(state)
-                batches = itertools.islice((batch for _ in itertools.count() for batch in loader), num_steps)
+                batches = itertools.islice(
+                    (batch for _ in itertools.count() for batch in loader), num_steps
+                )
                 found.append([batch["global_index"].tolist() for batch in batches])
                 after = json.loads(json.dumps(loader.state_dict()))
         return [sum(parts, []) for parts in zip(*found, strict=True)], after  # noqa: RUF017
 
     whole, _ = drawn(ranks_of(1, layers, *stages), None, 40)
     assert 0 not in {row for batch in whole[:10] for row in batch}
-    of_v3 = [row for number, row in enumerate(sum(whole[10:30], [])) if (number + 1) ** 2 // 160 > number**2 // 160]  # noqa: RUF017
+    of_v3 = [
+        row
+        for number, row in enumerate(sum(whole[10:30], []))  # noqa: RUF017
+        if (number + 1) ** 2 // 160 > number**2 // 160
+    ]
     assert len(of_v3) == 40
     assert all(row % 3 != 1 for row in [*of_v3, *sum(whole[30:], [])])  # noqa: RUF017
     step, state, draw = 0, None, np.random.default_rng(3)
@@ -205,12 +258,18 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(base, lay
         step += num_steps
     names = json.loads(state["identity"])
     assert names["layers"].keys() == layers.keys()
-    assert [one["order"].get("filter") for one in names["order"]["stages"]] == [None, "v2.loss > 0", None]
+    assert [one["order"].get("filter") for one in names["order"]["stages"]] == [
+        None,
+        "v2.loss > 0",
+        None,
+    ]
     layers["v3"] = write_losses(base, tmp_path / "other", [5, 0, 2] * 4)
     with pytest.raises(StateMismatchError) as error:
         ranks_of(1, layers, *stages)[0].load_state_dict(state)
     assert names["layers"]["v3"] in str(error.value)
-    assert json.loads(ranks_of(1, layers, *stages)[0].state_dict()["identity"])["layers"]["v3"] in str(error.value)
+    assert json.loads(ranks_of(1, layers, *stages)[0].state_dict()["identity"])["layers"][
+        "v3"
+    ] in str(error.value)
 
 
 def test_selection_reads_only_what_is_named(base, layer) -> None:
@@ -226,7 +285,9 @@ def test_a_bad_row_makes_its_sample_bad(base, layer, tmp_path) -> None:
     with (tmp_path / "bad" / "layer-000000.tar").open("r+b") as file:
         file.seek(600)
         file.write(b"?")  # in the first row
-    with pytest.raises(ChecksumError, match=r"^layer 't': [^()]*\(xxh3\)[^()]*\(shard layer-000000.tar, [^()]*\)$"):
+    with pytest.raises(
+        ChecksumError, match=r"^layer 't': [^()]*\(xxh3\)[^()]*\(shard layer-000000.tar, [^()]*\)$"
+    ):
         rows_of(base, {"t": tmp_path / "bad"}, shuffle=False)
     policy = {"on_error": "substitute", "file": None}
     with make(base, {"t": tmp_path / "bad"}, shuffle=False, bad_samples=policy) as loader:
@@ -238,16 +299,33 @@ def test_a_bad_row_makes_its_sample_bad(base, layer, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "at", "filtered", "says"),
     [
-        ("rows.npy", -89, None, r"layer 't': '.*rows\.npy' names row -?\d+, and the index has 8 rows"),
-        ("attributes.parquet", None, "t.loss > 1", r"/attributes\.parquet' cannot be read: No such file"),
-        ("index.arrow", None, None, r"bad' has no index\.arrow; bring it back from a copy, or make it again"),
+        (
+            "rows.npy",
+            -89,
+            None,
+            r"layer 't': '.*rows\.npy' names row -?\d+, and the index has 8 rows",
+        ),
+        (
+            "attributes.parquet",
+            None,
+            "t.loss > 1",
+            r"/attributes\.parquet' cannot be read: No such file",
+        ),
+        (
+            "index.arrow",
+            None,
+            None,
+            r"bad' has no index\.arrow; bring it back from a copy, or make it again",
+        ),
     ],
 )
 def test_damage_of_a_layer_names_its_file(base, part, tmp_path, name, at, filtered, says) -> None:
     shutil.copytree(part, tmp_path / "bad")
     (tmp_path / "bad" / name).unlink() if at is None else flip(tmp_path / "bad" / name, at, 0x80)
     with pytest.raises(IndexFileError, match=says):
-        rows_of(base, {"t": tmp_path / "bad"}, PRESENT, missing="mask", order=OrderSpec(filter=filtered))
+        rows_of(
+            base, {"t": tmp_path / "bad"}, PRESENT, missing="mask", order=OrderSpec(filter=filtered)
+        )
 
 
 def test_mixes_have_layers_of_each_dataset(base, layer, tmp_path) -> None:
@@ -259,7 +337,9 @@ def test_mixes_have_layers_of_each_dataset(base, layer, tmp_path) -> None:
             check(batch)
         assert json.loads(loader.state_dict()["identity"])["layers"].keys() == {"a", "b"}
     for name, of_one in (("a", layer), ("b", other)):
-        with pytest.raises(ConfigError, match=rf"only '{name}' has 't\.caption'; give both such a layer"):
+        with pytest.raises(
+            ConfigError, match=rf"only '{name}' has 't\.caption'; give both such a layer"
+        ):
             make(data, {name: {"t": of_one}}, mix={"a": 1, "b": 1})
     with pytest.raises(ConfigError, match="'c' is not a dataset of the mix"):
         make(data, {"c": {"t": layer}}, mix={"a": 1, "b": 1})
@@ -271,17 +351,35 @@ def test_a_view_belongs_to_its_epoch_and_settings(base, tmp_path) -> None:
         ego={"train": True, "flip_x_prob": 0.5},  # type: ignore[arg-type]
     )
     settings = view_settings(7, train.content())
-    point = {"name": "point", "kind": "points", "field": "point.npy", "dtype": "float32", "axes": ["point", "column"],
-             "shape": [None, 3], "columns": ["x", "y", "z"], "frame": "ego",
-             "law": {"name": "ego_points", "roles": {"positions": [["x", "y", "z"]]}}}  # fmt: skip
-    for name, view in (("fixed", LayerView()), ("seen", LayerView(kind="per_view", epoch=2, settings=settings))):
+    point = {
+        "name": "point",
+        "kind": "points",
+        "field": "point.npy",
+        "dtype": "float32",
+        "axes": ["point", "column"],
+        "shape": [None, 3],
+        "columns": ["x", "y", "z"],
+        "frame": "ego",
+        "law": {"name": "ego_points", "roles": {"positions": [["x", "y", "z"]]}},
+    }
+    for name, view in (
+        ("fixed", LayerView()),
+        ("seen", LayerView(kind="per_view", epoch=2, settings=settings)),
+    ):
         with LayerWriter(base, tmp_path / name, channels=[point], view=view) as writer:
             for position in range(12):
                 writer.write(position, {"point": np.array([[position, 2, 3]], np.float32)})
         writer.finish()
     layers = {"fixed": tmp_path / "fixed", "seen": tmp_path / "seen"}
     with DataLoader(
-        base, 4, shuffle=True, drop_last=True, seed=7, transforms=train, layers=layers, num_workers=1
+        base,
+        4,
+        shuffle=True,
+        drop_last=True,
+        seed=7,
+        transforms=train,
+        layers=layers,
+        num_workers=1,
     ) as loader:
         with pytest.raises(ConfigError, match="views of epoch 2, the loader is at epoch 0"):
             next(iter(loader))
@@ -290,7 +388,9 @@ def test_a_view_belongs_to_its_epoch_and_settings(base, tmp_path) -> None:
         for at, row in enumerate(batch["global_index"].tolist()):
             stored = torch.tensor([row, 2.0, 3.0, 1.0])
             assert batch["seen.point"][at][0].tolist() == [row, 2, 3]
-            torch.testing.assert_close(batch["fixed.point"][at][0], (batch["bda_mat"][at] @ stored)[:3])
+            torch.testing.assert_close(
+                batch["fixed.point"][at][0], (batch["bda_mat"][at] @ stored)[:3]
+            )
     with pytest.raises(ConfigError, match="seed: layer has 7, loader has 8"):
         DataLoader(base, 4, shuffle=True, drop_last=True, seed=8, transforms=train, layers=layers)
     with pytest.raises(ConfigError, match="a window augments its frames otherwise"):

@@ -24,7 +24,12 @@ LENGTHS = {"train": (4, 3, 5)}
 def roots(tmp_path_factory):
     base = tmp_path_factory.mktemp("layouts")
     raw = build_dataset(base / "member", LENGTHS)
-    small = [data for members in raw.values() for name, data in members.items() if name.endswith(("json", "tensors"))]
+    small = [
+        data
+        for members in raw.values()
+        for name, data in members.items()
+        if name.endswith(("json", "tensors"))
+    ]
     build_dataset(base / "none", LENGTHS, layout="none")
     build_dataset(base / "frame", LENGTHS, layout="frame")
     build_dataset(base / "dictionary", LENGTHS, dictionary=train_dictionary(small, 2048, 3))
@@ -55,7 +60,11 @@ def test_a_frame_is_read_alone(roots, made):
     assert bytes(sample.images["cam_front"]) == raw[sample.key]["cam_front.jpg"]
     assert sample.points == {}
     row = dataset.index.row(7)
-    assert reader.fetch(7).span.base.nbytes == row.length < sum(member.stored_bytes for member in row.members)
+    assert (
+        reader.fetch(7).span.base.nbytes
+        == row.length
+        < sum(member.stored_bytes for member in row.members)
+    )
 
 
 @pytest.fixture
@@ -70,10 +79,16 @@ def framed(roots, tmp_path):
 def test_damage_to_a_frame_is_named(framed, storage, verify):
     dataset, row = framed
     spoil(dataset.root, row)
-    reader = SampleReader(dataset, storage=LayeredStorage(open_storage(dataset, storage, verify=verify)))
+    reader = SampleReader(
+        dataset, storage=LayeredStorage(open_storage(dataset, storage, verify=verify))
+    )
     with pytest.raises(ChecksumError if verify else FrameError) as caught:
         reader.sample(5)
-    assert (caught.value.shard, caught.value.offset, caught.value.key) == ("train-000001.tar.zst", row.offset, row.key)
+    assert (caught.value.shard, caught.value.offset, caught.value.key) == (
+        "train-000001.tar.zst",
+        row.offset,
+        row.key,
+    )
     assert reader.sample(4).key == dataset.index.row(4).key
 
 

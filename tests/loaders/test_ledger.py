@@ -54,8 +54,11 @@ def test_epochs_are_one_segment_and_a_resumption_another(tiny, path):
                     state = loader.state_dict()
     assert [one.place for one in records(path, SegmentStart)] == [(0, 0)]
     assert [(one.place, one.why) for one in records(path, PlaceReached)] == [
-        ((1, 0), "epoch"), ((1, 8), "state"), ((2, 0), "epoch"), ((3, 0), "epoch"),
-    ]  # fmt: skip
+        ((1, 0), "epoch"),
+        ((1, 8), "state"),
+        ((2, 0), "epoch"),
+        ((3, 0), "epoch"),
+    ]
     size = path.stat().st_size
     with make(tiny, path, 3) as loader:  # of another batch size, as in another world
         loader.load_state_dict(json.loads(json.dumps(state)))
@@ -106,8 +109,10 @@ def test_digests_are_those_of_the_batches(tiny, path):
     with make(tiny, {"path": str(path), "digest_every": 4}) as loader:
         found = [f"{batch_digest(batch) % 2**64:016x}" for batch in loader]
     assert [(one.place, one.xxh3) for one in records(path, BatchDigest)] == [
-        ((0, 0), found[0]), ((0, 8), found[4]), ((0, 16), found[8]),
-    ]  # fmt: skip
+        ((0, 0), found[0]),
+        ((0, 8), found[4]),
+        ((0, 16), found[8]),
+    ]
 
 
 def test_only_the_first_process_writes(tiny, path, monkeypatch):
@@ -141,7 +146,9 @@ def test_bad_samples_are_recorded_with_what_took_their_place(own, tmp_path, path
 def test_what_cannot_be_one_run_is_refused(tiny, path):
     with make(tiny, path) as loader:
         list(loader)
-    with pytest.raises(StateMismatchError, match=r"is of another run: give this one its own; .*order: state has"):
+    with pytest.raises(
+        StateMismatchError, match=r"is of another run: give this one its own; .*order: state has"
+    ):
         make(tiny, path, seed=1, order=OrderSpec(seed=1))
     with make(tiny, path, seed=1, order=OrderSpec()) as other:  # settings of the content may change
         other.load_state_dict(loader.state_dict(), strict=False)
@@ -166,13 +173,17 @@ def test_what_cannot_be_one_run_is_refused(tiny, path):
 
 def test_a_sampler_has_a_ledger_too(path):
     sampler = BatchSampler(100, OrderSpec(seed=3), global_batch=8, world=World(), ledger=path)
-    with pytest.raises(OrderError, match="a sampler with a ledger must know what the trainer received"):
+    with pytest.raises(
+        OrderError, match="a sampler with a ledger must know what the trainer received"
+    ):
         next(iter(sampler))
     loader = pickle.loads(pickle.dumps(sampler)).count()
     for step, _ in enumerate(loader):
         if step == 4:
             state = loader.state_dict()
-    again = BatchSampler(100, OrderSpec(seed=3), global_batch=20, world=World(), ledger=str(path)).count()
+    again = BatchSampler(
+        100, OrderSpec(seed=3), global_batch=20, world=World(), ledger=str(path)
+    ).count()
     again.load_state_dict(state)
     list(again)
     assert kept(path) == [((0, 0), (0, 40)), ((0, 40), (1, 0))]

@@ -46,24 +46,39 @@ class TestContent:
                 seen.add(key)
                 for camera, channel in enumerate(CAMERAS):
                     pixels = simplejpeg.decode_jpeg(raw[key][f"{channel}.jpg"], "RGB")
-                    np.testing.assert_array_equal(batch["img"][at, camera].permute(1, 2, 0).numpy(), pixels)
+                    np.testing.assert_array_equal(
+                        batch["img"][at, camera].permute(1, 2, 0).numpy(), pixels
+                    )
                 geometry = expected.geometry
-                np.testing.assert_allclose(batch["intrinsics"][at], geometry.intrinsics, rtol=1e-6, atol=1e-6)
+                np.testing.assert_allclose(
+                    batch["intrinsics"][at], geometry.intrinsics, rtol=1e-6, atol=1e-6
+                )
                 np.testing.assert_allclose(batch["cam2ego"][at], geometry.cam2ego, rtol=1e-6)
                 for name, value in {
-                    "ego2global": geometry.ego2global, "img_timestamp_ns": geometry.cam_timestamp_ns,
-                    "timestamp_ns": expected.meta.timestamp_ns, "gt_boxes_3d": expected.boxes.boxes3d,
-                    "gt_labels_3d": expected.boxes.label, "instance_id": expected.boxes.instance_id,
-                    "points": expected.points["lidar_top"], "frame": expected.meta.frame_idx,
-                }.items():  # fmt: skip
+                    "ego2global": geometry.ego2global,
+                    "img_timestamp_ns": geometry.cam_timestamp_ns,
+                    "timestamp_ns": expected.meta.timestamp_ns,
+                    "gt_boxes_3d": expected.boxes.boxes3d,
+                    "gt_labels_3d": expected.boxes.label,
+                    "instance_id": expected.boxes.instance_id,
+                    "points": expected.points["lidar_top"],
+                    "frame": expected.meta.frame_idx,
+                }.items():
                     np.testing.assert_array_equal(batch[name][at], value, name)
                 assert batch["clip_id"][at] == expected.meta.clip_id
-        assert seen == {key for key, members in raw.items() if b'"split":"train"' in members["meta.json"]}
+        assert seen == {
+            key for key, members in raw.items() if b'"split":"train"' in members["meta.json"]
+        }
 
     def test_a_missing_camera_is_zeros_and_flagged(self, made):
         root, _ = made({"train": (4,)}, missing=frozenset({(2, "cam_back")}))
         batch = next(iter(load(root, 4, shuffle=False)))
-        assert batch["cam_valid"].tolist() == [[True, True], [True, True], [True, False], [True, True]]
+        assert batch["cam_valid"].tolist() == [
+            [True, True],
+            [True, True],
+            [True, False],
+            [True, True],
+        ]
         assert not batch["img"][2, 1].any()
         assert batch["img"][2, 0].any()
 
@@ -74,10 +89,15 @@ class TestContent:
     def test_the_matrices_follow_the_augmented_pixels(self, tiny):
         """A point on a camera's axis grid lands on the same colour in the full and in the flipped, scaled picture."""
         flipped = ImageAugment(height=64, width=96, train=True, resize=1.0, flip_prob=1.0)
-        plain, turned = (next(iter(load(tiny, 4, shuffle=False, image=image))) for image in (FULL, flipped))
+        plain, turned = (
+            next(iter(load(tiny, 4, shuffle=False, image=image))) for image in (FULL, flipped)
+        )
         assert torch.equal(plain["img"].flip(-1), turned["img"])
         point = torch.tensor([10.0, 1.5, 0.5, 1.0])
-        u = [float((b["ego2img"][0, 0] @ point)[0] / (b["ego2img"][0, 0] @ point)[2]) for b in (plain, turned)]
+        u = [
+            float((b["ego2img"][0, 0] @ point)[0] / (b["ego2img"][0, 0] @ point)[2])
+            for b in (plain, turned)
+        ]
         assert u[1] == pytest.approx(95 - u[0], abs=1e-3)
 
     def test_a_batch_that_is_kept_is_never_overwritten(self, tiny):
@@ -129,7 +149,9 @@ class TestOrder:
         assert keys(other) not in (first, second)
 
     @pytest.mark.costly
-    def test_the_next_epoch_continues_in_the_same_threads_and_another_one_does_not_see_them(self, tiny):
+    def test_the_next_epoch_continues_in_the_same_threads_and_another_one_does_not_see_them(
+        self, tiny
+    ):
         epochs = []
         for epoch in range(4):
             loader = load(tiny, 7)
@@ -157,7 +179,9 @@ class TestOrder:
         next(first)
         second = iter(loader)
         next(second)
-        with pytest.raises(FuelrailError, match=r"another iteration .* ended this one after 1 of 7 batches"):
+        with pytest.raises(
+            FuelrailError, match=r"another iteration .* ended this one after 1 of 7 batches"
+        ):
             next(first)
         assert len(list(second)) == len(loader) - 1, "the second is not disturbed"
 
@@ -198,7 +222,9 @@ class TestOrder:
         running = iter(loader)
         assert next(running)["sample_key"] == whole[3][:3]
         other = iter(loader)
-        assert next(other)["sample_key"] == whole[4][:3], "one that another one ended has been an epoch too"
+        assert next(other)["sample_key"] == whole[4][:3], (
+            "one that another one ended has been an epoch too"
+        )
         assert keys(loader) == whole[5]
 
     def test_a_restored_position_is_that_of_one_iteration(self, tiny):
@@ -238,12 +264,21 @@ class TestOrder:
         view = MapView(open_dataset(tiny), ["boxes"], transform=lambda item: item["key"])
         train = torch.utils.data.Subset(view, range(NUM_TRAIN))
         for batch_size in (1, 4, 7, 32):
-            theirs = [key for batch in torch.utils.data.DataLoader(train, batch_size) for key in batch]
+            theirs = [
+                key for batch in torch.utils.data.DataLoader(train, batch_size) for key in batch
+            ]
             with DataLoader(tiny, batch_size, transforms={"image": SMALL}) as loader:
                 found = list(loader)
-            assert [key for b in found for key, once in zip(b["sample_key"], b["valid"], strict=True) if once] == theirs
+            assert [
+                key
+                for b in found
+                for key, once in zip(b["sample_key"], b["valid"], strict=True)
+                if once
+            ] == theirs
         for rank in range(2):
-            sampler = torch.utils.data.DistributedSampler(train, num_replicas=2, rank=rank, shuffle=False)
+            sampler = torch.utils.data.DistributedSampler(
+                train, num_replicas=2, rank=rank, shuffle=False
+            )
             theirs = torch.utils.data.DataLoader(train, 3, sampler=sampler)
             with DataLoader(tiny, 3, world=World(rank, 2), transforms={"image": SMALL}) as loader:
                 assert len(loader) == len(list(loader)) == len(theirs)
@@ -265,7 +300,9 @@ class TestState:
     )
     def test_a_state_of_another_sequence_is_refused_showing_both_sides(self, tiny, options, word):
         state = load(tiny).state_dict()
-        with pytest.raises(StateMismatchError, match=rf"{word}: state has .* loader has ") as caught:
+        with pytest.raises(
+            StateMismatchError, match=rf"{word}: state has .* loader has "
+        ) as caught:
             load(tiny, **options).load_state_dict(state)
         assert repr(json.loads(state["identity"])[word]) in str(caught.value)
 
@@ -274,8 +311,14 @@ class TestState:
         [
             ({"seed": 9}, "seed: state has 0, loader has 9"),
             ({"image": FULL}, "image.height: state has "),
-            ({"ego": BevAugment(train=True, flip_x_prob=0.5)}, "ego.flip_x_prob: state has none, loader has 0.5"),
-            ({"pixels": PixelAugment(train=True, hue_deg=18.0)}, "pixels.hue_deg: state has none, loader has 18.0"),
+            (
+                {"ego": BevAugment(train=True, flip_x_prob=0.5)},
+                "ego.flip_x_prob: state has none, loader has 0.5",
+            ),
+            (
+                {"pixels": PixelAugment(train=True, hue_deg=18.0)},
+                "pixels.hue_deg: state has none, loader has 18.0",
+            ),
             ({"normalize": Normalize()}, "normalize.dtype: state has none, loader has 'float32'"),
             ({"undistort": Undistort()}, "undistort.alpha: state has none, loader has None"),
             ({"points": True}, "points: state has none, loader has True"),
@@ -287,7 +330,10 @@ class TestState:
         with load(tiny, order=order) as saved:
             next(iter(saved))
             state = saved.state_dict()
-        for one in (load(tiny, order=order, **options), IterableView(load(tiny, order=order, **options))):
+        for one in (
+            load(tiny, order=order, **options),
+            IterableView(load(tiny, order=order, **options)),
+        ):
             with pytest.raises(StateMismatchError, match="other settings") as caught:
                 one.load_state_dict(state)
             assert both in str(caught.value)
@@ -297,7 +343,10 @@ class TestState:
             load(tiny, order=OrderSpec(seed=4)).load_state_dict(state, strict=False)
 
     def test_what_changes_no_sample_is_not_a_mismatch(self, tiny):
-        quiet = {"pixels": PixelAugment(hue_deg=18.0), "ego": BevAugment(flip_x_prob=0.5)}  # train is False
+        quiet = {
+            "pixels": PixelAugment(hue_deg=18.0),
+            "ego": BevAugment(flip_x_prob=0.5),
+        }  # train is False
         other = load(tiny, decoder="pillow", backend="pread", verify=False, **quiet)
         other.load_state_dict(load(tiny).state_dict())
 
@@ -333,10 +382,14 @@ class TestErrors:
         with pytest.raises(DatasetNotReadyError):
             load(tmp_path)
 
-    def test_a_flipped_bit_is_a_checksum_error_with_shard_and_key_and_the_loader_can_be_used_again(self, own, raw):
+    def test_a_flipped_bit_is_a_checksum_error_with_shard_and_key_and_the_loader_can_be_used_again(
+        self, own, raw
+    ):
         shard = own / "train-000001.tar"
         good = shard.read_bytes()
-        at = good.rindex(b"\xff\xd8\xff") + 300  # in an image: a loader without points does not read lidars
+        at = (
+            good.rindex(b"\xff\xd8\xff") + 300
+        )  # in an image: a loader without points does not read lidars
         shard.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
         loader = load(own, 7, shuffle=False)
         with pytest.raises(ChecksumError, match=r"train-000001\.tar") as caught:
@@ -354,7 +407,9 @@ class TestErrors:
             list(load(own))
 
     def test_an_image_that_does_not_decode_names_sample_and_camera(self, tmp_path):
-        raw = build_dataset(tmp_path / "broken", {"train": (2,)}, rewrite=lambda row, channel, data: data[:400])
+        raw = build_dataset(
+            tmp_path / "broken", {"train": (2,)}, rewrite=lambda row, channel, data: data[:400]
+        )
         with pytest.raises(ImageError) as caught:
             list(load(tmp_path / "broken", 2, shuffle=False))
         assert (caught.value.key, caught.value.member) == (next(iter(raw)), "cam_front")
@@ -367,7 +422,9 @@ class TestThreads:
         gc.collect()
 
     def names(self):
-        return {thread.name for thread in threading.enumerate() if thread.name.startswith("fuelrail")}
+        return {
+            thread.name for thread in threading.enumerate() if thread.name.startswith("fuelrail")
+        }
 
     @pytest.mark.costly
     def test_an_exhausted_a_closed_and_a_dropped_loader_leave_none(self, tiny):
@@ -408,13 +465,18 @@ class TestThreads:
         # More than was handed out: the next epoch's first batches are on their way.
         assert all(stage.items >= 3 * count for stage in stats.stages[:3])
         assert stats.stages[3].items >= count
-        assert all(stage.busy_s >= 0 and stage.starved_s >= 0 and stage.blocked_s >= 0 for stage in stats.stages)
+        assert all(
+            stage.busy_s >= 0 and stage.starved_s >= 0 and stage.blocked_s >= 0
+            for stage in stats.stages
+        )
 
 
 def test_a_torch_trainer_takes_it_as_it_takes_torchs_loader(tiny):
     """Real gradient steps over two epochs: the batch goes into a model without any adapter."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 4), torch.nn.Flatten(), torch.nn.LazyLinear(1))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, 4), torch.nn.Flatten(), torch.nn.LazyLinear(1)
+    )
     loader = load(tiny, 7)
     losses = []
     model(torch.zeros(1, 3, 32, 48))

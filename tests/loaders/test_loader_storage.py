@@ -17,11 +17,23 @@ import torch
 
 from fuelrail import ImageAugment
 from fuelrail.loaders.records import Scheduled
-from fuelrail.loaders.schedule.prefetch import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, RequestStream, prefetch
+from fuelrail.loaders.schedule.prefetch import (
+    EARLY_BUNDLE,
+    FIRST_BUNDLE,
+    MAX_SAMPLES,
+    RequestStream,
+    prefetch,
+)
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.loaders.storage.reader import SampleReader
-from fuelrail.pipeline.errors import BadSamplesError, ChecksumError, ImageError, OrderError, StorageError
+from fuelrail.pipeline.errors import (
+    BadSamplesError,
+    ChecksumError,
+    ImageError,
+    OrderError,
+    StorageError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor, Walk, WorkerShard
 from fuelrail.pipeline.storage.retry import RetryPolicy
@@ -71,14 +83,19 @@ class TestSameBatches:
                     assert epochs(loader) == expected, options
             server.misbehave = faulty(0.001, 0.1, seed=1, stall_s=3.0)
             for cache in ({}, {"cache_size": "150kB"}):
-                with load(server.url, seed=4, cache_dir=tmp_path / f"c{len(cache)}", **cache) as loader:
+                with load(
+                    server.url, seed=4, cache_dir=tmp_path / f"c{len(cache)}", **cache
+                ) as loader:
                     assert epochs(loader) == expected
 
     @pytest.mark.network
     def test_after_a_server_was_gone_for_some_time(self, tiny, tmp_path):
         expected = keys(load(tiny))
         policy = RetryPolicy(first_delay_s=0.05, max_delay_s=0.2)
-        with FaultServer(tiny) as server, load(server.url, retry=policy, look_ahead_bytes=1) as loader:
+        with (
+            FaultServer(tiny) as server,
+            load(server.url, retry=policy, look_ahead_bytes=1) as loader,
+        ):
             batches = iter(loader)
             found = list(next(batches)["sample_key"])
             server.go_down()
@@ -128,17 +145,27 @@ class TestSameBatches:
             loader.close()
 
     @pytest.mark.parametrize("num_turns", [1, 2])
-    def test_a_small_cache_hits_as_often_as_can_be_also_for_processes_that_take_turns(self, tiny, tmp_path, num_turns):
+    def test_a_small_cache_hits_as_often_as_can_be_also_for_processes_that_take_turns(
+        self, tiny, tmp_path, num_turns
+    ):
         """Samples are requested and read by this thread alone, in turns: the number of hits is not a matter of luck."""
         lengths = open_dataset(tiny).index.column("length")
         budget = int(lengths.sum()) // 3
         workers = [
-            load(tiny, 1, cache_dir=tmp_path, cache_size=budget, look_ahead_bytes=30_000) for _ in range(num_turns)
+            load(tiny, 1, cache_dir=tmp_path, cache_size=budget, look_ahead_bytes=30_000)
+            for _ in range(num_turns)
         ]
         coming = []
         for number, worker in enumerate(workers):
-            walk, where = Walk(Cursor(), worker._batching, WorkerShard(number, num_turns)), worker._schedule.where
-            coming.append(prefetch(where.scheduled(walk), worker._schedule.streams(walk), worker._look_ahead_bytes))
+            walk, where = (
+                Walk(Cursor(), worker._batching, WorkerShard(number, num_turns)),
+                worker._schedule.where,
+            )
+            coming.append(
+                prefetch(
+                    where.scheduled(walk), worker._schedule.streams(walk), worker._look_ahead_bytes
+                )
+            )
         read = []
         for step in range(6 * 21):
             scheduled, _, (take,) = next(coming[step % 21 % num_turns])
@@ -149,7 +176,10 @@ class TestSameBatches:
         stats = [worker.stats().storage for worker in workers]
         assert all(one.cache_bytes <= budget for one in stats)
         hits = sum(one.cache_hits for one in stats)
-        best, lru = (policy(np.array(read), lengths, budget).sum() for policy in (farthest_first_hits, lru_hits))
+        best, lru = (
+            policy(np.array(read), lengths, budget).sum()
+            for policy in (farthest_first_hits, lru_hits)
+        )
         assert lru < hits <= best
         assert hits >= 0.85 * best  # the look-ahead asks before the samples in front of it are kept
 
@@ -170,15 +200,24 @@ with DataLoader(sys.argv[1], 3, storage={"cache_dir": sys.argv[2], "cache_size":
 """
         small = 'mount -t tmpfs -o size=160k none "$1" && shift && exec "$@"'
         inside = ["unshare", "--map-root-user", "--mount", "sh", "-c", small, "sh", str(tmp_path)]
-        if shutil.which("unshare") is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
+        if (
+            shutil.which("unshare") is None
+            or subprocess.run([*inside, "true"], capture_output=True).returncode
+        ):
             pytest.skip("no mount in a user namespace here")
         done = subprocess.run(
             [*inside, sys.executable, "-c", code, str(tiny), str(tmp_path)],
-            capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
         assert done.returncode == 0, done.stderr
         assert (
-            done.stderr.count("disabled for new samples: [Errno 28] No space left on device; continuing without") == 1
+            done.stderr.count(
+                "disabled for new samples: [Errno 28] No space left on device; continuing without"
+            )
+            == 1
         )
         _, hits, _, used = done.stdout.split()
         assert int(hits) > 0
@@ -214,7 +253,9 @@ class TestBounds:
         for limit in (1, 30_000, 100_000, 10**9):
             held.update(bytes=0, most=0)
             session, taken = Session(), []
-            for ahead in prefetch(scheduled(200), [RequestStream(SampleReader(dataset), session)], limit):
+            for ahead in prefetch(
+                scheduled(200), [RequestStream(SampleReader(dataset), session)], limit
+            ):
                 held["bytes"] -= ahead.entries[0].length
                 taken.append(ahead.scheduled.step)
             assert taken == list(range(200))
@@ -231,7 +272,9 @@ class TestBounds:
         for taken in range(400):
             next(ahead)
             outstanding.append(sum(asked) - taken)
-        assert asked[:2] == [FIRST_BUNDLE, EARLY_BUNDLE], "the first batch does not wait for the whole window"
+        assert asked[:2] == [FIRST_BUNDLE, EARLY_BUNDLE], (
+            "the first batch does not wait for the whole window"
+        )
         assert max(outstanding) == MAX_SAMPLES
         assert max(asked[-1:]) > FIRST_BUNDLE, "later ones are large, to be fetched as few ranges"
 
@@ -239,7 +282,9 @@ class TestBounds:
         dataset = open_dataset(tiny)
         coming = (Scheduled(0, n, 0, n, (row,), True) for n, row in enumerate((3, 4, 99, 5)))
         stream = prefetch(
-            coming, [RequestStream(SampleReader(dataset), LayeredStorage(open_storage(dataset)).session())], 10**9
+            coming,
+            [RequestStream(SampleReader(dataset), LayeredStorage(open_storage(dataset)).session())],
+            10**9,
         )
         assert [next(stream).scheduled.rows[0] for _ in range(2)] == [3, 4]
         third = next(stream)
@@ -313,7 +358,11 @@ class TestBadSamples:
         index = open_dataset(own).index
         for line in lines:
             row = index.row(line["row"])
-            assert (line["key"], line["offset"], line["error"]) == (row.key, row.offset, "ChecksumError")
+            assert (line["key"], line["offset"], line["error"]) == (
+                row.key,
+                row.offset,
+                "ChecksumError",
+            )
             assert line["shard"] == f"train-00000{row.shard}.tar"
             assert line["replaced_by"] in first
             assert row.key in caplog.text
@@ -350,7 +399,11 @@ class TestBadSamples:
         image = ImageAugment(height=32, width=48, resize=0.5, flip_prob=0.5, train=True)
 
         def pixels(loader):
-            return {key: batch["img"][at] for batch in loader for at, key in enumerate(batch["sample_key"])}
+            return {
+                key: batch["img"][at]
+                for batch in loader
+                for at, key in enumerate(batch["sample_key"])
+            }
 
         good = pixels(load(tiny, image=image))
         replaced = pixels(load(own, image=image, on_error="substitute", file=None))

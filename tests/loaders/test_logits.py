@@ -22,16 +22,33 @@ from support.datasets import build_dataset
 WORDS = Vocabulary("words", 1000)
 MADE: dict[str, Any] = {"law": Law("fixed"), "vocabulary": WORDS}
 TOP = Channel(
-    name="top", kind="logits_topk", field="top.lgt", dtype="uint8", axes=("position", "token"), shape=(3, 4),
-    optional=True, **MADE,
-)  # fmt: skip
-DRAWN = Channel(
-    name="drawn", kind="logits_sampled", field="drawn.lgt", axes=("position", "token"), shape=(None, 5), optional=True,
+    name="top",
+    kind="logits_topk",
+    field="top.lgt",
+    dtype="uint8",
+    axes=("position", "token"),
+    shape=(3, 4),
+    optional=True,
     **MADE,
-)  # fmt: skip
+)
+DRAWN = Channel(
+    name="drawn",
+    kind="logits_sampled",
+    field="drawn.lgt",
+    axes=("position", "token"),
+    shape=(None, 5),
+    optional=True,
+    **MADE,
+)
 TOKENS = Channel(
-    name="words", kind="tokens", field="words.npy", dtype="int64", axes=("token",), shape=(None,), **MADE
-)  # fmt: skip
+    name="words",
+    kind="tokens",
+    field="words.npy",
+    dtype="int64",
+    axes=("token",),
+    shape=(None,),
+    **MADE,
+)
 NAMES = ["words", "top", "drawn"]
 LACKING = (2, 7)
 
@@ -55,7 +72,11 @@ def given(name: str, row: int) -> Any:
 
 def stored(channel: Channel, row: int) -> Logits | None:
     value = given(channel.name, row)
-    return None if value is None else KINDS[channel.kind].decode(KINDS[channel.kind].encode(value, channel), channel)
+    return (
+        None
+        if value is None
+        else KINDS[channel.kind].decode(KINDS[channel.kind].encode(value, channel), channel)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,18 +104,29 @@ def same(found: Logits, wanted: Logits | None, form: Logits) -> None:
 def check(batch: dict[str, Any]) -> int:
     rows = batch["global_index"].tolist()
     top, drawn = batch["top"], batch["drawn"]
-    assert top.offsets is None and top.indices.dtype == torch.int32 and top.indices.shape == (len(rows), 3, 4)
+    assert (
+        top.offsets is None
+        and top.indices.dtype == torch.int32
+        and top.indices.shape == (len(rows), 3, 4)
+    )
     assert drawn.offsets.dtype == torch.int64
     ends = list(pairwise(drawn.offsets.tolist()))
     for at, row in enumerate(rows):
         same(top.map(lambda part, at=at: part[at]), stored(TOP, row), top)
         same(drawn.map(lambda part, end=ends[at]: part[slice(*end)]), stored(DRAWN, row), drawn)
-        assert batch["top_valid"][at].item() is batch["drawn_valid"][at].item() is (row not in LACKING)
+        assert (
+            batch["top_valid"][at].item() is batch["drawn_valid"][at].item() is (row not in LACKING)
+        )
     return len(rows)
 
 
 @pytest.mark.parametrize(
-    "more", [{}, pytest.param({"where": "process"}, marks=pytest.mark.process), {"transform": lambda sample: sample}]
+    "more",
+    [
+        {},
+        pytest.param({"where": "process"}, marks=pytest.mark.process),
+        {"transform": lambda sample: sample},
+    ],
 )
 def test_each_sample_has_its_own(root, more) -> None:
     assert sum(check(batch) for batch in batches(root, 4, **options(**more))) == 12
@@ -107,13 +139,23 @@ def test_windows_and_transforms_keep_frames_apart(root) -> None:
 
     window = FrameWindow(frames=(-1, 0), pad="repeat_edge")
     plain = batches(root, 4, **options(window=window))
-    for batch, other in zip(plain, batches(root, 4, **options(window=window, transform=identity)), strict=True):
+    for batch, other in zip(
+        plain, batches(root, 4, **options(window=window, transform=identity)), strict=True
+    ):
         rows = batch["frame_global_index"]
         assert batch["top"].weights.shape == (4, 2, 3, 4)
         for number, row in enumerate(rows.flatten().tolist()):
-            same(batch["top"].map(lambda part, at=number: part.flatten(0, 1)[at]), stored(TOP, row), batch["top"])
+            same(
+                batch["top"].map(lambda part, at=number: part.flatten(0, 1)[at]),
+                stored(TOP, row),
+                batch["top"],
+            )
             own = slice(*batch["drawn"].offsets[number : number + 2].tolist())
-            same(batch["drawn"].map(lambda part, own=own: part[own]), stored(DRAWN, row), batch["drawn"])
+            same(
+                batch["drawn"].map(lambda part, own=own: part[own]),
+                stored(DRAWN, row),
+                batch["drawn"],
+            )
         for name in ("top", "drawn"):
             for part, one in batch[name].parts.items():
                 assert torch.equal(one, getattr(other[name], part)), (name, part)
@@ -122,11 +164,16 @@ def test_windows_and_transforms_keep_frames_apart(root) -> None:
 @pytest.mark.parametrize("truncate", [False, True])
 def test_packs_have_the_logits_of_their_tokens(root, truncate) -> None:
     cost = "frame" if truncate else Cost(linear={"frame": 2}, constant=1)
-    order = OrderSpec(pack=Pack(budget=2 if truncate else 15, cost=cost, truncate=truncate), filter="frame > 0")
+    order = OrderSpec(
+        pack=Pack(budget=2 if truncate else 15, cost=cost, truncate=truncate), filter="frame > 0"
+    )
     for batch in batches(root, 2, **options(order=order, shuffle=False, drop_last=False)):
         lengths = batch["words"].offsets.diff()
         assert lengths.max() <= 2 or not truncate
-        assert batch["drawn"].offsets.diff()[batch["drawn_valid"]].tolist() == lengths[batch["drawn_valid"]].tolist()
+        assert (
+            batch["drawn"].offsets.diff()[batch["drawn_valid"]].tolist()
+            == lengths[batch["drawn_valid"]].tolist()
+        )
         if not truncate:
             check(batch)
 
@@ -134,9 +181,14 @@ def test_packs_have_the_logits_of_their_tokens(root, truncate) -> None:
 def test_static_batches_hold_them_at_fixed_addresses(root) -> None:
     made = options(channels=["top"], static={"buffers": 2}, shuffle=False)
     with load(root, 4, **made) as loader:
-        seen = [(batch["top"].weights.data_ptr(), batch["top"].weights.clone(), batch) for batch in loader]
+        seen = [
+            (batch["top"].weights.data_ptr(), batch["top"].weights.clone(), batch)
+            for batch in loader
+        ]
     assert seen[0][0] == seen[2][0] != seen[1][0]
-    for (_, weights, _), batch in zip(seen, batches(root, 4, **options(shuffle=False)), strict=True):
+    for (_, weights, _), batch in zip(
+        seen, batches(root, 4, **options(shuffle=False)), strict=True
+    ):
         assert torch.equal(weights, batch["top"].weights)
     with pytest.raises(ConfigError, match="'drawn' is a Logits of tensors"):
         batches(root, 4, **options(channels=["drawn"], static=True))
@@ -145,5 +197,8 @@ def test_static_batches_hold_them_at_fixed_addresses(root) -> None:
 def test_pages_show_them(root) -> None:
     (batch, *_) = batches(root, 4, **options())
     text = str(describe_batch(batch, (TOP, DRAWN), "ego"))
-    assert "Logits of indices: int32 [4, 3, 4], weights: float32 [4, 3, 4], tail: float32 [4, 3]" in text
+    assert (
+        "Logits of indices: int32 [4, 3, 4], weights: float32 [4, 3, 4], tail: float32 [4, 3]"
+        in text
+    )
     assert "uint8[3, 4] of 1000 in words" in describe_dataset(root).text

@@ -45,7 +45,9 @@ class TestMetrics:
         with serve_metrics(loader) as server:
             count = len(list(loader))
             found = scraped(server)
-        values = {(name, labels.get("stage"), labels.get("state")): value for name, labels, value in found}
+        values = {
+            (name, labels.get("stage"), labels.get("state")): value for name, labels, value in found
+        }
         for name, each in (("batches", 1), ("samples", 3), ("images", 6)):
             assert values[f"fuelrail_{name}_total", None, None] == each * count
         assert values["fuelrail_stage_items_total", "decode", None] >= 3 * count
@@ -69,7 +71,11 @@ def test_the_trace_has_every_stage_of_every_batch(tiny, tmp_path):
     trace.write(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for stage in ("fetch", "parse", "decode", "transform", "collate", "wait"):
-        done = {event["args"]["batch"] for event in events if event["ph"] == "X" and event["name"] == stage}
+        done = {
+            event["args"]["batch"]
+            for event in events
+            if event["ph"] == "X" and event["name"] == stage
+        }
         assert set(range(count)) <= done, stage
 
 
@@ -95,7 +101,9 @@ class TestAutotune:
         """With windows of one batch, and a trainer that counts as kept waiting, it changes something all the time."""
         monkeypatch.setattr("fuelrail.loaders.autotune._HUNGRY", -1.0)
         monkeypatch.setattr("fuelrail.loaders.autotune._PAUSE", 2.0)
-        image = ImageAugment(height=32, width=48, train=True, resize_range=(0.5, 0.8), flip_prob=0.5)
+        image = ImageAugment(
+            height=32, width=48, train=True, resize_range=(0.5, 0.8), flip_prob=0.5
+        )
         monkeypatch.setattr(
             "fuelrail.loaders.batch.stages.make_tuner",
             lambda *_: Autotuner(Tuning(2, 2), Tuning(5, 4), window_s=0.0, window_batches=1),

@@ -31,11 +31,18 @@ def run(root, batch_size, **options):
 
 def column(found, name):
     """The entries of all batches (steps, batch)."""
-    return np.array([batch[name].tolist() if torch.is_tensor(batch[name]) else batch[name] for batch in found])
+    return np.array(
+        [batch[name].tolist() if torch.is_tensor(batch[name]) else batch[name] for batch in found]
+    )
 
 
 def test_a_filter_leaves_exactly_what_it_selects(root):
-    found = run(root, 4, order=OrderSpec(filter="frame >= 2 and clip_id != 'clip-0002'", seed=3), drop_last=False)
+    found = run(
+        root,
+        4,
+        order=OrderSpec(filter="frame >= 2 and clip_id != 'clip-0002'", seed=3),
+        drop_last=False,
+    )
     every = np.arange(FIRST, FIRST + NUM)
     selected = every[(every % 4 >= 2) & (every // 4 != 2)]
     assert len(found) == -(-len(selected) // 4)
@@ -43,7 +50,9 @@ def test_a_filter_leaves_exactly_what_it_selects(root):
 
 
 def test_weights_repeat_samples_in_one_epoch(root):
-    found = run(root, 4, order=OrderSpec(weights=(AttributeWeights(attribute="frame"),), epoch_length=40))
+    found = run(
+        root, 4, order=OrderSpec(weights=(AttributeWeights(attribute="frame"),), epoch_length=40)
+    )
     assert len(found) == 10
     counts = np.bincount(column(found, "frame").ravel(), minlength=4)
     assert counts[0] == 0
@@ -58,30 +67,41 @@ def test_a_mix_holds_in_every_global_batch(root):
 
 def test_lanes_follow_clips_and_say_when_to_forget(root):
     found = run(root, 4, order=LANES)
-    rows, exists, valid, clips = (column(found, name) for name in ("global_index", "prev_exists", "valid", "clip_id"))
+    rows, exists, valid, clips = (
+        column(found, name) for name in ("global_index", "prev_exists", "valid", "clip_id")
+    )
     assert (column(found, "lane") == np.arange(4)).all()
     assert np.array_equal(np.sort(rows[valid]), np.arange(FIRST, FIRST + NUM))
     assert not exists[0].any()
     assert (rows[1:][exists[1:]] == rows[:-1][exists[1:]] + 1).all()
     assert (clips[1:][exists[1:]] == clips[:-1][exists[1:]]).all()
     assert (clips[1:][~exists[1:] & valid[1:]] != clips[:-1][~exists[1:] & valid[1:]]).all()
-    assert {"lane", "prev_exists"}.isdisjoint(run(root, 4)[0]), "batches of other orders have no lanes"
+    assert {"lane", "prev_exists"}.isdisjoint(run(root, 4)[0]), (
+        "batches of other orders have no lanes"
+    )
 
 
 def test_a_bad_frame_is_replaced_by_the_lanes_next(root, tmp_path):
     build_dataset(tmp_path / "OUT", LENGTHS)
     whole = column(run(root, 4, order=LANES), "global_index")
     spoil(tmp_path / "OUT", open_dataset(root).index.row(int(whole[1, 2])))
-    found = column(run(tmp_path / "OUT", 4, order=LANES, on_error="substitute", file=None), "global_index")
+    found = column(
+        run(tmp_path / "OUT", 4, order=LANES, on_error="substitute", file=None), "global_index"
+    )
     assert found[1, 2] == whole[2, 2]
     found[1, 2] = whole[1, 2]
     assert np.array_equal(found, whole)
 
 
 OTHERS = [
-    OrderSpec(), MIXED, OrderSpec(filter="frame > 0"), OrderSpec(filter="frame > 1"),
-    OrderSpec(weights=(AttributeWeights(attribute="frame"),)), LANES, LANES_OF_PIECES,
-]  # fmt: skip
+    OrderSpec(),
+    MIXED,
+    OrderSpec(filter="frame > 0"),
+    OrderSpec(filter="frame > 1"),
+    OrderSpec(weights=(AttributeWeights(attribute="frame"),)),
+    LANES,
+    LANES_OF_PIECES,
+]
 
 
 def test_states_of_other_orders_are_refused(root):
@@ -93,7 +113,9 @@ def test_states_of_other_orders_are_refused(root):
             if state is not own:
                 with pytest.raises(StateMismatchError, match=r"order: state has .* loader has"):
                     loader.load_state_dict(state)
-    with pytest.raises(StateMismatchError, match=r"'lanes': 4.*'lanes': 2"):  # of another global batch
+    with pytest.raises(
+        StateMismatchError, match=r"'lanes': 4.*'lanes': 2"
+    ):  # of another global batch
         load(root, 2, order=LANES).load_state_dict(load(root, 4, order=LANES).state_dict())
 
 

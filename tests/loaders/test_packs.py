@@ -21,15 +21,23 @@ from support.datasets import build_dataset
 
 NUM = 46
 TOKENS = Channel(
-    name="words", kind="tokens", field="words.npy", dtype="int64", axes=("token",), shape=(None,), law=Law("fixed"),
+    name="words",
+    kind="tokens",
+    field="words.npy",
+    dtype="int64",
+    axes=("token",),
+    shape=(None,),
+    law=Law("fixed"),
     vocabulary=Vocabulary("words", 10_000),
-)  # fmt: skip
+)
 LENGTH = Cost(linear={"frame": 2}, constant=1)
 """Frame f of a clip has 2 f + 1 tokens."""
 PACK = Pack(budget=9, cost=LENGTH, window=10)
 ORDER = OrderSpec(seed=3, pack=PACK)
 GROUPS = {
-    "front": CameraGroup(cameras=("cam_front",), image=ImageAugment(height=8, width=16, resize="stretch")),
+    "front": CameraGroup(
+        cameras=("cam_front",), image=ImageAugment(height=8, width=16, resize="stretch")
+    ),
     "back": CameraGroup(cameras=("cam_back",), image=TINY),
 }
 BALANCED = OrderSpec(seed=3, pack=PACK, balance=Balance(cost=Cost(quadratic={"frame": 1})))
@@ -47,7 +55,9 @@ def root(tmp_path_factory):
 
 
 def run(root, batch_size=3, **options):
-    return batches(root, batch_size, image=TINY, **{"order": ORDER, "channels": ["words"], **options})
+    return batches(
+        root, batch_size, image=TINY, **{"order": ORDER, "channels": ["words"], **options}
+    )
 
 
 def packs(batch):
@@ -65,30 +75,53 @@ def test_a_batch_says_where_each_pack_sample_and_token_is(root, decoder):
         assert isinstance(tokens, Packed)
         assert len(packs(batch)) == 3
         assert all(0 < sum(len(words(row)) for row in pack) <= 9 for pack in packs(batch))
-        assert batch["pack"].tolist() == [number for number, pack in enumerate(packs(batch)) for _ in pack]
-        assert torch.equal(tokens.values, torch.from_numpy(np.concatenate([words(row) for row in rows])))
-        assert batch["cu_seqlens"].dtype == batch["sequence_ids"].dtype == batch["pack_offsets"].dtype == torch.int32
-        assert batch["cu_seqlens"].tolist() == np.cumsum([0, *(len(words(row)) for row in rows)]).tolist()
+        assert batch["pack"].tolist() == [
+            number for number, pack in enumerate(packs(batch)) for _ in pack
+        ]
+        assert torch.equal(
+            tokens.values, torch.from_numpy(np.concatenate([words(row) for row in rows]))
+        )
+        assert (
+            batch["cu_seqlens"].dtype
+            == batch["sequence_ids"].dtype
+            == batch["pack_offsets"].dtype
+            == torch.int32
+        )
+        assert (
+            batch["cu_seqlens"].tolist()
+            == np.cumsum([0, *(len(words(row)) for row in rows)]).tolist()
+        )
         assert batch["max_seqlen"] == max(len(words(row)) for row in rows)
-        assert batch["position_ids"].tolist() == [at for row in rows for at in range(len(words(row)))]
-        assert batch["sequence_ids"].tolist() == [at for at, row in enumerate(rows) for _ in words(row)]
+        assert batch["position_ids"].tolist() == [
+            at for row in rows for at in range(len(words(row)))
+        ]
+        assert batch["sequence_ids"].tolist() == [
+            at for at, row in enumerate(rows) for _ in words(row)
+        ]
         assert len(batch["img"]) == len(batch["sample_key"]) == len(batch["valid"]) == len(rows)
         seen += [row for row, valid in zip(rows, batch["valid"].tolist(), strict=True) if valid]
     assert sorted(seen) == list(range(NUM))
 
 
 def test_a_sample_in_a_pack_is_the_sample_alone(root):
-    alone = {batch["global_index"].item(): batch for batch in batches(root, 1, image=TINY, channels=["words"])}
+    alone = {
+        batch["global_index"].item(): batch
+        for batch in batches(root, 1, image=TINY, channels=["words"])
+    }
     for batch in run(root):
         for at, row in enumerate(batch["global_index"].tolist()):
             for name in ("img", "ego2img", "timestamp_ns"):
                 assert torch.equal(batch[name][at], alone[row][name][0])
 
 
-@pytest.mark.parametrize("spec", [ORDER, BALANCED, OrderSpec(seed=3, balance=Balance(cost=LENGTH, micro_batches=2))])
+@pytest.mark.parametrize(
+    "spec", [ORDER, BALANCED, OrderSpec(seed=3, balance=Balance(cost=LENGTH, micro_batches=2))]
+)
 def test_ranks_and_threads_share_the_same_packs(root, spec):
     def rows(batch):
-        return packs(batch) if "pack" in batch else [[row] for row in batch["global_index"].tolist()]
+        return (
+            packs(batch) if "pack" in batch else [[row] for row in batch["global_index"].tolist()]
+        )
 
     whole = run(root, 12, order=spec, num_workers=3, drop_last=False)
     of_ranks = [run(root, 4, order=spec, rank=rank, size=3, drop_last=False) for rank in range(3)]
@@ -107,7 +140,9 @@ def stop_and_go(root, num_stops, seed):
         size, batch = draw.choice([(1, 4), (2, 2), (4, 1), (1, 2), (2, 1)])
         steps, states, parts = draw.randint(1, 4), [], []
         for rank in range(size):
-            with load(root, batch, rank=rank, size=size, image=TINY, order=ORDER, drop_last=False) as loader:
+            with load(
+                root, batch, rank=rank, size=size, image=TINY, order=ORDER, drop_last=False
+            ) as loader:
                 if state is not None:
                     loader.load_state_dict(json.loads(state))
                 made = [*islice(loader, steps)]
@@ -160,7 +195,9 @@ def test_too_long_samples_are_cut_where_that_is_asked(root, tmp_path):
     for batch in run(root, 2, order=order):
         lengths = [len(words(row)) for row in batch["global_index"].tolist()]
         assert batch["cu_seqlens"].diff().tolist() == [min(2, length) for length in lengths]
-    with pytest.raises(OrderError, match=r"sample 'clip-0000-000003' .* costs 3, above the budget of 2"):
+    with pytest.raises(
+        OrderError, match=r"sample 'clip-0000-000003' .* costs 3, above the budget of 2"
+    ):
         run(root, 2, order=OrderSpec(pack=Pack(budget=2, cost="frame"), filter="frame > 0"))
 
 
@@ -169,7 +206,9 @@ def test_static_packs_hold_the_same_in_fixed_shapes(root, images):
     order = OrderSpec(seed=3, pack=Pack(budget=9, cost=LENGTH, window=10, max_samples=4))
     options = {"order": order, "drop_last": False, **images}
     shapes, places = set(), set()
-    with load(root, 3, channels=["words"], static={"max_boxes": 40}, **{"image": TINY, **options}) as loader:
+    with load(
+        root, 3, channels=["words"], static={"max_boxes": 40}, **{"image": TINY, **options}
+    ) as loader:
         for expected, got in zip(run(root, **options), loader, strict=True):
             num, tokens = len(expected["pack"]), len(expected["words"].values)
             flat = {name: value for name, value in got.items() if isinstance(value, torch.Tensor)}
@@ -183,9 +222,15 @@ def test_static_packs_hold_the_same_in_fixed_shapes(root, images):
             assert not got["valid"][num:].any()
             assert not got["gt_mask"][num:].any()
             assert (got["gt_labels_3d"][~got["gt_mask"]] == -1).all()
-            assert got["cu_seqlens"].tolist() == [*expected["cu_seqlens"].tolist(), *[tokens] * (12 - num)]
+            assert got["cu_seqlens"].tolist() == [
+                *expected["cu_seqlens"].tolist(),
+                *[tokens] * (12 - num),
+            ]
             assert torch.equal(got["words"].offsets, got["cu_seqlens"].long())
-            assert got["sequence_ids"].tolist() == [*expected["sequence_ids"].tolist(), *[-1] * (27 - tokens)]
+            assert got["sequence_ids"].tolist() == [
+                *expected["sequence_ids"].tolist(),
+                *[-1] * (27 - tokens),
+            ]
             assert torch.equal(got["words"].values[:tokens], expected["words"].values)
             assert not got["words"].values[tokens:].any()
             assert torch.equal(got["position_ids"][:tokens], expected["position_ids"])
@@ -196,15 +241,23 @@ def test_static_packs_hold_the_same_in_fixed_shapes(root, images):
                 elif isinstance(value, list) and not isinstance(value[0], torch.Tensor):
                     assert got[name] == value
             if images:
-                assert all(torch.equal(got["img"][name][:num], one) for name, one in expected["img"].items())
+                assert all(
+                    torch.equal(got["img"][name][:num], one)
+                    for name, one in expected["img"].items()
+                )
     assert len(shapes) == 1
     assert len(places) == 2  # the sets of buffers
 
 
 def test_static_packs_need_room_for_their_tokens(root):
-    pack = Pack(budget=9, cost=Cost(linear={"frame": 2}, constant=1, divisor=2), window=10, max_samples=12)
+    pack = Pack(
+        budget=9, cost=Cost(linear={"frame": 2}, constant=1, divisor=2), window=10, max_samples=12
+    )
     options = {"order": OrderSpec(pack=pack), "channels": ["words"], "image": TINY}
-    with load(root, 2, static=True, **options) as loader, pytest.raises(ConfigError, match="raise max_tokens"):
+    with (
+        load(root, 2, static=True, **options) as loader,
+        pytest.raises(ConfigError, match="raise max_tokens"),
+    ):
         list(loader)
     with load(root, 2, static={"max_tokens": 72}, **options) as loader:
         assert {len(batch["words"].values) for batch in loader} == {72}
@@ -233,4 +286,6 @@ def test_the_order_is_as_compiled(root):
 
 def test_a_ledger_refuses_what_it_cannot_replay(root, tmp_path):
     with pytest.raises(ConfigError, match="cannot record an order with bucket"):
-        load(root, 2, image=TINY, order=OrderSpec(bucket=Bucket(by="frame")), ledger=tmp_path / "run")
+        load(
+            root, 2, image=TINY, order=OrderSpec(bucket=Bucket(by="frame")), ledger=tmp_path / "run"
+        )

@@ -39,8 +39,11 @@ def tiny(made):
 def python(root, code):
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SETUP + code, root],
-        capture_output=True, text=True, timeout=280, env=environment(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment(),
+    )
 
 
 def test_a_fork_while_it_runs(tiny):
@@ -77,9 +80,17 @@ def test_an_exception_in_the_training_loop_ends_the_process(tiny):
 
 def test_ctrl_c_in_the_training_loop(tiny):
     process = subprocess.Popen(
-        [sys.executable, "-c", SETUP + "print('go', flush=True)\nwhile True:\n    list(loader)\n", tiny],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            SETUP + "print('go', flush=True)\nwhile True:\n    list(loader)\n",
+            tiny,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
     assert process.stdout.readline() == "go\n"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=280)
@@ -94,7 +105,8 @@ class TestRanks:
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(
-            WorldError, match=r"made as World\(rank=0, size=1\), but the process is World\(rank=1, size=2\)"
+            WorldError,
+            match=r"made as World\(rank=0, size=1\), but the process is World\(rank=1, size=2\)",
         ):
             iter(loader)
         given = DataLoader(tiny, 2, world=World(0, 1))
@@ -102,7 +114,10 @@ class TestRanks:
         given.close()
 
     def test_a_batch_larger_than_the_dataset(self, tiny):
-        with pytest.raises(WorldError, match=r"an epoch of 21 samples has no full global batch of 64.*drop_last=False"):
+        with pytest.raises(
+            WorldError,
+            match=r"an epoch of 21 samples has no full global batch of 64.*drop_last=False",
+        ):
             DataLoader(tiny, 32, drop_last=True, world=World(0, 2))
         with DataLoader(tiny, 32, world=World(1, 2)) as loader:
             (batch,) = list(loader)
@@ -111,7 +126,9 @@ class TestRanks:
 
 
 def test_it_starts_no_process(tiny):
-    before = psutil.Process().children()  # other tests' spawned workers leave Python's resource tracker behind
+    before = (
+        psutil.Process().children()
+    )  # other tests' spawned workers leave Python's resource tracker behind
     with DataLoader(tiny, 2) as loader:
         next(iter(loader))
         assert psutil.Process().children() == before
@@ -122,11 +139,13 @@ def test_a_dropped_loader_gives_its_files_back_at_once(tiny):
 
     def counts():
         process = psutil.Process()
-        return np.array((
-            process.num_fds(),
-            sum(thread.name.startswith("fuelrail") for thread in threading.enumerate()),
-            sum(str(tiny) in mapped.path for mapped in process.memory_maps()),
-        ))  # fmt: skip
+        return np.array(
+            (
+                process.num_fds(),
+                sum(thread.name.startswith("fuelrail") for thread in threading.enumerate()),
+                sum(str(tiny) in mapped.path for mapped in process.memory_maps()),
+            )
+        )
 
     list(make_loader(tiny, 2, num_workers=1))  # what libraries open on first use stays open
     gc.collect()
@@ -139,9 +158,13 @@ def test_a_dropped_loader_gives_its_files_back_at_once(tiny):
             if number % 2:
                 loader.close()
             del loader
-        deadline = time.monotonic() + 200  # the last thread's own ending, after it was let go, takes a moment
+        deadline = (
+            time.monotonic() + 200
+        )  # the last thread's own ending, after it was let go, takes a moment
         while (counts() > before).any() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert (counts() <= before).all()  # fewer where an earlier test's last thread was still ending
+        assert (
+            counts() <= before
+        ).all()  # fewer where an earlier test's last thread was still ending
     finally:
         gc.enable()

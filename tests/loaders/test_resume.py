@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail import AttributeWeights, BevAugment, ImageAugment, Mix, Normalize, OrderSpec, PixelAugment
+from fuelrail import (
+    AttributeWeights,
+    BevAugment,
+    ImageAugment,
+    Mix,
+    Normalize,
+    OrderSpec,
+    PixelAugment,
+)
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.batches import TINY, batches, check_one_sequence, keys, load, unlike
@@ -18,37 +26,73 @@ from support.datasets import build_dataset
 from support.layers import write_layer
 from support.storage_suite import spoil
 
-TRAIN = ImageAugment(height=24, width=32, train=True, resize_range=(0.4, 0.6), flip_prob=0.5, rotate_deg=(-5, 5))
+TRAIN = ImageAugment(
+    height=24, width=32, train=True, resize_range=(0.4, 0.6), flip_prob=0.5, rotate_deg=(-5, 5)
+)
 AUGMENTED = {
-    "image": TRAIN, "ego": BevAugment(train=True, rotate_deg=(-30, 30), scale=(0.9, 1.1), flip_y_prob=0.5),
-    "pixels": PixelAugment(train=True, brightness=32, hue_deg=18, grid_mask_prob=0.5), "points": True, "seed": 9,
-}  # fmt: skip
-GROUPS = {"back": {"cameras": ["cam_back"], "image": TINY}, "front": {"cameras": ["cam_front"], "image": TRAIN}}
-RADAR = {"axes": ("point", "column"), "shape": (None, 3), "columns": ("x", "y", "z"), "dtype": "float32"}
+    "image": TRAIN,
+    "ego": BevAugment(train=True, rotate_deg=(-30, 30), scale=(0.9, 1.1), flip_y_prob=0.5),
+    "pixels": PixelAugment(train=True, brightness=32, hue_deg=18, grid_mask_prob=0.5),
+    "points": True,
+    "seed": 9,
+}
+GROUPS = {
+    "back": {"cameras": ["cam_back"], "image": TINY},
+    "front": {"cameras": ["cam_front"], "image": TRAIN},
+}
+RADAR = {
+    "axes": ("point", "column"),
+    "shape": (None, 3),
+    "columns": ("x", "y", "z"),
+    "dtype": "float32",
+}
 CHANNELS = [
     (
-        Channel(name="radar", kind="points", field="radar.npy", frame="ego", optional=True,
-                law=Law("ego_points", roles={"positions": (("x", "y", "z"),)}), **RADAR),
+        Channel(
+            name="radar",
+            kind="points",
+            field="radar.npy",
+            frame="ego",
+            optional=True,
+            law=Law("ego_points", roles={"positions": (("x", "y", "z"),)}),
+            **RADAR,
+        ),
         lambda row: None if row % 5 == 2 else np.full((row, 3), row, np.float32),
     ),
     (
-        Channel(name="words", kind="tokens", field="words.npy", dtype="int64", axes=("token",), shape=(None,),
-                law=Law("fixed"), vocabulary=Vocabulary("words", 99)),
+        Channel(
+            name="words",
+            kind="tokens",
+            field="words.npy",
+            dtype="int64",
+            axes=("token",),
+            shape=(None,),
+            law=Law("fixed"),
+            vocabulary=Vocabulary("words", 99),
+        ),
         lambda row: np.arange(row % 4),
     ),
     (
-        Channel(name="agents", kind="ragged", field="agents.safetensors", law=Law("fixed"),
-                arrays=(ArraySpec("speed", "float32"),)),
+        Channel(
+            name="agents",
+            kind="ragged",
+            field="agents.safetensors",
+            law=Law("fixed"),
+            arrays=(ArraySpec("speed", "float32"),),
+        ),
         lambda row: {"speed": np.arange(row, dtype=np.float32)},
     ),
     (Channel(name="caption", kind="text", field="caption.txt", law=Law("fixed")), str),
-]  # fmt: skip
+]
 NAMES = [channel.name for channel, _ in CHANNELS]
 
 
 def drawn_by_the_samples_seed(sample):
     noise = torch.rand(3, generator=torch.Generator().manual_seed(sample["seed"]))
-    return {**{name: sample[name] for name in ("sample_key", "global_index", "valid")}, "noise": noise}
+    return {
+        **{name: sample[name] for name in ("sample_key", "global_index", "valid")},
+        "noise": noise,
+    }
 
 
 # `DATASET`: which of the datasets below; the others are options of the loader.
@@ -57,11 +101,18 @@ CASES = {
     "sequential, padded": {"shuffle": False, "drop_last": False},
     "windowed": {"order": OrderSpec(kind="windowed", seed=3, window=4)},
     "filter and weights": {
-        "order": OrderSpec(filter="frame > 0", weights=(AttributeWeights(attribute="frame"),), epoch_length=16)
+        "order": OrderSpec(
+            filter="frame > 0", weights=(AttributeWeights(attribute="frame"),), epoch_length=16
+        )
     },
-    "mixed by an attribute": {"order": OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1, "3": 1}))},
+    "mixed by an attribute": {
+        "order": OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1, "3": 1}))
+    },
     "lanes": {"order": OrderSpec(kind="lanes", seed=1)},
-    "lanes of windows": {"order": OrderSpec(kind="lanes", seed=1, pieces_per_clip=2), "frames": [-2, 0]},
+    "lanes of windows": {
+        "order": OrderSpec(kind="lanes", seed=1, pieces_per_clip=2),
+        "frames": [-2, 0],
+    },
     "windows": {"frames": [-1, 0, 1], "pad": "mask", "drop_last": False},
     "windows that are complete": {"frames": [-1, 0], "pad": "drop"},
     "augmented": AUGMENTED,
@@ -80,18 +131,31 @@ CASES = {
     "layers, some missing": {"layers": "part", "missing": "drop", "channels": None},
     "two datasets": {"mix": {"a": 3, "b": 1}, "drop_last": False},
     "two datasets, filtered windows": {
-        "mix": {"a": 1, "b": 1}, "frames": [-1, 0], "order": OrderSpec(filter="frame > 0", seed=3), **AUGMENTED,
+        "mix": {"a": 1, "b": 1},
+        "frames": [-1, 0],
+        "order": OrderSpec(filter="frame > 0", seed=3),
+        **AUGMENTED,
     },
-    "bad samples": {"DATASET": "spoilt", "on_error": "substitute", "file": None, "drop_last": False},
+    "bad samples": {
+        "DATASET": "spoilt",
+        "on_error": "substitute",
+        "file": None,
+        "drop_last": False,
+    },
     "a small cache": {"backend": "remote", "cache_size": "60kB", "look_ahead_bytes": 30_000},
     "pread without digests": {"backend": "pread", "verify": False},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequences")
-    build_dataset(folder / "a", {"val": (3,), "train": (5, 8)}, missing=frozenset({(9, "cam_back")}), extra=CHANNELS)
+    build_dataset(
+        folder / "a",
+        {"val": (3,), "train": (5, 8)},
+        missing=frozenset({(9, "cam_back")}),
+        extra=CHANNELS,
+    )
     build_dataset(folder / "b", {"train": (7,), "val": (2,)}, seed=5)
     build_dataset(folder / "spoilt", {"train": (13,)})
     for row in (4, 8, 9):
@@ -107,7 +171,9 @@ def arguments(roots, case, tmp_path):
     root = roots / options.pop("DATASET", "a")
     root = {name: roots / name for name in case["mix"]} if "mix" in case else root
     if "layers" in case:
-        options["layers"] = {"t": {"path": roots / case["layers"], "missing": options.pop("missing", "error")}}
+        options["layers"] = {
+            "t": {"path": roots / case["layers"], "missing": options.pop("missing", "error")}
+        }
     if "cache_size" in case:
         options["cache_dir"] = tmp_path
     return root, options
@@ -115,7 +181,8 @@ def arguments(roots, case, tmp_path):
 
 QUICK = ("shuffled", "windows", "two datasets")
 EACH_CASE = [
-    pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, case in CASES.items()
+    pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+    for name, case in CASES.items()
 ]
 
 
@@ -124,8 +191,14 @@ EACH_CASE = [
 def test_ranks_threads_and_restarts_change_nothing(roots, case, tmp_path):
     root, options = arguments(roots, case, tmp_path)
     # What ranks share differs where the order does; elsewhere more ranks only repeat what two show.
-    sizes = (1, 2, 4) if {"order", "mix"} & case.keys() or case in [CASES[name] for name in QUICK] else (1, 2)
-    check_one_sequence(lambda batch_size, **where: load(root, batch_size, **{**where, **options}), sizes=sizes)
+    sizes = (
+        (1, 2, 4)
+        if {"order", "mix"} & case.keys() or case in [CASES[name] for name in QUICK]
+        else (1, 2)
+    )
+    check_one_sequence(
+        lambda batch_size, **where: load(root, batch_size, **{**where, **options}), sizes=sizes
+    )
 
 
 @pytest.mark.costly
@@ -133,18 +206,32 @@ def test_ranks_threads_and_restarts_change_nothing(roots, case, tmp_path):
 def test_a_transform_that_changes_nothing_changes_nothing(roots, case, tmp_path):
     """Single samples, joined, are the batch that is made at once: windows, lanes, views, groups and channels too."""
     root, options = arguments(roots, case, tmp_path)
-    plain, joined = (batches(root, 4, **options, **more) for more in ({}, {"transform": lambda sample: sample}))
+    plain, joined = (
+        batches(root, 4, **options, **more) for more in ({}, {"transform": lambda sample: sample})
+    )
     for batch in joined:
-        names = [list(map(str, batch[name])) for name in ("dataset", "sample_key", "view") if name in batch]
-        assert len(set(batch.pop("seed").tolist())) == len(set(zip(*names, strict=True))), "a seed for each sample"
+        names = [
+            list(map(str, batch[name]))
+            for name in ("dataset", "sample_key", "view")
+            if name in batch
+        ]
+        assert len(set(batch.pop("seed").tolist())) == len(set(zip(*names, strict=True))), (
+            "a seed for each sample"
+        )
     assert unlike(joined, plain) == []
 
 
 @pytest.mark.slow
 @settings(max_examples=12)
-@given(before=st.integers(1, 3), after=st.integers(1, 3), sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-       data=st.data())  # fmt: skip
-def test_on_other_ranks_with_another_batch_each_remaining_sample_comes_once(tiny, before, after, sizes, data):
+@given(
+    before=st.integers(1, 3),
+    after=st.integers(1, 3),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    data=st.data(),
+)
+def test_on_other_ranks_with_another_batch_each_remaining_sample_comes_once(
+    tiny, before, after, sizes, data
+):
     options = {"drop_last": False, "image": TINY}
     loaders = [load(tiny, sizes[0], rank=rank, size=before, **options) for rank in range(before)]
     stop = data.draw(st.integers(0, len(loaders[0])))
@@ -158,12 +245,19 @@ def test_on_other_ranks_with_another_batch_each_remaining_sample_comes_once(tiny
             restored.load_state_dict(state)
             restored.set_epoch(0)
             found += list(restored)
-    seen = [key for batch in found for key, valid in zip(batch["sample_key"], batch["valid"], strict=True) if valid]
+    seen = [
+        key
+        for batch in found
+        for key, valid in zip(batch["sample_key"], batch["valid"], strict=True)
+        if valid
+    ]
     assert len(seen) == len(set(seen)) == 21
 
 
 def test_padding_is_the_epochs_beginning_and_flagged(tiny):
     found = batches(tiny, 6, drop_last=False)
-    assert [batch["valid"].tolist() for batch in found] == [[True] * 6] * 3 + [[True] * 3 + [False] * 3]
+    assert [batch["valid"].tolist() for batch in found] == [[True] * 6] * 3 + [
+        [True] * 3 + [False] * 3
+    ]
     assert len(set(keys(found)[:21])) == 21
     assert keys(found)[21:] == keys(found)[:3]

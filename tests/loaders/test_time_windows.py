@@ -28,9 +28,16 @@ MS = 1_000_000
 INTERPOLATIONS = ("nearest", "hold", "linear")
 TEXT = Channel(name="text", kind="text", field="text.txt", law=Law("fixed"), optional=True)
 POSITION = Channel(
-    name="position", kind="array", field="position.npy", dtype="float64", axes=("xy",), shape=(2,), columns=("x", "y"),
-    frame="ego", law=Law("ego_points", roles={"positions": (("x", "y"),)}),
-)  # fmt: skip
+    name="position",
+    kind="array",
+    field="position.npy",
+    dtype="float64",
+    axes=("xy",),
+    shape=(2,),
+    columns=("x", "y"),
+    frame="ego",
+    law=Law("ego_points", roles={"positions": (("x", "y"),)}),
+)
 SPEED = Channel(name="speed", kind="array", field="speed.npy", dtype="float64", law=Law("fixed"))
 GEAR = Channel(name="gear", kind="array", field="gear.npy", dtype="int16", law=Law("fixed"))
 CAN = series_channel("can", "float64", (2,), unit="m/s")
@@ -78,14 +85,21 @@ def test_values_at_times_are_those_read_by_timestamps(clip, offsets, interpolati
     given = ChannelWindow(**window, max_staleness_s=None if staleness is None else staleness / 1e3)
     both = TimeWindow({"can": given, "speed": given})
     timed = timed_channels(both, (CAN, SPEED))
-    table = ClipTable.build(np.zeros(len(sample_times), int), np.arange(len(sample_times))).at_times(sample_times)
+    table = ClipTable.build(
+        np.zeros(len(sample_times), int), np.arange(len(sample_times))
+    ).at_times(sample_times)
     lookup = window_lookup(table, both)
     parts = list(parts_of_series(sensor_times, measured, sample_times))
     for sample, now in enumerate(sample_times.tolist()):
         rows = sorted(set(lookup([sample]).samples[0, timed.num_frames :].tolist()))
-        about = [(int(sample_times[row]), {"can": parts[row], "speed": stored[row]}) for row in rows]
+        about = [
+            (int(sample_times[row]), {"can": parts[row], "speed": stored[row]}) for row in rows
+        ]
         found = timed.read(now, about)
-        for name, times, values in (("can", sensor_times, measured), ("speed", sample_times, stored)):
+        for name, times, values in (
+            ("can", sensor_times, measured),
+            ("speed", sample_times, stored),
+        ):
             for offset, value in zip(given.offsets_ns, found[name], strict=True):
                 expected = read_by_time(times, values, now + offset, interpolation, given.reach_ns)
                 assert (value is None) == (expected is None), (name, offset)
@@ -103,14 +117,19 @@ def test_the_parts_of_a_series_hold_each_measurement_once_and_its_neighbours(cli
     bounds = [-np.inf, *sample_times.tolist()[:-1], np.inf]
     for (low, high), part in zip(pairwise(bounds), parts, strict=True):
         within = sensor_times[(sensor_times > low) & (sensor_times <= high)]
-        before, after = sensor_times[sensor_times <= low][-1:], sensor_times[sensor_times > high][:1]
+        before, after = (
+            sensor_times[sensor_times <= low][-1:],
+            sensor_times[sensor_times > high][:1],
+        )
         after = after if not (sensor_times == high).any() else after[:0]
         assert part[TIMES].tolist() == [*before, *within, *after]
         assert np.array_equal(sensor_times[part[VALUES]], part[TIMES])
 
 
 RATE_NS = 500 * MS
-SENSOR_TIMES = np.arange(0, 20 * 500, 10, dtype=np.int64) * MS + 3 * MS  # 100 Hz, beside the samples
+SENSOR_TIMES = (
+    np.arange(0, 20 * 500, 10, dtype=np.int64) * MS + 3 * MS
+)  # 100 Hz, beside the samples
 
 
 def sensor(time_ns):
@@ -123,7 +142,9 @@ def build(root, **options):
     def part(row):
         clip = np.arange(row // 4 * 4, row // 4 * 4 + 4) * RATE_NS
         inside = SENSOR_TIMES[(clip[0] - RATE_NS <= SENSOR_TIMES) & (clip[-1] >= SENSOR_TIMES)]
-        return list(parts_of_series(inside, np.stack([sensor(time) for time in inside]), clip))[row % 4]
+        return list(parts_of_series(inside, np.stack([sensor(time) for time in inside]), clip))[
+            row % 4
+        ]
 
     extra = [
         (CAN, part),
@@ -153,9 +174,18 @@ WINDOW = {
 
 def loader(root, size=4, window=WINDOW, channels=NAMES, **options):
     transforms = Transforms(
-        image=ImageAugment(height=16, width=24, resize="stretch"), channels=channels, **options.pop("transforms", {})
+        image=ImageAugment(height=16, width=24, resize="stretch"),
+        channels=channels,
+        **options.pop("transforms", {}),
     )
-    return DataLoader(root, size, transforms=transforms, window=window, num_workers=2, **{"world": World(), **options})
+    return DataLoader(
+        root,
+        size,
+        transforms=transforms,
+        window=window,
+        num_workers=2,
+        **{"world": World(), **options},
+    )
 
 
 def test_each_channel_has_the_axis_of_its_own_times(root):
@@ -163,12 +193,15 @@ def test_each_channel_has_the_axis_of_its_own_times(root):
         batches = list(made)
     for batch in batches:
         assert batch["img"].shape[:2] == (4, 2)
-        for at, (clip, frame) in enumerate(zip(batch["clip_id"], batch["frame"].tolist(), strict=True)):
+        for at, (clip, frame) in enumerate(
+            zip(batch["clip_id"], batch["frame"].tolist(), strict=True)
+        ):
             row = int(clip[-4:]) * 4 + frame
             first, last, now = row // 4 * 4, row // 4 * 4 + 3, row * RATE_NS
             assert batch["frame_valid"][at].tolist() == [frame > 0, True]
             measured = SENSOR_TIMES[
-                (first * RATE_NS - RATE_NS <= SENSOR_TIMES) & ((first + 3) * RATE_NS >= SENSOR_TIMES)
+                (first * RATE_NS - RATE_NS <= SENSOR_TIMES)
+                & ((first + 3) * RATE_NS >= SENSOR_TIMES)
             ]
             for number in range(11):
                 time = now + round((number / 10 - 0.8) * 1e9)
@@ -178,8 +211,13 @@ def test_each_channel_has_the_axis_of_its_own_times(root):
                 np.testing.assert_allclose(batch["can"][at, number], expected, atol=1e-6)
             speeds = [(row + of, first <= row + of <= last) for of in (-1.5, 0, 0.5)]
             assert batch["speed_valid"][at].tolist() == [there for _, there in speeds]
-            np.testing.assert_allclose(batch["speed"][at], [value if there else 0 for value, there in speeds])
-            assert batch["gear"][at].tolist() == [row - 1 if frame else 0, row]  # held, for it is a whole number
+            np.testing.assert_allclose(
+                batch["speed"][at], [value if there else 0 for value, there in speeds]
+            )
+            assert batch["gear"][at].tolist() == [
+                row - 1 if frame else 0,
+                row,
+            ]  # held, for it is a whole number
             assert batch["gear_valid"][at].tolist() == [frame > 0, True]
             texts = [None if one == 6 or one < first else f"row {one}" for one in (row - 1, row)]
             assert batch["text"][at] == texts
@@ -188,9 +226,15 @@ def test_each_channel_has_the_axis_of_its_own_times(root):
 
 
 def test_seconds_and_steps_are_the_same_batches(root):
-    steps, seconds = ({"frames": [-2, 0, 1], "pad": "mask"}, {"img": {"seconds": [-1, 0, 0.5], "pad": "mask"}})
+    steps, seconds = (
+        {"frames": [-2, 0, 1], "pad": "mask"},
+        {"img": {"seconds": [-1, 0, 0.5], "pad": "mask"}},
+    )
     options = {"order": {"kind": "shuffled", "seed": 3}, "transforms": {"points": True}}
-    with loader(root, window=steps, **options) as one, loader(root, window=seconds, **options) as other:
+    with (
+        loader(root, window=steps, **options) as one,
+        loader(root, window=seconds, **options) as other,
+    ):
         for in_steps, in_seconds in zip(one, other, strict=True):
             assert unlike(in_steps, in_seconds) == []
 
@@ -207,21 +251,30 @@ def test_channels_without_images_have_no_axis_of_frames(root):
 @pytest.mark.costly
 def test_a_channel_in_ego_moves_with_the_augmented_ego_frame(root):
     ego = BevAugment(train=True, rotate_deg=(-90, 90), scale=(0.9, 1.1), flip_x_prob=0.5)
-    with loader(root, window={"position": [-0.5, 0]}, transforms={"ego": ego, "two_views": True}) as made:
+    with loader(
+        root, window={"position": [-0.5, 0]}, transforms={"ego": ego, "two_views": True}
+    ) as made:
         batch = next(iter(made))
-    rows = [int(clip[-4:]) * 4 + frame for clip, frame in zip(batch["clip_id"], batch["frame"].tolist(), strict=True)]
+    rows = [
+        int(clip[-4:]) * 4 + frame
+        for clip, frame in zip(batch["clip_id"], batch["frame"].tolist(), strict=True)
+    ]
     for at, row in enumerate(rows):
         for number, valid in enumerate(batch["position_valid"][at].tolist()):
             stored = torch.tensor([row - 1 + number, 0, 0, 1.0])
             moved = batch["bda_mat"][at] @ stored if valid else torch.zeros(4)
-            torch.testing.assert_close(batch["position"][at, number], moved[:2].double(), atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(
+                batch["position"][at, number], moved[:2].double(), atol=1e-4, rtol=1e-5
+            )
     assert batch["view"].tolist() == [0] * 4 + [1] * 4
 
 
 @pytest.mark.costly
 def test_attributes_are_read_by_time_too(tmp_path):
     made, layer = build(tmp_path / "d"), tmp_path / "layer"
-    score = Channel(name="score", kind="array", field="score.npy", dtype="float64", law=Law("fixed"))
+    score = Channel(
+        name="score", kind="array", field="score.npy", dtype="float64", law=Law("fixed")
+    )
     with fr.LayerWriter(made, layer, channels=(score,)) as writer:
         for row in range(20):
             writer.write(row, {"score": np.float64(row * 3)})
@@ -253,8 +306,14 @@ def test_only_the_channels_of_other_samples_are_read(tmp_path, layout):
 @pytest.mark.parametrize("cached", [False, True])
 def test_at_a_url_each_part_of_a_sample_is_fetched_once(root, tmp_path, cached):
     options = {"shuffle": True, "seed": 4}
-    storage = {"backend": "remote", **({"cache_dir": str(tmp_path), "cache_size": "1GB"} if cached else {})}
-    with loader(root, **options) as local, loader(f"file://{root}", storage=storage, **options) as remote:
+    storage = {
+        "backend": "remote",
+        **({"cache_dir": str(tmp_path), "cache_size": "1GB"} if cached else {}),
+    }
+    with (
+        loader(root, **options) as local,
+        loader(f"file://{root}", storage=storage, **options) as remote,
+    ):
         for _ in range(2):
             for one, other in zip(local, remote, strict=True):
                 assert unlike(one, other) == []
@@ -265,11 +324,19 @@ def test_at_a_url_each_part_of_a_sample_is_fetched_once(root, tmp_path, cached):
 @pytest.mark.costly
 def test_windows_in_seconds_are_one_sequence_on_any_world(root):
     def make(batch_size, *, rank, size, num_workers):
-        transforms = Transforms(image=ImageAugment(height=8, width=8, resize="stretch"), channels=NAMES)
+        transforms = Transforms(
+            image=ImageAugment(height=8, width=8, resize="stretch"), channels=NAMES
+        )
         return DataLoader(
-            root, batch_size, world=World(rank, size), num_workers=num_workers, window=WINDOW, transforms=transforms,
-            shuffle=True, drop_last=True,
-        )  # fmt: skip
+            root,
+            batch_size,
+            world=World(rank, size),
+            num_workers=num_workers,
+            window=WINDOW,
+            transforms=transforms,
+            shuffle=True,
+            drop_last=True,
+        )
 
     check_one_sequence(make)
 
@@ -285,7 +352,9 @@ def test_a_bad_sample_about_another_time_is_replaced(tmp_path):
     data[row.offset + entry.offset + entry.stored_bytes - 1] ^= 1
     path.write_bytes(data)
     policy = {"on_error": "substitute", "file": None}
-    with loader(made, 1, window={"speed": [-0.5, 0]}, channels=["speed"], bad_samples=policy) as one:
+    with loader(
+        made, 1, window={"speed": [-0.5, 0]}, channels=["speed"], bad_samples=policy
+    ) as one:
         shown = [int(batch["global_index"]) for batch in one]
     # Row 6 is bad, and so is row 7, which reads it; each is replaced by the next good sample.
     assert shown == [*range(6), 8, 8, *range(8, 20)]
@@ -327,7 +396,9 @@ def test_in_another_process_in_lanes_and_through_a_transform_they_are_the_same(r
     with loader(root, order=lanes, drop_last=True) as plain:
         expected = list(plain)
     with loader(root, order=lanes, drop_last=True, where="process") as away:
-        assert [unlike(one, other) for one, other in zip(expected, away, strict=True)] == [[]] * len(expected)
+        assert [unlike(one, other) for one, other in zip(expected, away, strict=True)] == [
+            []
+        ] * len(expected)
     with loader(root, order=lanes, drop_last=True, transform=double) as moved:
         for one, other in zip(expected, moved, strict=True):
             assert torch.equal(one["speed"] * 2, other["speed"])

@@ -20,20 +20,34 @@ from support.batches import batches, load, unlike
 from support.datasets import build_dataset
 from support.pictures import encode, natural
 
-IMAGE = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5, rotate_deg=(-5, 5))
+IMAGE = ImageAugment(
+    height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5, rotate_deg=(-5, 5)
+)
 EGO = BevAugment(train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1))
 PIXELS = PixelAugment(train=True, brightness=32)
 RADAR = (
     Channel(
-        name="radar", kind="points", field="radar.npy",
-        law=Law("ego_points", roles={"positions": (("x", "y", "z"),)}), frame="ego", dtype="float32",
-        axes=("point", "column"), shape=(None, 3), columns=("x", "y", "z"), units=("m", "m", "m"),
+        name="radar",
+        kind="points",
+        field="radar.npy",
+        law=Law("ego_points", roles={"positions": (("x", "y", "z"),)}),
+        frame="ego",
+        dtype="float32",
+        axes=("point", "column"),
+        shape=(None, 3),
+        columns=("x", "y", "z"),
+        units=("m", "m", "m"),
     ),
     lambda row: np.arange(3 * row + 3, dtype=np.float32).reshape(-1, 3),
-)  # fmt: skip
+)
 OPTIONS = {
-    "image": IMAGE, "ego": EGO, "pixels": PIXELS, "seed": 3, "points": True, "channels": ["radar"],
-}  # fmt: skip
+    "image": IMAGE,
+    "ego": EGO,
+    "pixels": PIXELS,
+    "seed": 3,
+    "points": True,
+    "channels": ["radar"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +69,24 @@ def half(value, number: int):
     """Return one view's part of an entry."""
     if isinstance(value, torch.Tensor):
         return value.chunk(2)[number]
-    return value[len(value) // 2 * number :][: len(value) // 2] if isinstance(value, list) else value
+    return (
+        value[len(value) // 2 * number :][: len(value) // 2] if isinstance(value, list) else value
+    )
 
 
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
-@pytest.mark.parametrize("decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])]
+)
 def test_the_first_view_is_that_of_a_loader_without_it(dataset, decoder, window) -> None:
-    options = {"decoder": decoder, "window": window, **({"pixels": PixelAugment()} if decoder == "dali" else {})}
-    for plain, both in zip(views(dataset, two_views=False, **options), views(dataset, **options), strict=True):
+    options = {
+        "decoder": decoder,
+        "window": window,
+        **({"pixels": PixelAugment()} if decoder == "dali" else {}),
+    }
+    for plain, both in zip(
+        views(dataset, two_views=False, **options), views(dataset, **options), strict=True
+    ):
         assert both["view"].tolist() == [0] * 4 + [1] * 4
         assert both.keys() == plain.keys() | {"view"}
         for name, value in plain.items():
@@ -75,7 +99,15 @@ def test_the_first_view_is_that_of_a_loader_without_it(dataset, decoder, window)
 
 def test_the_second_view_is_a_draw_of_its_own_of_the_same_samples(dataset) -> None:
     for both in views(dataset, pixels=PixelAugment()):
-        for name in ("sample_key", "global_index", "frame", "timestamp_ns", "cam2ego", "gt_labels_3d", "valid"):
+        for name in (
+            "sample_key",
+            "global_index",
+            "frame",
+            "timestamp_ns",
+            "cam2ego",
+            "gt_labels_3d",
+            "valid",
+        ):
             assert unlike(half(both[name], 0), half(both[name], 1)) == [], name
         for name in ("ida_mat", "bda_mat", "ego2img", "img"):
             assert not torch.equal(*both[name].chunk(2)), name
@@ -93,7 +125,13 @@ def test_the_second_view_is_a_draw_of_its_own_of_the_same_samples(dataset) -> No
 def test_layers_of_one_view_are_refused(dataset, tmp_path) -> None:
     with load(dataset, 4, **OPTIONS) as loader:
         settings = view_settings(3, loader.transforms.content())
-    score = {"name": "score", "kind": "array", "field": "score.npy", "dtype": "float32", "law": {"name": "fixed"}}
+    score = {
+        "name": "score",
+        "kind": "array",
+        "field": "score.npy",
+        "dtype": "float32",
+        "law": {"name": "fixed"},
+    }
     view = LayerView(kind="per_view", epoch=0, settings=settings)
     with LayerWriter(dataset, tmp_path / "seen", channels=[score], view=view) as writer:
         for row in range(12):

@@ -30,7 +30,9 @@ class TestCommand:
         out = tmp_path / "sheet.png"
         assert main(["view", str(root), "clip-0001-000000", "--train", "--output", str(out)]) == 0
         assert "clip-0001-000000: 2 cameras, 4 boxes" in capsys.readouterr().out
-        assert cv2.imread(str(out)).shape[1] == 2 * 704 + 3 * 4 + (256 + 2 * 4)  # and the view from above
+        assert cv2.imread(str(out)).shape[1] == 2 * 704 + 3 * 4 + (
+            256 + 2 * 4
+        )  # and the view from above
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
@@ -43,7 +45,9 @@ class TestCommand:
             (["--image", "no.yaml"], "no.yaml"),
         ],
     )
-    def test_mistakes_end_with_one_sentence(self, root, arguments, words, capsys, monkeypatch, tmp_path):
+    def test_mistakes_end_with_one_sentence(
+        self, root, arguments, words, capsys, monkeypatch, tmp_path
+    ):
         monkeypatch.chdir(tmp_path)
         assert main(["view", str(root), *arguments]) == 2
         error = capsys.readouterr().err
@@ -54,7 +58,10 @@ class TestCommand:
         report = fuelrail.view(root, image={"height": 64, "width": 176}, output=tmp_path / "x.png")
         written = cv2.imread(str(tmp_path / "x.png"))
         assert (written[..., ::-1] == report.sheet).all()
-        assert fuelrail.view(root, report.key, image={"height": 64, "width": 176}).sheet.shape == report.sheet.shape
+        assert (
+            fuelrail.view(root, report.key, image={"height": 64, "width": 176}).sheet.shape
+            == report.sheet.shape
+        )
         with pytest.raises(fuelrail.ConfigError, match=r"ViewOptions\.image"):
             fuelrail.view(root, image={"tall": 64})
 
@@ -62,7 +69,10 @@ class TestCommand:
     def test_sizes_beyond_all_images_are_refused(self, root, side, capsys, tmp_path):
         settings = tmp_path / "f.yaml"
         settings.write_text(f"height: {side}\nwidth: {side}\n")
-        assert main(["view", str(root), "--image", str(settings), "--output", str(tmp_path / "x.png")]) == 2
+        assert (
+            main(["view", str(root), "--image", str(settings), "--output", str(tmp_path / "x.png")])
+            == 2
+        )
         error = capsys.readouterr().err
         assert "at 'height': Expected `int` <= 16384" in error
         assert error.count("\n") == 1
@@ -80,7 +90,10 @@ class TestCommand:
         )
         words = ["view", root, "--image", settings, "--output", tmp_path / "x.png"]
         command = [sys.executable, "-c", code, *map(str, words)]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src")}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src"),
+        }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 2, done.stderr
         assert "402653184 bytes: take a smaller batch_size" in done.stderr
@@ -89,16 +102,40 @@ class TestCommand:
 
 IMAGE_OF = {"frame": "image:cam_front", "dtype": "float32"}
 DRAWN = [
-    {"name": "depth", "kind": "array", "field": "depth.npy", "axes": ["height", "width"], "shape": [64, 96],
-     "law": {"name": "image", "camera": "cam_front", "fill": -1.0}, **IMAGE_OF},
-    {"name": "marks", "kind": "points", "field": "marks.npy", "axes": ["row", "column"], "shape": [None, 6],
-     "columns": ["left", "top", "right", "bottom", "u", "v"], "units": ["px"] * 6,
-     "law": {"name": "image_points", "camera": "cam_front",
-             "roles": {"boxes": [["left", "top", "right", "bottom"]], "points": [["u", "v"]]}}, **IMAGE_OF},
+    {
+        "name": "depth",
+        "kind": "array",
+        "field": "depth.npy",
+        "axes": ["height", "width"],
+        "shape": [64, 96],
+        "law": {"name": "image", "camera": "cam_front", "fill": -1.0},
+        **IMAGE_OF,
+    },
+    {
+        "name": "marks",
+        "kind": "points",
+        "field": "marks.npy",
+        "axes": ["row", "column"],
+        "shape": [None, 6],
+        "columns": ["left", "top", "right", "bottom", "u", "v"],
+        "units": ["px"] * 6,
+        "law": {
+            "name": "image_points",
+            "camera": "cam_front",
+            "roles": {"boxes": [["left", "top", "right", "bottom"]], "points": [["u", "v"]]},
+        },
+        **IMAGE_OF,
+    },
     {"name": "caption", "kind": "text", "field": "caption.txt", "law": {"name": "fixed"}},
     {"name": "words", "kind": "texts", "field": "words.json", "law": {"name": "fixed"}},
-    {"name": "loss", "kind": "array", "field": "loss.npy", "dtype": "float32", "law": {"name": "fixed"}},
-]  # fmt: skip
+    {
+        "name": "loss",
+        "kind": "array",
+        "field": "loss.npy",
+        "dtype": "float32",
+        "law": {"name": "fixed"},
+    },
+]
 
 
 def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
@@ -107,7 +144,12 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     marks = np.array([[60, 30, 80, 50, 10, 40]], np.float32)
     with fuelrail.LayerWriter(root, tmp_path / "seen", channels=DRAWN) as writer:
         for row in range(5):
-            values = {"depth": depth, "marks": marks, "caption": f"row {row}", "loss": np.float32(row)}
+            values = {
+                "depth": depth,
+                "marks": marks,
+                "caption": f"row {row}",
+                "loss": np.float32(row),
+            }
             values["words"] = ["a", f"row {row}"]
             writer.write(row, values)
     writer.finish(partial=True)
@@ -118,13 +160,32 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     assert len(seen.sheet) == len(bare.sheet) + 5 * 22
     assert all(strip.max() > 100 for strip in seen.sheet[len(bare.sheet) :].reshape(5, 22, -1))
     drawn = (seen.sheet[4:68, 4:100] != bare.sheet[4:68, 4:100]).any(-1)
-    assert drawn[41:49, 21:29].mean() > 0.5 and drawn[40, 10] and drawn[30, 62:78].all() and drawn[32:48, 80].all()
+    assert (
+        drawn[41:49, 21:29].mean() > 0.5
+        and drawn[40, 10]
+        and drawn[30, 62:78].all()
+        and drawn[32:48, 80].all()
+    )
     assert not drawn[52:].any() and not drawn[:28].any() and not drawn[35:45, 62:78].any()
-    assert main(["view", str(root), "--layers", f"seen={tmp_path / 'seen'}", "--output", str(tmp_path / "a.png")]) == 0
+    assert (
+        main(
+            [
+                "view",
+                str(root),
+                "--layers",
+                f"seen={tmp_path / 'seen'}",
+                "--output",
+                str(tmp_path / "a.png"),
+            ]
+        )
+        == 0
+    )
     assert "seen.depth, seen.marks" in capsys.readouterr().out
     lacking = fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")})
     assert (lacking.channels, lacking.missing[:2]) == ((), ("seen.depth", "seen.marks"))
-    assert lacking.as_text().endswith("has no seen.depth, seen.marks, seen.caption, seen.words, seen.loss")
+    assert lacking.as_text().endswith(
+        "has no seen.depth, seen.marks, seen.caption, seen.words, seen.loss"
+    )
     assert main(["view", str(root), "--layers", "seen"]) == 2
 
 
@@ -135,7 +196,12 @@ def test_channels_that_a_sample_lacks_are_named(made, tmp_path, capsys):
     )
     root = shutil.copytree(made({"train": (2,)})[0], tmp_path / "d")
     rewrite(root, 1, lambda raw: [*raw.items(), ("notes.txt", b"wet")])
-    reseal(root, lambda manifest: msgspec.structs.replace(manifest, channels=(*manifest.channels, notes, never)))
+    reseal(
+        root,
+        lambda manifest: msgspec.structs.replace(
+            manifest, channels=(*manifest.channels, notes, never)
+        ),
+    )
     first, second = (open_dataset(root).index.row(row).key for row in (0, 1))
     output = ("--output", str(tmp_path / "a.png"))
     assert main(["view", str(root), first, "--channels", "notes", *output]) == 0

@@ -33,7 +33,13 @@ from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, SampleIndex
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, decode_manifest
-from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, iter_members, member_header, pack_sample
+from fuelrail.pipeline.format.tar import (
+    END_OF_ARCHIVE,
+    StoredMember,
+    iter_members,
+    member_header,
+    pack_sample,
+)
 from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table, read_seek_table
 from fuelrail.pipeline.sample.arrays import read_npy, read_tensors, write_npy, write_tensors
 from fuelrail.pipeline.sample.schema import BOXES, META, Boxes, Meta, decode_arrays, decode_meta
@@ -65,7 +71,11 @@ def same(ours: Any, theirs: Any) -> bool:
     """Equal arrays to the bit, one or several by name."""
     if isinstance(ours, dict):
         return ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in ours)
-    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.tobytes() == theirs.tobytes()
+    return (
+        ours.dtype == theirs.dtype
+        and ours.shape == theirs.shape
+        and ours.tobytes() == theirs.tobytes()
+    )
 
 
 def sized(data: bytes) -> bytes:
@@ -73,11 +83,17 @@ def sized(data: bytes) -> bytes:
 
 
 def npy(header: str, data: bytes = b"") -> bytes:
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode("latin-1") + data
+    return (
+        b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode("latin-1") + data
+    )
 
 
-def npy_of(descr: str = "'<f4'", fortran_order: str = "False", shape: str = "(1,)", data: bytes = bytes(4)) -> bytes:
-    return npy(f"{{'descr': {descr}, 'fortran_order': {fortran_order}, 'shape': {shape}, }}\n", data)
+def npy_of(
+    descr: str = "'<f4'", fortran_order: str = "False", shape: str = "(1,)", data: bytes = bytes(4)
+) -> bytes:
+    return npy(
+        f"{{'descr': {descr}, 'fortran_order': {fortran_order}, 'shape': {shape}, }}\n", data
+    )
 
 
 def foreign(name: str, form: int = tarfile.USTAR_FORMAT, **attributes: Any) -> bytes:
@@ -93,18 +109,29 @@ def sized_in_header(name: str, size: bytes) -> bytes:
     """A tar whose first header states this size, with its checksum right."""
     header = member_header(name, 5)
     blank = header[:124] + size + header[135:148] + b" " * 8 + header[156:512]
-    return blank[:148] + b"%06o\0 " % sum(blank) + blank[156:] + header[512:] + bytes(512) + END_OF_ARCHIVE
+    return (
+        blank[:148]
+        + b"%06o\0 " % sum(blank)
+        + blank[156:]
+        + header[512:]
+        + bytes(512)
+        + END_OF_ARCHIVE
+    )
 
 
 def tensors(data: bytes = b"", **entries: tuple[str, list[Any], int, int]) -> bytes:
     """A safetensors file of entries (dtype, shape, first byte, end)."""
     names = ("dtype", "shape", "data_offsets")
-    header = {name: dict(zip(names, (*one[:2], one[2:]), strict=True)) for name, one in entries.items()}
+    header = {
+        name: dict(zip(names, (*one[:2], one[2:]), strict=True)) for name, one in entries.items()
+    }
     text = json.dumps(header).encode()
     return sized(text + b" " * (-len(text) % 8)) + data
 
 
-def index_of(good: bytes, metadata: dict[bytes, bytes] | None = None, batch: pa.RecordBatch | None = None) -> bytes:
+def index_of(
+    good: bytes, metadata: dict[bytes, bytes] | None = None, batch: pa.RecordBatch | None = None
+) -> bytes:
     """The index with other metadata or another batch, by pyarrow alone."""
     with pa.ipc.open_file(good) as file:
         table = file.read_all()
@@ -119,7 +146,9 @@ def index_column(good: bytes, name: str, change: Callable[[pa.Array], pa.Array])
     with pa.ipc.open_file(good) as file:
         batch = file.get_batch(0)
     at = batch.schema.get_field_index(name)
-    return index_of(good, batch=batch.set_column(at, batch.schema.field(at), change(batch.column(at))))
+    return index_of(
+        good, batch=batch.set_column(at, batch.schema.field(at), change(batch.column(at)))
+    )
 
 
 def coded(members: pa.ListArray, number: int, code: int) -> pa.Array:
@@ -162,26 +191,66 @@ def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
     manifest = (root / MANIFEST_FILE).read_bytes()
     table = read_seek_table(shard, shard=FRAMED)
     end = table[-1].offset + table[-1].stored_bytes
-    arrays = {"points": np.arange(6, dtype="<f4").reshape(2, 3), "n": np.array([7]), "none": np.zeros((0, 7))}
-    tar = packed("clip-0", ("meta.json", b"{}"), ("x_" + "n" * 120 + ".bin", b"n"), ("x_empty.bin", b""))
+    arrays = {
+        "points": np.arange(6, dtype="<f4").reshape(2, 3),
+        "n": np.array([7]),
+        "none": np.zeros((0, 7)),
+    }
+    tar = packed(
+        "clip-0", ("meta.json", b"{}"), ("x_" + "n" * 120 + ".bin", b"n"), ("x_empty.bin", b"")
+    )
     made = {
-        "tensors": Form(write_tensors(arrays), read_tensors, SchemaError,
-                        lambda found, data: same(found, load_tensors(data)), sized),
-        "npy": Form(write_npy(np.arange(10, dtype="<f4").reshape(2, 5)), read_npy, SchemaError,
-                    lambda found, data: same(found, load_npy(data)), lambda data: npy(data.decode("latin-1"))),
-        "meta": Form(members[META], decode_meta, SchemaError, lambda found, _: isinstance(found, Meta)),
-        "boxes": Form(members[BOXES], lambda data: decode_arrays(data, Boxes), SchemaError,
-                      lambda found, _: found.boxes3d.shape == (3, 7), sized),
-        "manifest": Form(manifest, lambda data: decode_manifest(bytes(data), "here"), ManifestError,
-                         lambda found, _: found == decode_manifest(manifest, "here"), may_miss=1),
-        "tar": Form(tar + packed("clip-1", ("meta.json", b"[" * 513)) + END_OF_ARCHIVE,
-                    lambda data: list(iter_members(data, shard=SHARD)), ShardError),
-        "frame": Form(span, lambda data: read_members(row, data, FRAMED), (ShardError, IndexFileError),
-                      lambda found, _: found == read_members(row, span, FRAMED), place=row.offset),
-        "seek table": Form(shard, lambda data: read_seek_table(data, shard=FRAMED), ShardError,
-                           lambda found, data: found != table or data[:end] != shard[:end]),
+        "tensors": Form(
+            write_tensors(arrays),
+            read_tensors,
+            SchemaError,
+            lambda found, data: same(found, load_tensors(data)),
+            sized,
+        ),
+        "npy": Form(
+            write_npy(np.arange(10, dtype="<f4").reshape(2, 5)),
+            read_npy,
+            SchemaError,
+            lambda found, data: same(found, load_npy(data)),
+            lambda data: npy(data.decode("latin-1")),
+        ),
+        "meta": Form(
+            members[META], decode_meta, SchemaError, lambda found, _: isinstance(found, Meta)
+        ),
+        "boxes": Form(
+            members[BOXES],
+            lambda data: decode_arrays(data, Boxes),
+            SchemaError,
+            lambda found, _: found.boxes3d.shape == (3, 7),
+            sized,
+        ),
+        "manifest": Form(
+            manifest,
+            lambda data: decode_manifest(bytes(data), "here"),
+            ManifestError,
+            lambda found, _: found == decode_manifest(manifest, "here"),
+            may_miss=1,
+        ),
+        "tar": Form(
+            tar + packed("clip-1", ("meta.json", b"[" * 513)) + END_OF_ARCHIVE,
+            lambda data: list(iter_members(data, shard=SHARD)),
+            ShardError,
+        ),
+        "frame": Form(
+            span,
+            lambda data: read_members(row, data, FRAMED),
+            (ShardError, IndexFileError),
+            lambda found, _: found == read_members(row, span, FRAMED),
+            place=row.offset,
+        ),
+        "seek table": Form(
+            shard,
+            lambda data: read_seek_table(data, shard=FRAMED),
+            ShardError,
+            lambda found, data: found != table or data[:end] != shard[:end],
+        ),
         "index": Form((root / INDEX_FILE).read_bytes(), read_index, IndexFileError),
-    }  # fmt: skip
+    }
     for codec in (codecs.ZSTD, "zstd-p1", "zstd-p20"):
         for promise in (None, len(RAW)):
             read = read_zstd(codec, promise)
@@ -192,8 +261,23 @@ def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
     return made
 
 
-ZSTD = [f"{codec} {promise}" for codec in ("zstd", "zstd-p1", "zstd-p20") for promise in (None, len(RAW))]
-FORMS = ["tensors", "npy", "meta", "boxes", "manifest", "tar", "frame", "seek table", "index", *ZSTD]
+ZSTD = [
+    f"{codec} {promise}"
+    for codec in ("zstd", "zstd-p1", "zstd-p20")
+    for promise in (None, len(RAW))
+]
+FORMS = [
+    "tensors",
+    "npy",
+    "meta",
+    "boxes",
+    "manifest",
+    "tar",
+    "frame",
+    "seek table",
+    "index",
+    *ZSTD,
+]
 
 
 def check(form: Form, data: bytes, *, must_fail: bool = False) -> None:
@@ -218,7 +302,9 @@ def check(form: Form, data: bytes, *, must_fail: bool = False) -> None:
 @given(st.data())
 def test_a_flipped_byte_is_an_error_or_read_as_others_read_it(forms, name, data) -> None:
     damaged, end = bytearray(forms[name].good), len(forms[name].good) - 1
-    damaged[data.draw(st.integers(0, end) | st.integers(max(0, end - 60), end))] ^= data.draw(st.integers(1, 255))
+    damaged[data.draw(st.integers(0, end) | st.integers(max(0, end - 60), end))] ^= data.draw(
+        st.integers(1, 255)
+    )
     check(forms[name], bytes(damaged))
 
 
@@ -226,7 +312,9 @@ def test_a_flipped_byte_is_an_error_or_read_as_others_read_it(forms, name, data)
 def test_a_third_of_all_flips_of_an_index_never_end_the_process(forms) -> None:
     good, rng = forms["index"].good, random.Random(7)
     for at in rng.sample(range(len(good)), len(good) // 3):
-        check(forms["index"], good[:at] + bytes([good[at] ^ rng.randrange(1, 256)]) + good[at + 1 :])
+        check(
+            forms["index"], good[:at] + bytes([good[at] ^ rng.randrange(1, 256)]) + good[at + 1 :]
+        )
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -255,95 +343,238 @@ NO_NAME = "no such name or codec"
 HELLO = zstandard.ZstdCompressor(write_content_size=False).compress(b"hello")
 
 ROWS: list[tuple[str, bytes | Callable[[bytes], bytes], type[FuelrailError], str]] = [
-    *(("tensors", data, SchemaError, words) for data, words in (
-        (b"", "too few"), (bytes(7), "too few"), (sized(b"[]      "), "Expected `object`"),
-        (sized(b"{a}"), "malformed"),
-        ((1 << 40).to_bytes(8, "little") + b"{}", "header of 1099511627776 bytes"),
-        ((9).to_bytes(8, "little") + b"{}", "header of 9 bytes in a buffer of 10"),
-        (sized(b'{"__metadata__": {"a": "b"}}'), "unknown field `a`"),
-        (sized(b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1], "x": 1}}') + b"a", "unknown field `x`"),
-        (tensors(b"x", a=("F4", [], 0, 1)), "dtype 'F4'; known: BOOL, U8"),
-        (tensors(b"x", a=("U8", [1], 0, 1), b=("U8", [1], 0, 1)).replace(b'"b"', b'"a"'), "'a' occurs twice"),
-        (sized(b'{"a": {"dtype": "U8", "dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}') + b"a",
-         "'dtype' occurs twice"),
-        (tensors(b"abc", a=("U8", [2], 1, 3)), HOLE), (tensors(b"ab", a=("U8", [2], 0, 2), b=("U8", [2], 0, 2)), HOLE),
-        (tensors(b"ab", a=("U8", [2], -2, 0)), ">= 0 - at `$[...].data_offsets[0]`"),
-        (tensors(b"abc", a=("U8", [2], 0, 2)), "the tensors end at byte 74 of a buffer of 75"),
-        (tensors(b"abc", a=("U8", [4], 0, 4)), "the tensors end at byte 76 of a buffer of 75"),
-        (tensors(b"ab", a=("U8", [3], 0, 2)), "U8[3] does not fit bytes 0 to 2"),
-        (tensors(b"abcd", a=("F32", [-1, -1], 0, 4)), ">= 0 - at `$[...].shape[0]`"),
-        (tensors(a=("U8", [0, 1 << 62, 4], 0, 0)), "U8[0, 4611"), (tensors(a=("U8", [0, 10**30], 0, 0)), "shape[1]"),
-        (tensors(b"a", a=("U8", [1] * 65, 0, 1)), "maximum supported dimension"),
-        (tensors(a=("U8", [1], 0, 10**30)), "header"),
-        (tensors(a=("U8", ["9" * 5000], 0, 1)).replace(b'"999', b"999").replace(b'9"', b"9"), "safetensors header"),
-    )),
-    *(("npy", data, SchemaError, ".npy") for data in (
-        b"", b"\x93NUMPY\x01\x00\x00", b"\x93NUMPY\x02\x00" + bytes(20), npy(""), npy("[1]"), npy("{}"),
-        npy("{'descr': '<f4', 'shape': (1,)}", bytes(4)), npy_of("'|O'", data=bytes(8)), npy_of("[('a', '|O')]"),
-        npy_of("None", shape="(0,)"), npy_of("'|S0'", data=b""), npy_of("'no type'"),
-        npy_of("'<f4' '"), npy_of(fortran_order="True"),
-        npy_of(fortran_order="0"), npy_of(shape="[1]"), npy_of(shape="1"), npy_of(shape="(True,)"),
-        npy_of(shape="(-1,)"), npy_of(shape="(1.0,)"), npy_of(shape="(2,)"), npy_of(data=bytes(8)),
-        npy_of(shape=f"({10**30},)"), npy_of(shape=f"(0, {10**30})", data=b""), npy_of(shape="(" + "1," * 70 + ")"),
-        npy("-" * 9_000 + "1"), npy("(" * 9_000), npy("__import__('os').getcwd()"), npy(" " * 20_000, bytes(4)),
-        b"\x93NUMPY\x01\x00\xff\xff" + npy_of()[10:],
-    )),
-    *(("meta", data, SchemaError, words) for data, words in (
-        (b"", "truncated"), (b"{", "truncated"), (b"[]", "Expected `object`"), (b"null", "Expected `object`"),
-        (b"\xff", "malformed"), (b'{"schema": "\xff"}', "utf"), (b'{"tags":' + b"[" * 100_000, "$.tags"),
-        (lambda good: edited(good, schema="fuelrail/2"), "schema 'fuelrail/2'; this version reads 'fuelrail/1'"),
-        (lambda good: edited(good, frame_idx="1"), "Expected `int`, got `str` - at `$.frame_idx`"),
-        (lambda good: edited(good, timestamp_ns=1.5), "$.timestamp_ns"),
-        (lambda good: edited(good, cameras={"cam_front": {"token": "t"}}),
-         "missing required field `timestamp_ns` - at `$.cameras[...]`"),
-    )),
-    *(("tar", lambda good, more=more: good + more, TarFormatError, "bytes after the end")
-      for more in (b"x", bytes(1), bytes(512), bytes(9216), END_OF_ARCHIVE)),
-    *(("tar", data, TarFormatError, "offset 0") for data in (
-        foreign("a.b", mode=0o600), foreign("a.b", mtime=1), foreign("a.b", uid=1000), foreign("a.b", gname="users"),
-        foreign("a.b", type=tarfile.SYMTYPE, linkname="/etc/passwd"), foreign("a.b", type=tarfile.DIRTYPE),
-        foreign("a.b", type=tarfile.LNKTYPE, linkname="c.d"), foreign("a.b", type=tarfile.CHRTYPE),
-        foreign("a.b", type=tarfile.GNUTYPE_LONGNAME), foreign("d" * 90 + "/" + "f" * 90),
-        foreign("n" * 150, tarfile.GNU_FORMAT), foreign("ä.b", tarfile.GNU_FORMAT),
-        foreign("n" * 150, tarfile.PAX_FORMAT, mtime=1.5),
-        foreign("n" * 150, tarfile.PAX_FORMAT, pax_headers={"comment": "more"}), b"x" * 512 + END_OF_ARCHIVE,
-    )),
-    *(("tar", sized_in_header(name, size), ShardError, SHARD) for name in ("a.b", "n" * 150) for size in
-      (b"-0000000001", b"77777777777", b"0_000000001", b"00000000x00", b"\x80" + bytes(10))),
-    *(("frame", data, FrameError, "sample clip-0000-000001)") for data in (
-        b"", lambda good: good[:3], lambda good: good[: len(good) // 2], lambda good: good + b"\0",
-        lambda good: good + good, lambda good: b"PK" + good[2:], encode_seek_table([(1, 1)]),
-        encode_frame(bytes(512), 3), zstandard.ZstdCompressor(write_content_size=False).compress(bytes(512)),
-    )),
-    ("frame", zstandard.ZstdCompressor().compress(bytes(1 << 24)), FrameError, "states 16777216 bytes, wanted are"),
+    *(
+        ("tensors", data, SchemaError, words)
+        for data, words in (
+            (b"", "too few"),
+            (bytes(7), "too few"),
+            (sized(b"[]      "), "Expected `object`"),
+            (sized(b"{a}"), "malformed"),
+            ((1 << 40).to_bytes(8, "little") + b"{}", "header of 1099511627776 bytes"),
+            ((9).to_bytes(8, "little") + b"{}", "header of 9 bytes in a buffer of 10"),
+            (sized(b'{"__metadata__": {"a": "b"}}'), "unknown field `a`"),
+            (
+                sized(b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1], "x": 1}}')
+                + b"a",
+                "unknown field `x`",
+            ),
+            (tensors(b"x", a=("F4", [], 0, 1)), "dtype 'F4'; known: BOOL, U8"),
+            (
+                tensors(b"x", a=("U8", [1], 0, 1), b=("U8", [1], 0, 1)).replace(b'"b"', b'"a"'),
+                "'a' occurs twice",
+            ),
+            (
+                sized(
+                    b'{"a": {"dtype": "U8", "dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'
+                )
+                + b"a",
+                "'dtype' occurs twice",
+            ),
+            (tensors(b"abc", a=("U8", [2], 1, 3)), HOLE),
+            (tensors(b"ab", a=("U8", [2], 0, 2), b=("U8", [2], 0, 2)), HOLE),
+            (tensors(b"ab", a=("U8", [2], -2, 0)), ">= 0 - at `$[...].data_offsets[0]`"),
+            (tensors(b"abc", a=("U8", [2], 0, 2)), "the tensors end at byte 74 of a buffer of 75"),
+            (tensors(b"abc", a=("U8", [4], 0, 4)), "the tensors end at byte 76 of a buffer of 75"),
+            (tensors(b"ab", a=("U8", [3], 0, 2)), "U8[3] does not fit bytes 0 to 2"),
+            (tensors(b"abcd", a=("F32", [-1, -1], 0, 4)), ">= 0 - at `$[...].shape[0]`"),
+            (tensors(a=("U8", [0, 1 << 62, 4], 0, 0)), "U8[0, 4611"),
+            (tensors(a=("U8", [0, 10**30], 0, 0)), "shape[1]"),
+            (tensors(b"a", a=("U8", [1] * 65, 0, 1)), "maximum supported dimension"),
+            (tensors(a=("U8", [1], 0, 10**30)), "header"),
+            (
+                tensors(a=("U8", ["9" * 5000], 0, 1)).replace(b'"999', b"999").replace(b'9"', b"9"),
+                "safetensors header",
+            ),
+        )
+    ),
+    *(
+        ("npy", data, SchemaError, ".npy")
+        for data in (
+            b"",
+            b"\x93NUMPY\x01\x00\x00",
+            b"\x93NUMPY\x02\x00" + bytes(20),
+            npy(""),
+            npy("[1]"),
+            npy("{}"),
+            npy("{'descr': '<f4', 'shape': (1,)}", bytes(4)),
+            npy_of("'|O'", data=bytes(8)),
+            npy_of("[('a', '|O')]"),
+            npy_of("None", shape="(0,)"),
+            npy_of("'|S0'", data=b""),
+            npy_of("'no type'"),
+            npy_of("'<f4' '"),
+            npy_of(fortran_order="True"),
+            npy_of(fortran_order="0"),
+            npy_of(shape="[1]"),
+            npy_of(shape="1"),
+            npy_of(shape="(True,)"),
+            npy_of(shape="(-1,)"),
+            npy_of(shape="(1.0,)"),
+            npy_of(shape="(2,)"),
+            npy_of(data=bytes(8)),
+            npy_of(shape=f"({10**30},)"),
+            npy_of(shape=f"(0, {10**30})", data=b""),
+            npy_of(shape="(" + "1," * 70 + ")"),
+            npy("-" * 9_000 + "1"),
+            npy("(" * 9_000),
+            npy("__import__('os').getcwd()"),
+            npy(" " * 20_000, bytes(4)),
+            b"\x93NUMPY\x01\x00\xff\xff" + npy_of()[10:],
+        )
+    ),
+    *(
+        ("meta", data, SchemaError, words)
+        for data, words in (
+            (b"", "truncated"),
+            (b"{", "truncated"),
+            (b"[]", "Expected `object`"),
+            (b"null", "Expected `object`"),
+            (b"\xff", "malformed"),
+            (b'{"schema": "\xff"}', "utf"),
+            (b'{"tags":' + b"[" * 100_000, "$.tags"),
+            (
+                lambda good: edited(good, schema="fuelrail/2"),
+                "schema 'fuelrail/2'; this version reads 'fuelrail/1'",
+            ),
+            (
+                lambda good: edited(good, frame_idx="1"),
+                "Expected `int`, got `str` - at `$.frame_idx`",
+            ),
+            (lambda good: edited(good, timestamp_ns=1.5), "$.timestamp_ns"),
+            (
+                lambda good: edited(good, cameras={"cam_front": {"token": "t"}}),
+                "missing required field `timestamp_ns` - at `$.cameras[...]`",
+            ),
+        )
+    ),
+    *(
+        ("tar", lambda good, more=more: good + more, TarFormatError, "bytes after the end")
+        for more in (b"x", bytes(1), bytes(512), bytes(9216), END_OF_ARCHIVE)
+    ),
+    *(
+        ("tar", data, TarFormatError, "offset 0")
+        for data in (
+            foreign("a.b", mode=0o600),
+            foreign("a.b", mtime=1),
+            foreign("a.b", uid=1000),
+            foreign("a.b", gname="users"),
+            foreign("a.b", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+            foreign("a.b", type=tarfile.DIRTYPE),
+            foreign("a.b", type=tarfile.LNKTYPE, linkname="c.d"),
+            foreign("a.b", type=tarfile.CHRTYPE),
+            foreign("a.b", type=tarfile.GNUTYPE_LONGNAME),
+            foreign("d" * 90 + "/" + "f" * 90),
+            foreign("n" * 150, tarfile.GNU_FORMAT),
+            foreign("ä.b", tarfile.GNU_FORMAT),
+            foreign("n" * 150, tarfile.PAX_FORMAT, mtime=1.5),
+            foreign("n" * 150, tarfile.PAX_FORMAT, pax_headers={"comment": "more"}),
+            b"x" * 512 + END_OF_ARCHIVE,
+        )
+    ),
+    *(
+        ("tar", sized_in_header(name, size), ShardError, SHARD)
+        for name in ("a.b", "n" * 150)
+        for size in (
+            b"-0000000001",
+            b"77777777777",
+            b"0_000000001",
+            b"00000000x00",
+            b"\x80" + bytes(10),
+        )
+    ),
+    *(
+        ("frame", data, FrameError, "sample clip-0000-000001)")
+        for data in (
+            b"",
+            lambda good: good[:3],
+            lambda good: good[: len(good) // 2],
+            lambda good: good + b"\0",
+            lambda good: good + good,
+            lambda good: b"PK" + good[2:],
+            encode_seek_table([(1, 1)]),
+            encode_frame(bytes(512), 3),
+            zstandard.ZstdCompressor(write_content_size=False).compress(bytes(512)),
+        )
+    ),
+    (
+        "frame",
+        zstandard.ZstdCompressor().compress(bytes(1 << 24)),
+        FrameError,
+        "states 16777216 bytes, wanted are",
+    ),
     ("seek table", lambda good: good[:-1] + b"\0", TruncatedShardError, "no seek table at the end"),
     ("seek table", lambda good: good[:-5] + b"\1" + good[-4:], FrameError, "frames, descriptor 1"),
-    ("seek table", lambda good: good[:-9] + bytes([good[-9] + 1]) + good[-8:], FrameError, "its footer says"),
-    ("seek table", b"abcd" + encode_seek_table([(3, 1)]), FrameError, "the seek table's frames end at 3, not at 4"),
-    *((name, lambda good, more=more: good + (more or good), CodecError, "unused data")
-      for name in ZSTD for more in (b"x", b"")),
+    (
+        "seek table",
+        lambda good: good[:-9] + bytes([good[-9] + 1]) + good[-8:],
+        FrameError,
+        "its footer says",
+    ),
+    (
+        "seek table",
+        b"abcd" + encode_seek_table([(3, 1)]),
+        FrameError,
+        "the seek table's frames end at 3, not at 4",
+    ),
+    *(
+        (name, lambda good, more=more: good + (more or good), CodecError, "unused data")
+        for name in ZSTD
+        for more in (b"x", b"")
+    ),
     *((name, HELLO, CodecError, "does not state its content size") for name in ZSTD),
-    *((name, bytes(codecs.encode("zstd", b"12345")), CodecError, "the index promises 516") for name in ZSTD[1::2]),
-    *(("index", lambda good, new=metadata: index_of(good, new), IndexFileError, words) for metadata, words in (
-        ({b"fuelrail.index.version": b"2"}, "has version 2; this Fuelrail reads 1"),
-        ({b"fuelrail.index.version": b"\xff"}, "has version"), ({b"fuelrail.members": b"{}"}, NO_LIST + "members"),
-        ({b"fuelrail.members": b"[1]"}, NO_LIST + "members"), ({b"fuelrail.codecs": b"["}, NO_LIST + "codecs"),
-        ({b"fuelrail.codecs": b'["raw", "lzma"]'}, "unknown codec 'lzma'; known: raw, zstd"),
-        ({b"fuelrail.members": b'["meta.json"]'}, NO_NAME), ({b"fuelrail.codecs": b"[]"}, NO_NAME),
-    )),
-    ("index", lambda good: index_of(good, batch=WIDE), IndexFileError, "columns other than version 1 prescribes"),
-    *(("index", lambda good, args=(number, code): index_column(good, "members", lambda old: coded(old, *args)),
-       IndexFileError, NO_NAME) for number in (0, 1) for code in (-1, -2, 99, 32767)),
-    ("index", lambda good: index_column(good, "offset", lambda old: pa.array([None, *old[1:].to_pylist()], pa.int64())),
-     IndexFileError, "damaged at record batch 0"),
-]  # fmt: skip
+    *(
+        (name, bytes(codecs.encode("zstd", b"12345")), CodecError, "the index promises 516")
+        for name in ZSTD[1::2]
+    ),
+    *(
+        ("index", lambda good, new=metadata: index_of(good, new), IndexFileError, words)
+        for metadata, words in (
+            ({b"fuelrail.index.version": b"2"}, "has version 2; this Fuelrail reads 1"),
+            ({b"fuelrail.index.version": b"\xff"}, "has version"),
+            ({b"fuelrail.members": b"{}"}, NO_LIST + "members"),
+            ({b"fuelrail.members": b"[1]"}, NO_LIST + "members"),
+            ({b"fuelrail.codecs": b"["}, NO_LIST + "codecs"),
+            ({b"fuelrail.codecs": b'["raw", "lzma"]'}, "unknown codec 'lzma'; known: raw, zstd"),
+            ({b"fuelrail.members": b'["meta.json"]'}, NO_NAME),
+            ({b"fuelrail.codecs": b"[]"}, NO_NAME),
+        )
+    ),
+    (
+        "index",
+        lambda good: index_of(good, batch=WIDE),
+        IndexFileError,
+        "columns other than version 1 prescribes",
+    ),
+    *(
+        (
+            "index",
+            lambda good, args=(number, code): index_column(
+                good, "members", lambda old: coded(old, *args)
+            ),
+            IndexFileError,
+            NO_NAME,
+        )
+        for number in (0, 1)
+        for code in (-1, -2, 99, 32767)
+    ),
+    (
+        "index",
+        lambda good: index_column(
+            good, "offset", lambda old: pa.array([None, *old[1:].to_pylist()], pa.int64())
+        ),
+        IndexFileError,
+        "damaged at record batch 0",
+    ),
+]
 
 
 def edited(good: bytes, **changes: Any) -> bytes:
     return json.dumps({**json.loads(good), **changes}).encode()
 
 
-@pytest.mark.parametrize(("name", "make", "error", "words"), ROWS, ids=[f"{n}-{row[0]}" for n, row in enumerate(ROWS)])
+@pytest.mark.parametrize(
+    ("name", "make", "error", "words"), ROWS, ids=[f"{n}-{row[0]}" for n, row in enumerate(ROWS)]
+)
 def test_bad_bytes_are_refused_with_their_words(forms, name, make, error, words) -> None:
     form = forms[name]
     with pytest.raises(error) as caught:

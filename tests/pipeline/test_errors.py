@@ -10,9 +10,17 @@ import re
 import pytest
 
 from fuelrail.pipeline import errors
-from fuelrail.pipeline.errors import FuelrailError, ImageError, MemberError, ShardError, TruncatedShardError
+from fuelrail.pipeline.errors import (
+    FuelrailError,
+    ImageError,
+    MemberError,
+    ShardError,
+    TruncatedShardError,
+)
 
-CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
+CLASSES = [
+    c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__
+]
 
 
 def drawn_parents() -> dict[str, str]:

@@ -34,8 +34,12 @@ class Options(Settings, frozen=True):
     num_threads: Annotated[int | Literal["auto"], Meta(description="number of threads")] = "auto"
     mode: Annotated[Literal["fast", "small"], Meta(description="what to optimise")] = "fast"
     sizes: Annotated[tuple[int, ...], Meta(description="sizes to try")] = ()
-    pair: Annotated[tuple[int, int], Meta(description="a pair", extra={"parse": halves, "metavar": "A:B"})] = (0, 0)
-    tags: Annotated[tuple[str, ...], Meta(description="a tag", extra={"repeat": True, "metavar": "TAG"})] = ()
+    pair: Annotated[
+        tuple[int, int], Meta(description="a pair", extra={"parse": halves, "metavar": "A:B"})
+    ] = (0, 0)
+    tags: Annotated[
+        tuple[str, ...], Meta(description="a tag", extra={"repeat": True, "metavar": "TAG"})
+    ] = ()
     inner: Annotated[Inner, Meta(description="settings of a part")] | None = None
     internal: int = 3
 
@@ -52,7 +56,9 @@ def test_without_flags_the_defaults_hold() -> None:
 
 def test_every_kind_of_field() -> None:
     text = "--level 2 --share 0.5 --no-points --deep --num-threads 3 --mode small --sizes 1 2 --pair 3:4"
-    assert from_flags(parse(text), Options) == Options(2, 0.5, False, True, 3, "small", (1, 2), (3, 4))
+    assert from_flags(parse(text), Options) == Options(
+        2, 0.5, False, True, 3, "small", (1, 2), (3, 4)
+    )
     assert from_flags(parse("--num-threads auto"), Options).num_threads == "auto"
 
 
@@ -62,7 +68,9 @@ def test_a_repeated_flag_and_a_file_of_settings(tmp_path) -> None:
     options = from_flags(parse(f"--tags a --inner {file} --tags b"), Options)
     assert (options.tags, options.inner) == (("a", "b"), Inner(3))
     file.write_text("depth: x")
-    with pytest.raises(ConfigError, match=r"--inner '.*inner.yaml': .*:1: at 'depth': Expected `int`"):
+    with pytest.raises(
+        ConfigError, match=r"--inner '.*inner.yaml': .*:1: at 'depth': Expected `int`"
+    ):
         from_flags(parse(f"--inner {file}"), Options)
 
 
@@ -117,7 +125,9 @@ def test_a_field_without_default_is_required() -> None:
 
 def test_a_type_without_a_flag_is_a_mistake_of_the_program() -> None:
     class Wrong(Settings, frozen=True):
-        table: Annotated[dict[str, int], Meta(description="a table")] = msgspec.field(default_factory=dict)
+        table: Annotated[dict[str, int], Meta(description="a table")] = msgspec.field(
+            default_factory=dict
+        )
 
     with pytest.raises(TypeError, match=r"Wrong\.table"):
         add_flags(argparse.ArgumentParser(), Wrong)

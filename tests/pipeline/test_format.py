@@ -18,12 +18,18 @@ from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
 if TYPE_CHECKING:
     import msgspec
 
-DOCUMENT = (Path(__file__).resolve().parents[2] / "pipeline" / "format" / "FORMAT.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).resolve().parents[2] / "pipeline" / "format" / "FORMAT.md").read_text(
+    encoding="utf-8"
+)
 
 
 def section(title: str) -> str:
     """The text from a heading that begins with ``title`` to the next heading of its depth or above."""
-    match = re.search(rf"^(#+) {re.escape(title)}.*?$(.*?)(?=^#{{1,2}} |^### |\Z)", DOCUMENT, re.MULTILINE | re.DOTALL)
+    match = re.search(
+        rf"^(#+) {re.escape(title)}.*?$(.*?)(?=^#{{1,2}} |^### |\Z)",
+        DOCUMENT,
+        re.MULTILINE | re.DOTALL,
+    )
     assert match is not None, title
     return match[2]
 
@@ -37,8 +43,9 @@ def first_column(text: str) -> list[str]:
 def structs() -> dict[str, type[msgspec.Struct]]:
     return {
         "splits": manifest.SplitEntry,
-        "ancestors": manifest.Ancestor, "files": manifest.FileEntry,
-    }  # fmt: skip
+        "ancestors": manifest.Ancestor,
+        "files": manifest.FileEntry,
+    }
 
 
 class TestTables:
@@ -46,7 +53,9 @@ class TestTables:
         text = section("2. `dataset.json`")
         assert first_column(text) == list(manifest.Manifest.__struct_fields__)
         for key, kind in structs().items():
-            row = next(line for line in text.splitlines() if line.startswith("| ") and f"`{key}`" in line)
+            row = next(
+                line for line in text.splitlines() if line.startswith("| ") and f"`{key}`" in line
+            )
             stated = re.search(r"`[^`]*\{([^}]*)\}", row)
             assert stated is not None
             assert re.findall(r'"(\w+)"', stated[1]) == list(kind.__struct_fields__)
@@ -56,7 +65,9 @@ class TestTables:
     def test_index(self) -> None:
         text = section("3. `index.arrow`")
         kinds = {"utf8": "string", "list of struct": None}
-        for line, column in zip([x for x in text.splitlines() if x.startswith("| `")], index._COLUMNS, strict=True):
+        for line, column in zip(
+            [x for x in text.splitlines() if x.startswith("| `")], index._COLUMNS, strict=True
+        ):
             name, kind = (cell.strip().strip("`") for cell in line.split("|")[1:3])
             assert name == column.name
             assert kinds.get(kind, kind) in (str(column.type), None)
@@ -68,20 +79,35 @@ class TestTables:
             assert f"`{key.decode()}`" in text
 
     @pytest.mark.parametrize(
-        ("title", "schema"), [("`shards.arrow`", shards.SHARDS_SCHEMA), ("`keys.arrow`", keys._SCHEMA)]
+        ("title", "schema"),
+        [("`shards.arrow`", shards.SHARDS_SCHEMA), ("`keys.arrow`", keys._SCHEMA)],
     )
     def test_tables(self, title, schema) -> None:
         text = section(title)
-        stated = [[cell.strip().strip("`") for cell in x.split("|")[1:3]] for x in text.splitlines() if x[:3] == "| `"]
+        stated = [
+            [cell.strip().strip("`") for cell in x.split("|")[1:3]]
+            for x in text.splitlines()
+            if x[:3] == "| `"
+        ]
         kinds = {"binary(32)": "fixed_size_binary[32]"}
-        assert [(name, kinds.get(kind, kind)) for name, kind in stated] == [(f.name, str(f.type)) for f in schema]
+        assert [(name, kinds.get(kind, kind)) for name, kind in stated] == [
+            (f.name, str(f.type)) for f in schema
+        ]
         for key, value in schema.metadata.items():
             assert f"`{key.decode()}` = `{value.decode()}`" in text
 
     @pytest.mark.parametrize("kind", [schema.Geometry, schema.Boxes])
     def test_arrays(self, kind) -> None:
         text = section(f"`{kind.__name__.lower()}.safetensors`")
-        names = {"|u1": "U8", "<i8": "I64", "<i4": "I32", "<f8": "F64", "<f4": "F32", "<i2": "I16", "|i1": "I8"}
+        names = {
+            "|u1": "U8",
+            "<i8": "I64",
+            "<i4": "I32",
+            "<f8": "F64",
+            "<f4": "F32",
+            "<i2": "I16",
+            "|i1": "I8",
+        }
         stated = {}
         for line in (x for x in text.splitlines() if x.startswith("| `")):
             cells = line.split("|")
@@ -89,7 +115,8 @@ class TestTables:
             for name in re.findall(r"`([^`]+)`", cells[1]):
                 stated[name] = (dtype, re.findall(r"\w+", shape))
         assert stated == {
-            name: (names[dtype.str], [str(n) for n in shape]) for name, dtype, shape in schema.ARRAYS[kind]
+            name: (names[dtype.str], [str(n) for n in shape])
+            for name, dtype, shape in schema.ARRAYS[kind]
         }
         assert list(stated) == [f.name for f in fields(kind)]
 
@@ -123,6 +150,8 @@ class TestTables:
 
 def test_lens_models_and_the_order_of_their_coefficients() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section("Lens models"), re.MULTILINE)
-    stated = {name: len(words.split(", ")) for name, words in rows if name not in ("dist_model", "none")}
+    stated = {
+        name: len(words.split(", ")) for name, words in rows if name not in ("dist_model", "none")
+    }
     assert stated == {name: lengths[-1] for name, (_, lengths) in MODELS.items()}
     assert (UNBENT, "none, all NaN") in rows

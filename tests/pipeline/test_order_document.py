@@ -99,20 +99,30 @@ def windowed(shard_of_copy, window, seed, epoch):
     """Section 5: which copy stands at each position."""
     shards = sorted(set(shard_of_copy))
     num = len(shards)
-    slots = [shards[permutation(num, key("order windowed shards", seed, epoch))(i)] for i in range(num)]
+    slots = [
+        shards[permutation(num, key("order windowed shards", seed, epoch))(i)] for i in range(num)
+    ]
     num_windows, found = -(-num // window), []
     for k in range(num_windows):
         inside = slots[k * num // num_windows : (k + 1) * num // num_windows]
-        held = [copy for slot in inside for copy, shard in enumerate(shard_of_copy) if shard == slot]
+        held = [
+            copy for slot in inside for copy, shard in enumerate(shard_of_copy) if shard == slot
+        ]
         places = permutation(len(held), key("order windowed samples", seed, epoch, k))
         found += [held[places(q)] for q in range(len(held))]
     return found
 
 
 @given(
-    st.sampled_from(["shuffled", "windowed", "sequential"]), st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    st.integers(1, 4), st.one_of(st.none(), st.integers(1, 40)), st.booleans(), SEEDS, EPOCHS, st.data(),
-)  # fmt: skip
+    st.sampled_from(["shuffled", "windowed", "sequential"]),
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, 40)),
+    st.booleans(),
+    SEEDS,
+    EPOCHS,
+    st.data(),
+)
 def test_kinds_weights_and_selections(kind, shards, window, length, filtered, seed, epoch, data):
     n = sum(shards)
     selected = None
@@ -121,11 +131,15 @@ def test_kinds_weights_and_selections(kind, shards, window, length, filtered, se
     num_selected = n if selected is None else len(selected)
     weights = None
     if length is not None:
-        weights = data.draw(st.lists(st.integers(0, 5), min_size=num_selected, max_size=num_selected).filter(any))
+        weights = data.draw(
+            st.lists(st.integers(0, 5), min_size=num_selected, max_size=num_selected).filter(any)
+        )
     spec = OrderSpec(
-        kind=kind, seed=seed, window=window if kind == "windowed" else None,
+        kind=kind,
+        seed=seed,
+        window=window if kind == "windowed" else None,
         weights=() if weights is None else (AttributeWeights(attribute="any"),),
-    )  # fmt: skip
+    )
     sampling = None if weights is None else SystematicSampling(weights, length)
     ours = CompiledOrder(spec, {}, shards, selected, sampling).epoch(epoch)
 
@@ -148,7 +162,13 @@ def test_large_permutations(n, seed, data):
     assert order(positions).tolist() == [at(position) for position in positions]
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 5), st.integers(1, 3), SEEDS, EPOCHS)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    SEEDS,
+    EPOCHS,
+)
 def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
     pieces, first = [], 0
     for length in lengths:
@@ -167,7 +187,9 @@ def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
     for length in sorted(map(len, pieces), reverse=True):
         lane_of_slot.append(loads.index(min(loads)))
         loads[lane_of_slot[-1]] += length
-    shuffled = map(permutation(len(pieces), key("order lanes pieces", seed, epoch)), range(len(pieces)))
+    shuffled = map(
+        permutation(len(pieces), key("order lanes pieces", seed, epoch)), range(len(pieces))
+    )
     in_slots = sorted((pieces[i] for i in shuffled), key=len, reverse=True)
     called = permutation(num_lanes, key("order lanes", seed, epoch))
     place = permutation(len(pieces), key("order lanes places", seed, epoch))
@@ -175,7 +197,9 @@ def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
     for slot in sorted(range(len(pieces)), key=place):
         shown[called(lane_of_slot[slot])].append(in_slots[slot])
     for lane, its_pieces in shown.items():
-        frames_shown = [(sample, True, at > 0) for piece in its_pieces for at, sample in enumerate(piece)]
+        frames_shown = [
+            (sample, True, at > 0) for piece in its_pieces for at, sample in enumerate(piece)
+        ]
         again = [(sample, False, at > 0) for at, sample in enumerate(its_pieces[0])]
         while len(frames_shown) < max(loads):
             frames_shown += again[: max(loads) - len(frames_shown)]
@@ -188,8 +212,10 @@ def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
 
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 3)), min_size=1, max_size=3),
-    st.none() | st.integers(1, 60), SEEDS, st.integers(0, 3),
-)  # fmt: skip
+    st.none() | st.integers(1, 60),
+    SEEDS,
+    st.integers(0, 3),
+)
 def test_mixes(parts, length, seed, epoch):
     orders = [CompiledOrder(OrderSpec(seed=number), {}, [n]) for number, (n, _) in enumerate(parts)]
     mix = MixedOrder(orders, [ratio for _, ratio in parts], seed=seed, epoch_length=length)
@@ -219,13 +245,23 @@ def changes_of(old, new):
         return [d for _, d in sorted(named)]
 
     pairs = list(zip(old, new, strict=True))
-    return list(zip(turns([max(a - b, 0) for a, b in pairs]), turns([max(b - a, 0) for a, b in pairs]), strict=True))
+    return list(
+        zip(
+            turns([max(a - b, 0) for a, b in pairs]),
+            turns([max(b - a, 0) for a, b in pairs]),
+            strict=True,
+        )
+    )
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2).filter(any), min_size=2, max_size=3),
-    st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=2, max_size=2), SEEDS, st.integers(0, 2),
-)  # fmt: skip
+    st.lists(
+        st.lists(st.integers(0, 3), min_size=2, max_size=2).filter(any), min_size=2, max_size=3
+    ),
+    st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=2, max_size=2),
+    SEEDS,
+    st.integers(0, 2),
+)
 def test_scheduled_mixes(ratios, ends, seed, epoch):
     size, lengths = math.lcm(*map(sum, ratios)), (11, 7)
     ratios = [[ratio * size // sum(each) for ratio in each] for each in ratios]
@@ -248,8 +284,14 @@ def test_scheduled_mixes(ratios, ends, seed, epoch):
             number += 1
         held = list(ratios[number])
         if number < len(ratios) - 1 and ends[number][1]:
-            changes, c, n = changes_of(ratios[number], ratios[number + 1]), block - start, ends[number][0]
-            for i in range(len(changes) * c * c // (2 * n), len(changes) * (c + 1) * (c + 1) // (2 * n)):
+            changes, c, n = (
+                changes_of(ratios[number], ratios[number + 1]),
+                block - start,
+                ends[number][0],
+            )
+            for i in range(
+                len(changes) * c * c // (2 * n), len(changes) * (c + 1) * (c + 1) // (2 * n)
+            ):
                 taken, given_to = changes[i % len(changes)]
                 held[taken] -= 1
                 held[given_to] += 1
@@ -259,24 +301,39 @@ def test_scheduled_mixes(ratios, ends, seed, epoch):
             turn, at = divmod(u[dataset], lengths[dataset])
             u[dataset] += 1
             if block >= epoch * num_blocks:
-                expected.append((dataset, permutation(lengths[dataset], key("order shuffled", dataset, turn))(at)))
+                expected.append(
+                    (
+                        dataset,
+                        permutation(lengths[dataset], key("order shuffled", dataset, turn))(at),
+                    )
+                )
     assert list(zip(entries.parts.tolist(), entries.samples.tolist(), strict=True)) == expected
 
 
-@given(st.data(), st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=2), SEEDS, st.integers(0, 2))
+@given(
+    st.data(),
+    st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=2),
+    SEEDS,
+    st.integers(0, 2),
+)
 def test_stages(data, ends, seed, epoch):
     n, epoch_length = 30, data.draw(st.none() | st.integers(1, 50))
-    columns = {f"w{d}": data.draw(st.lists(st.integers(1, 5), min_size=n, max_size=n)) for d in range(len(ends) + 1)}
+    columns = {
+        f"w{d}": data.draw(st.lists(st.integers(1, 5), min_size=n, max_size=n))
+        for d in range(len(ends) + 1)
+    }
     bounds = [data.draw(st.integers(0, n - 1)) for _ in columns]
     weighted = [data.draw(st.booleans()) for _ in columns]
     until = np.cumsum([length for length, _ in ends]).tolist()
     stages = tuple(
         OrderStage(
-            filter=f"at >= {bound}", weights=(AttributeWeights(attribute=name),) if has_weights else (),
-            until=until[d] if d < len(until) else None, ramp=d < len(until) and ends[d][1],
+            filter=f"at >= {bound}",
+            weights=(AttributeWeights(attribute=name),) if has_weights else (),
+            until=until[d] if d < len(until) else None,
+            ramp=d < len(until) and ends[d][1],
         )
         for d, (name, bound, has_weights) in enumerate(zip(columns, bounds, weighted, strict=True))
-    )  # fmt: skip
+    )
     spec = OrderSpec(seed=seed, stages=stages, epoch_length=epoch_length)
     table = Table({"at": range(n), **columns}, spec, None, None)
     order = compile_table(spec, table, table.lengths)
@@ -308,7 +365,13 @@ def test_stages(data, ends, seed, epoch):
 
 def as_text(value):
     """Section 8: how a value is written to be compared."""
-    return str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, float) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else repr(value)
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def weights_of(entries, rows):
@@ -327,7 +390,11 @@ def weights_of(entries, rows):
                 weight = float(row[entry.attribute])
             else:
                 value = row[entry.attribute]
-                weight = entry.default if value is None else entry.values.get(as_text(value), entry.default)
+                weight = (
+                    entry.default
+                    if value is None
+                    else entry.values.get(as_text(value), entry.default)
+                )
             found[number] *= weight
     return found
 
@@ -352,7 +419,13 @@ ROWS = st.fixed_dictionaries(
     }
 )
 TYPES = pa.schema(
-    {"cars": pa.int16(), "buses": pa.int16(), "night": pa.bool_(), "speed": pa.float64(), "place": pa.string()}
+    {
+        "cars": pa.int16(),
+        "buses": pa.int16(),
+        "night": pa.bool_(),
+        "speed": pa.float64(),
+        "place": pa.string(),
+    }
 )
 ENTRIES = st.one_of(
     st.permutations(["cars", "buses"]).map(lambda names: ClassBalance(classes=tuple(names))),
@@ -365,10 +438,14 @@ ENTRIES = st.one_of(
 
 
 @given(
-    st.lists(ROWS, max_size=30).map(lambda rows: [{"cars": 1, "buses": 1, **dict.fromkeys(("night", "place")),
-                                                   "speed": 1.0}, *rows]),
+    st.lists(ROWS, max_size=30).map(
+        lambda rows: [
+            {"cars": 1, "buses": 1, **dict.fromkeys(("night", "place")), "speed": 1.0},
+            *rows,
+        ]
+    ),
     st.lists(ENTRIES, min_size=1, max_size=4),
-)  # fmt: skip
+)
 def test_weights_and_lengths(rows, entries):
     table = pa.Table.from_pylist(rows, TYPES)
     weights = weights_of(entries, rows)
@@ -398,13 +475,17 @@ def truth(node, row):
         case ast.Call(func=ast.Name(id=name), args=[subject, ast.Constant(value=text)]):
             value = truth(subject, row)
             calls = {
-                "contains": lambda: text in value, "startswith": lambda: value.startswith(text),
-                "endswith": lambda: value.endswith(text), "matches": lambda: re.search(text, value) is not None,
-            }  # fmt: skip
+                "contains": lambda: text in value,
+                "startswith": lambda: value.startswith(text),
+                "endswith": lambda: value.endswith(text),
+                "matches": lambda: re.search(text, value) is not None,
+            }
             return None if value is None else calls[name]()
         case ast.UnaryOp(op=sign, operand=operand):
             value = truth(operand, row)
-            change = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}[type(sign)]
+            change = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}[
+                type(sign)
+            ]
             return None if value is None else change(value)
         case ast.BoolOp(op=kind, values=values):
             ends = isinstance(kind, ast.Or)
@@ -415,8 +496,13 @@ def truth(node, row):
             if a is None or b is None:
                 return None
             remainder = lambda a, b: int(math.fmod(a, b))  # noqa: E731
-            return {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-                    ast.Mod: remainder}[type(kind)](a, b)  # fmt: skip
+            return {
+                ast.Add: operator.add,
+                ast.Sub: operator.sub,
+                ast.Mult: operator.mul,
+                ast.Div: operator.truediv,
+                ast.Mod: remainder,
+            }[type(kind)](a, b)
         case ast.Compare(left=left, ops=kinds, comparators=rights):
             sides = [left, *rights]
             parts = [compared(*three, row) for three in zip(sides, kinds, rights, strict=False)]
@@ -429,10 +515,18 @@ def compared(left, kind, right, row):
     if isinstance(kind, (ast.Is, ast.IsNot)):
         return (a is None) == isinstance(kind, ast.Is)
     if isinstance(kind, (ast.In, ast.NotIn)):
-        return a is not None and (a in [ast.literal_eval(item) for item in right.elts]) == isinstance(kind, ast.In)
+        return a is not None and (
+            a in [ast.literal_eval(item) for item in right.elts]
+        ) == isinstance(kind, ast.In)
     b = truth(right, row)
-    kinds = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
-             ast.Gt: operator.gt, ast.GtE: operator.ge}  # fmt: skip
+    kinds = {
+        ast.Eq: operator.eq,
+        ast.NotEq: operator.ne,
+        ast.Lt: operator.lt,
+        ast.LtE: operator.le,
+        ast.Gt: operator.gt,
+        ast.GtE: operator.ge,
+    }
     return None if a is None or b is None else kinds[type(kind)](a, b)
 
 
@@ -440,20 +534,37 @@ NUMBERS = st.recursive(
     st.sampled_from(["cars", "buses", "speed", "2", "-1", "0.5", "col('cars')"]),
     lambda inner: st.one_of(
         st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda parts: f"({' '.join(parts)})"),
-        inner.map(lambda value: f"({value} / 4)"), inner.map(lambda value: f"-({value})"),
-        st.just("(cars * -7 % 3)"), st.just("(buses % 2)"),
+        inner.map(lambda value: f"({value} / 4)"),
+        inner.map(lambda value: f"-({value})"),
+        st.just("(cars * -7 % 3)"),
+        st.just("(buses % 2)"),
     ),
     max_leaves=4,
-)  # fmt: skip
+)
 CONDITIONS = st.recursive(
     st.one_of(
-        st.tuples(NUMBERS, st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), NUMBERS).map(" ".join),
+        st.tuples(NUMBERS, st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), NUMBERS).map(
+            " ".join
+        ),
         st.tuples(NUMBERS, NUMBERS, NUMBERS).map(" < ".join),
         st.sampled_from(
             [
-                "night", "True", "False", "night == True", "night is None", "place is not None", "place in ('a', 'b')",
-                "place not in ['a']", "cars in {1, 2}", "cars not in (0, -1)", "contains(place, 'a')", "place < 'b'",
-                "startswith(place, '\u00e9')", "endswith(place, 'b')", "matches(place, '^[ab]$')", "'b' <= place",
+                "night",
+                "True",
+                "False",
+                "night == True",
+                "night is None",
+                "place is not None",
+                "place in ('a', 'b')",
+                "place not in ['a']",
+                "cars in {1, 2}",
+                "cars not in (0, -1)",
+                "contains(place, 'a')",
+                "place < 'b'",
+                "startswith(place, '\u00e9')",
+                "endswith(place, 'b')",
+                "matches(place, '^[ab]$')",
+                "'b' <= place",
             ]
         ),
     ),
@@ -463,7 +574,7 @@ CONDITIONS = st.recursive(
         st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({' or '.join(parts)})"),
     ),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 @given(st.lists(ROWS, min_size=1, max_size=12), CONDITIONS)
@@ -479,16 +590,22 @@ def test_a_mixs_parts_count_in_the_order_of_the_ratios(tmp_path, values, weighte
     rng = np.random.default_rng(0)
     rows = [{"night": bool(rng.random() < 0.4), "cars": int(rng.integers(0, 4))} for _ in range(60)]
     attributes = {name: [row[name] for row in rows] for name in ("night", "cars")}
-    write_synthetic_index(tmp_path / "set", (20, 30, 10), samples_per_shard=8, attributes=attributes)
+    write_synthetic_index(
+        tmp_path / "set", (20, 30, 10), samples_per_shard=8, attributes=attributes
+    )
     ratios = {values[0]: 2, values[1]: 3}
     entries = (AttributeWeights(attribute="cars"),) if weighted else ()
-    spec = OrderSpec(seed=4, filter="cars != 3", weights=entries, mix=Mix(attribute="night", ratios=ratios))
+    spec = OrderSpec(
+        seed=4, filter="cars != 3", weights=entries, mix=Mix(attribute="night", ratios=ratios)
+    )
     ours = compile_order(spec, open_dataset(tmp_path / "set"))
 
     selected = [number for number, row in enumerate(rows) if row["cars"] != 3]
     parts = [[n for n in selected if as_text(rows[n]["night"]) == value] for value in values]
     block = [part for part, ratio in enumerate(ratios.values()) for _ in range(ratio)]
-    num_blocks = max(-(-len(part) // ratio) for part, ratio in zip(parts, ratios.values(), strict=True))
+    num_blocks = max(
+        -(-len(part) // ratio) for part, ratio in zip(parts, ratios.values(), strict=True)
+    )
     word, taken, expected = permutation(2**62, key("order mix", 4)), [0, 0], []
     for number in range(num_blocks):
         for entry in sorted(range(5), key=lambda i, number=number: word(number * 5 + i)):

@@ -8,7 +8,9 @@ from hypothesis.extra import numpy as hnp
 
 from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rigid, rotation_matrices
 
-QUATERNIONS = hnp.arrays("f8", 4, elements=st.floats(-1, 1)).filter(lambda q: np.linalg.norm(q) > 1e-3)
+QUATERNIONS = hnp.arrays("f8", 4, elements=st.floats(-1, 1)).filter(
+    lambda q: np.linalg.norm(q) > 1e-3
+)
 TRANSLATIONS = hnp.arrays("f8", 3, elements=st.floats(-1e6, 1e6))
 RIGIDS = st.builds(rigid, QUATERNIONS, TRANSLATIONS)
 
@@ -18,7 +20,9 @@ def test_inverse_undoes(matrix) -> None:
     scale = 1 + np.abs(matrix).max()
     for product in (invert_rigid(matrix) @ matrix, matrix @ invert_rigid(matrix)):
         np.testing.assert_allclose(product, np.eye(4), atol=1e-14 * scale)
-    np.testing.assert_allclose(invert_rigid(matrix), np.linalg.inv(matrix), rtol=0, atol=1e-9 * scale)
+    np.testing.assert_allclose(
+        invert_rigid(matrix), np.linalg.inv(matrix), rtol=0, atol=1e-9 * scale
+    )
 
 
 @given(QUATERNIONS)
@@ -40,13 +44,17 @@ def test_rotation_is_the_quaternion_product(q, v) -> None:
 
 def test_a_quarter_turn_about_z_is_counter_clockwise() -> None:
     half = np.sqrt(0.5)
-    np.testing.assert_allclose(rotation_matrices(np.array([half, 0, 0, half])) @ [1, 0, 0], [0, 1, 0], atol=1e-15)
+    np.testing.assert_allclose(
+        rotation_matrices(np.array([half, 0, 0, half])) @ [1, 0, 0], [0, 1, 0], atol=1e-15
+    )
 
 
 @given(st.lists(RIGIDS, min_size=1, max_size=4))
 def test_stacks_are_done_one_by_one(matrices) -> None:
     stack = np.stack(matrices)
-    np.testing.assert_array_equal(invert_rigid(stack), np.stack([invert_rigid(m) for m in matrices]))
+    np.testing.assert_array_equal(
+        invert_rigid(stack), np.stack([invert_rigid(m) for m in matrices])
+    )
     np.testing.assert_array_equal(homogeneous(stack[:, :3, :3])[:, :3, :3], stack[:, :3, :3])
 
 

@@ -77,11 +77,23 @@ def error_of(file: Path, to: type = Car) -> str:
 
 
 def test_loads_what_is_right(write) -> None:
-    car = load_yaml(write("name: beetle\nfront: {radius_m: 0.3}\nwheels:\n- {radius_m: 1, kind: alloy}\n"), Car)
+    car = load_yaml(
+        write("name: beetle\nfront: {radius_m: 0.3}\nwheels:\n- {radius_m: 1, kind: alloy}\n"), Car
+    )
     wheel = Wheel(radius_m=1.0, kind="alloy")
     assert car == Car(name="beetle", front=Wheel(radius_m=0.3), wheels=(wheel,))
-    assert convert({"name": "beetle", "front": {"radius_m": 0.3}, "wheels": [{"radius_m": 1, "kind": "alloy"}]}, Car,
-                   "here") == car  # fmt: skip
+    assert (
+        convert(
+            {
+                "name": "beetle",
+                "front": {"radius_m": 0.3},
+                "wheels": [{"radius_m": 1, "kind": "alloy"}],
+            },
+            Car,
+            "here",
+        )
+        == car
+    )
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -91,7 +103,10 @@ def test_settings_cannot_be_changed() -> None:
 
 def test_anchors_and_merges_are_expanded(write) -> None:
     car = load_yaml(
-        write("name: a\nfront: &w {radius_m: 2}\nspare: *w\nnamed: {left: {<<: *w, kind: alloy}, right: *w}"), Car
+        write(
+            "name: a\nfront: &w {radius_m: 2}\nspare: *w\nnamed: {left: {<<: *w, kind: alloy}, right: *w}"
+        ),
+        Car,
     )
     assert car.spare == car.front == car.named["right"]
     assert car.named["left"] == Wheel(radius_m=2.0, kind="alloy")
@@ -101,28 +116,72 @@ WRONG = [
     # text, line, path in the file, words that must stand in the message
     ("name: a\nfront:\n  radius_m: '1'\n", 3, "front.radius_m", "Expected `float`, got `str`"),
     ("name: a\nfront:\n  radius_m: -1\n", 3, "front.radius_m", "> 0"),
-    ("name: a\nfront:\n  radius_m: 1\n  radius: 2\n", 4, "front", "field `radius`; allowed here: radius_m, kind"),
-    ("name: a\nfront:\n  kind: steel\n", 2, "front", "missing required field `radius_m`; allowed here: radius_m, kind"),
-    ("name: a\nfront:\n  radius_m: 1\n  kind: wood\n", 4, "front.kind", "'wood'; allowed here: alloy, steel"),
-    ("name: a\nfront: {radius_m: 1}\nspare:\n  {}\n", 3, "spare", "`radius_m`; allowed here: radius_m, kind"),
-    ("name: a\nfront: {radius_m: 1}\nwheels:\n- radius_m: 1\n- radius_m: 1\n  x: 1\n", 6, "wheels[1]",
-     "`x`; allowed here: radius_m, kind"),
-    ("name: a\nfront: {radius_m: 1}\npair:\n- {radius_m: 1, kind: tin}\n- 3\n", 4, "pair[0].kind",
-     "'tin'; allowed here: alloy, steel"),
-    ("name: a\nfront: {radius_m: 1}\nnamed:\n  left: {kind: tin, radius_m: 1}\n", 3, "named[...].kind",
-     "'tin'; allowed here: alloy, steel"),
-    ("name: a\nfront: {radius_m: 1}\ncolour: green\n", 3, "colour", "'green'; allowed here: red, blue"),
-    ("name: a\nfront: {radius_m: 1}\nlabel: 2020-01-01\n", 3, "label", "Expected `str`, got `date`"),
+    (
+        "name: a\nfront:\n  radius_m: 1\n  radius: 2\n",
+        4,
+        "front",
+        "field `radius`; allowed here: radius_m, kind",
+    ),
+    (
+        "name: a\nfront:\n  kind: steel\n",
+        2,
+        "front",
+        "missing required field `radius_m`; allowed here: radius_m, kind",
+    ),
+    (
+        "name: a\nfront:\n  radius_m: 1\n  kind: wood\n",
+        4,
+        "front.kind",
+        "'wood'; allowed here: alloy, steel",
+    ),
+    (
+        "name: a\nfront: {radius_m: 1}\nspare:\n  {}\n",
+        3,
+        "spare",
+        "`radius_m`; allowed here: radius_m, kind",
+    ),
+    (
+        "name: a\nfront: {radius_m: 1}\nwheels:\n- radius_m: 1\n- radius_m: 1\n  x: 1\n",
+        6,
+        "wheels[1]",
+        "`x`; allowed here: radius_m, kind",
+    ),
+    (
+        "name: a\nfront: {radius_m: 1}\npair:\n- {radius_m: 1, kind: tin}\n- 3\n",
+        4,
+        "pair[0].kind",
+        "'tin'; allowed here: alloy, steel",
+    ),
+    (
+        "name: a\nfront: {radius_m: 1}\nnamed:\n  left: {kind: tin, radius_m: 1}\n",
+        3,
+        "named[...].kind",
+        "'tin'; allowed here: alloy, steel",
+    ),
+    (
+        "name: a\nfront: {radius_m: 1}\ncolour: green\n",
+        3,
+        "colour",
+        "'green'; allowed here: red, blue",
+    ),
+    (
+        "name: a\nfront: {radius_m: 1}\nlabel: 2020-01-01\n",
+        3,
+        "label",
+        "Expected `str`, got `date`",
+    ),
     ("name: a\nfront: {radius_m: true}\n", 2, "front.radius_m", "Expected `float`, got `bool`"),
     ("name: a\nfront: {radius_m: 1}\n1: 2\n", 1, "top level", "a key is wrong: Expected `str`"),
     ("- name\n", 1, "top level", "Expected `object`, got `array`"),
     ("", 1, "top level", "missing required field `name`; allowed here: name, front, "),
     ("name: lemon\nfront: {radius_m: 1}\n", 1, "top level", "never built"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "line", "path", "words"), WRONG)
-def test_a_mistake_is_named_with_file_line_path_and_what_is_allowed(write, text, line, path, words) -> None:
+def test_a_mistake_is_named_with_file_line_path_and_what_is_allowed(
+    write, text, line, path, words
+) -> None:
     file = write(text)
     message = error_of(file)
     assert message.startswith(f"{file}:{line}: at '{path}': ")
@@ -143,16 +202,27 @@ def test_names_in_the_file_are_those_allowed(write) -> None:
 
 
 def test_no_keys_are_suggested_where_several_structs_are_possible(write) -> None:
-    assert "allowed here" not in error_of(write("name: a\nfront: {radius_m: 1}\npart: {type: fin, span_m: 1}"))
+    assert "allowed here" not in error_of(
+        write("name: a\nfront: {radius_m: 1}\npart: {type: fin, span_m: 1}")
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "a: [", "a: *nowhere", "? [list]\n: key", "a: 1\n---\nb: 2", "a: 2020-13-45", "a: !!int x",
-        "a: !!timestamp x", "a: 0b_", "a: \x00", "!!python/object/apply:os.getcwd []", "[\n" * 1000,
+        "a: [",
+        "a: *nowhere",
+        "? [list]\n: key",
+        "a: 1\n---\nb: 2",
+        "a: 2020-13-45",
+        "a: !!int x",
+        "a: !!timestamp x",
+        "a: 0b_",
+        "a: \x00",
+        "!!python/object/apply:os.getcwd []",
+        "[\n" * 1000,
     ],
-)  # fmt: skip
+)
 def test_what_is_not_plain_yaml_is_refused(write, text) -> None:
     file = write(text)
     assert error_of(file).startswith(f"config file '{file}' is not YAML: ")
@@ -163,12 +233,16 @@ def test_a_list_that_holds_itself_ends(write) -> None:
 
 
 def test_aliases_of_aliases_are_walked_once(write) -> None:
-    lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    lines = ["a0: &a0 [x]"] + [
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)
+    ]
     assert "unknown field `a0`" in error_of(write("\n".join(lines)))
 
 
 def test_a_key_that_stands_twice_is_refused_at_any_depth(write) -> None:
-    file = write("name: a\nfront: {radius_m: 1}\nfree:\n  list:\n  - {x: 1}\n  - x: 1\n    y: 2\n    x: 3\n")
+    file = write(
+        "name: a\nfront: {radius_m: 1}\nfree:\n  list:\n  - {x: 1}\n  - x: 1\n    y: 2\n    x: 3\n"
+    )
     assert error_of(file) == f"{file}:8: key 'x' occurs twice"
 
 
@@ -193,10 +267,17 @@ def test_any_text_is_settings_or_a_config_error(tmp_path_factory, text) -> None:
 
 
 def plain(depth: int) -> st.SearchStrategy[Any]:
-    leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
-    keys = st.sampled_from(["name", "front", "radius_m", "kind", "wheels", "part", "type", "free", "named", "pair"])
-    return st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
-                        max_leaves=depth)  # fmt: skip
+    leaves = (
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+    )
+    keys = st.sampled_from(
+        ["name", "front", "radius_m", "kind", "wheels", "part", "type", "free", "named", "pair"]
+    )
+    return st.recursive(
+        leaves,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
+        max_leaves=depth,
+    )
 
 
 @given(plain(8))
@@ -210,12 +291,16 @@ def test_any_plain_data_is_settings_or_a_config_error(value) -> None:
 
 
 def test_a_wrong_value_of_a_dict_names_those_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"Invalid enum value 'zero'; allowed here: drop, mask, .*, repeat_edge"):
+    with pytest.raises(
+        ConfigError, match=r"Invalid enum value 'zero'; allowed here: drop, mask, .*, repeat_edge"
+    ):
         fuelrail.DataLoader("dataset", 1, window={"frames": [-1, 0], "pad": "zero"})
 
 
 def test_an_unknown_field_of_a_constructor_is_refused_with_the_one_that_was_meant() -> None:
-    with pytest.raises(TypeError, match=r"Wheel has no field 'radius'; it has: .*; did you mean 'radius_m'\?"):
+    with pytest.raises(
+        TypeError, match=r"Wheel has no field 'radius'; it has: .*; did you mean 'radius_m'\?"
+    ):
         Wheel(radius=1)
     with pytest.raises(TypeError, match="Missing required argument"):
         Wheel()
@@ -230,7 +315,9 @@ def test_each_preset_is_found_by_its_name(preset):
 
 def test_an_unknown_preset_names_the_known_ones():
     for load in (fuelrail.BevAugment.preset, partial(load_yaml, to=fuelrail.BevAugment)):
-        with pytest.raises(ConfigError, match=r"bevdet, bevfusion, streampetr; did you mean 'bevfusion'\?"):
+        with pytest.raises(
+            ConfigError, match=r"bevdet, bevfusion, streampetr; did you mean 'bevfusion'\?"
+        ):
             load("bevfussion")
     with pytest.raises(ConfigError, match="StorageOptions has no preset 's3'; this type has none"):
         fuelrail.StorageOptions.preset("s3")

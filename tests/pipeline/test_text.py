@@ -16,11 +16,15 @@ TITLE = "\x1b]0;HACKED\x07"
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("plain äöü 漢字", "plain äöü 漢字"), (TITLE, "\\x1b]0;HACKED\\x07"),
-        ("a\nfuelrail: all is well\r", "a\\nfuelrail: all is well\\r"), ("\x9b2J", "\\x9b2J"),
-        ("\u202egnp.exe", "\\u202egnp.exe"), ("\ud800", "\\ud800"), ("\U000e0041", "\\U000e0041"),
+        ("plain äöü 漢字", "plain äöü 漢字"),
+        (TITLE, "\\x1b]0;HACKED\\x07"),
+        ("a\nfuelrail: all is well\r", "a\\nfuelrail: all is well\\r"),
+        ("\x9b2J", "\\x9b2J"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("\ud800", "\\ud800"),
+        ("\U000e0041", "\\U000e0041"),
     ],
-)  # fmt: skip
+)
 def test_characters_that_do_not_print_are_escaped(text, wanted) -> None:
     assert escaped(text) == wanted
     assert escaped(wanted) == wanted
@@ -37,9 +41,11 @@ def test_values_and_messages_have_a_limit() -> None:
 
 
 ERRORS = [
-    ConfigError(TITLE), ShardError(TITLE, shard=TITLE, key=TITLE), MemberError(TITLE, key=TITLE, member=TITLE),
+    ConfigError(TITLE),
+    ShardError(TITLE, shard=TITLE, key=TITLE),
+    MemberError(TITLE, key=TITLE, member=TITLE),
     SchemaError("x" * 10_000_000),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("error", ERRORS)

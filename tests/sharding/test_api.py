@@ -34,7 +34,15 @@ def out(dataroot, sharded):
 
 
 def test_shard_makes_what_the_command_makes(source, out, tmp_path, capsys):
-    arguments = ["shard", source, str(tmp_path / "out"), "--seed", "7", "--splits", "train=0.5,val=0.5"]
+    arguments = [
+        "shard",
+        source,
+        str(tmp_path / "out"),
+        "--seed",
+        "7",
+        "--splits",
+        "train=0.5,val=0.5",
+    ]
     assert main([*arguments, "--workers", "1"]) == 0
     assert digests(tmp_path / "out") == digests(out)
     assert "6 samples (train 3, val 3) of 2 clips in 2 shards, " in capsys.readouterr().out
@@ -42,14 +50,25 @@ def test_shard_makes_what_the_command_makes(source, out, tmp_path, capsys):
 
 def test_the_report_of_a_run(source, tmp_path):
     recipe = make_recipe(seed=7, name="mine")
-    report = shard(source, tmp_path / "out", recipe, options={"version": "v1.0-mini", "points": False}, workers=1)
+    report = shard(
+        source,
+        tmp_path / "out",
+        recipe,
+        options={"version": "v1.0-mini", "points": False},
+        workers=1,
+    )
     assert (report.num_samples, report.num_clips, report.num_shards) == (6, 2, 1)
     assert (report.num_written, report.num_kept, report.samples_by_split) == (1, 0, {"train": 6})
     assert report.fingerprint == open_dataset(tmp_path / "out").manifest.fingerprint
     assert report.scan is not None
     assert report.scan.samples == 6
-    assert json.loads(report.as_json())["num_bytes"] == (tmp_path / "out" / "train-000000.tar").stat().st_size
-    again = shard(source, tmp_path / "out", recipe, options={"points": False}, engine=LocalEngine(1))
+    assert (
+        json.loads(report.as_json())["num_bytes"]
+        == (tmp_path / "out" / "train-000000.tar").stat().st_size
+    )
+    again = shard(
+        source, tmp_path / "out", recipe, options={"points": False}, engine=LocalEngine(1)
+    )
     assert (again.num_written, again.num_kept, again.fingerprint) == (0, 1, report.fingerprint)
     assert "in 1 shard (1 reused), " in again.as_text()
 
@@ -76,12 +95,20 @@ def test_wrong_options_are_errors_of_ours(source, tmp_path, options, said):
 
 def test_reshard_merges_and_appends(out, dataroot, sharded, tmp_path):
     merged = reshard(out, tmp_path / "merged", seed=3, workers=1)
-    assert (merged.num_samples, merged.num_shards, merged.samples_by_split) == (6, 2, {"train": 3, "val": 3})
+    assert (merged.num_samples, merged.num_shards, merged.samples_by_split) == (
+        6,
+        2,
+        {"train": 3, "val": 3},
+    )
     other = sharded(dataroot("c2", cameras=TWO))
     both = reshard([out, other], tmp_path / "both", append=True)
     assert (both.num_samples, both.num_clips, both.num_written, both.num_kept) == (8, 3, 0, 3)
     assert not verify(tmp_path / "both", deep=True).faults
-    for options, name in (({"seed": 3}, "seed"), ({"points": False}, "points"), ({"workers": 2}, "workers")):
+    for options, name in (
+        ({"seed": 3}, "seed"),
+        ({"points": False}, "points"),
+        ({"workers": 2}, "workers"),
+    ):
         with pytest.raises(ConfigError, match=f"append=True reuses shards .* combined with {name}"):
             reshard([out, other], tmp_path / "more", append=True, **options)
     with pytest.raises(ConfigError, match="input and output are the same folder"):
@@ -96,7 +123,12 @@ def test_verify_finds_and_repairs(source, tmp_path):
     out = tmp_path / "out"
     shard(source, out, workers=1)
     before, checked, damage = digests(out), [], []
-    assert verify(out, deep=True, progress=lambda shard, number: checked.append((shard.name, number))).faults == []
+    assert (
+        verify(
+            out, deep=True, progress=lambda shard, number: checked.append((shard.name, number))
+        ).faults
+        == []
+    )
     assert checked == [("train-000000.tar", 1)]
     (out / "train-000000.tar").write_bytes(b"gone")
     assert verify(out).faults[0].file == "train-000000.tar"
@@ -122,10 +154,13 @@ def test_inspect_describes(out):
 
 def test_a_nuscenes_root_is_not_a_dataset(source, tmp_path):
     with pytest.raises(
-        FuelrailError, match=r"is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard"
+        FuelrailError,
+        match=r"is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard",
     ):
         open_dataset(source.removeprefix("nuscenes:"))
-    with pytest.raises(FuelrailError, match=r"v1\.0-trainval' is not a folder with tables; there are: v1\.0-mini"):
+    with pytest.raises(
+        FuelrailError, match=r"v1\.0-trainval' is not a folder with tables; there are: v1\.0-mini"
+    ):
         shard(source, tmp_path / "out", options={"version": "v1.0-trainval"})
 
 
@@ -135,7 +170,9 @@ def test_a_script_without_a_main_guard_gets_a_sentence(source, tmp_path):
     script.write_text(
         f"import fuelrail\nfuelrail.shard({source!r}, {str(tmp_path / 'out')!r}, workers=2, engine='processes')\n"
     )
-    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, script], env=environment(), capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 1
     assert f"ConfigError: {script}:2: this call starts worker processes" in done.stderr
     assert "FuelrailError: a worker process died" in done.stderr.splitlines()[-1]
@@ -161,10 +198,21 @@ def test_bytes_rate_time_to_go_and_the_current_shard(capsys, monkeypatch):
     planned, first, *_, last = events_of(capsys)
     assert planned == {"event": "planned", "samples": 30, "shards": 3, "bytes": 4000}
     assert first == {
-        "event": "progress", "bytes": 1000, "total_bytes": 4000, "bytes_per_s": 500, "eta_s": 6.0, "shards": 0,
-        "total_shards": 3, "current": "train-000000",
-    }  # fmt: skip
-    assert (last["shards"], last["current"], last["bytes_per_s"], last["eta_s"]) == (2, "val-000000", 250, 12.0)
+        "event": "progress",
+        "bytes": 1000,
+        "total_bytes": 4000,
+        "bytes_per_s": 500,
+        "eta_s": 6.0,
+        "shards": 0,
+        "total_shards": 3,
+        "current": "train-000000",
+    }
+    assert (last["shards"], last["current"], last["bytes_per_s"], last["eta_s"]) == (
+        2,
+        "val-000000",
+        250,
+        12.0,
+    )
 
 
 def test_appending_shows_its_shards_too(dataroot, sharded, tmp_path, capsys):

@@ -56,7 +56,10 @@ def test_any_scene_name_leads_to_legal_keys(tmp_path, names):
     if len({*names}) == 3:
         splits = {"train": [names[1]], "val": [names[0], names[2]]}
         manifest = shard_nuscenes(source.root, tmp_path / "named", splits=splits).manifest
-        assert {name: split.num_samples for name, split in manifest.splits.items()} == {"train": 2, "val": 4}
+        assert {name: split.num_samples for name, split in manifest.splits.items()} == {
+            "train": 2,
+            "val": 4,
+        }
 
 
 @pytest.mark.parametrize("channel", ["LIDAR_TOP", "CAM_BACK"])
@@ -70,7 +73,9 @@ def test_an_empty_file_is_named_before_work_begins(tmp_path, channel):
 
 
 @pytest.mark.process
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves its files to the collector
+@pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning"
+)  # webdataset leaves its files to the collector
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("layout", ["member", "frame"])
 def test_names_over_100_bytes_go_all_the_way(tmp_path, layout):
@@ -84,7 +89,9 @@ def test_names_over_100_bytes_go_all_the_way(tmp_path, layout):
     dataset = open_dataset(out)
     (shard,) = dataset.shards
     options = ["--zstd"] if layout == "frame" else []
-    listed = subprocess.run(["tar", *options, "-tf", out / shard.name], capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        ["tar", *options, "-tf", out / shard.name], capture_output=True, check=True
+    ).stdout
     names = listed.decode().splitlines()
     assert max(map(len, names)) > 100
     extracted = tmp_path / "extracted"
@@ -98,7 +105,9 @@ def test_names_over_100_bytes_go_all_the_way(tmp_path, layout):
     read = list(webdataset.WebDataset(url, shardshuffle=False, empty_check=False))
     assert [sample["__key__"] for sample in read] == keys
     field = cameras[1].lower() + ".jpg"
-    assert [sample[field] for sample in read] == [(extracted / f"{key}.{field}").read_bytes() for key in keys]
+    assert [sample[field] for sample in read] == [
+        (extracted / f"{key}.{field}").read_bytes() for key in keys
+    ]
     transforms = Transforms(image=ImageAugment(height=32, width=48))
     with DataLoader(out, 2, transforms=transforms, num_workers=1) as loader:
         assert [key for batch in loader for key in batch["sample_key"]] == keys

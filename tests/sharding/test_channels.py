@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.slow
-WORLD: dict[str, Any] = {"seed": 5, "clips": 2, "frames": 2, "size": (320, 180), "lidar_sweeps": 0, "workers": 1}
+WORLD: dict[str, Any] = {
+    "seed": 5,
+    "clips": 2,
+    "frames": 2,
+    "size": (320, 180),
+    "lidar_sweeps": 0,
+    "workers": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +51,9 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def first(drive: Path) -> Path:
     """A dataset of the drive's first clip; the tests that join datasets add the second."""
-    shard(f"nuscenes:{drive / 'drive'}", drive / "first", workers=1, select="clip_id == 'scene-9001'")
+    shard(
+        f"nuscenes:{drive / 'drive'}", drive / "first", workers=1, select="clip_id == 'scene-9001'"
+    )
     return drive / "first"
 
 
@@ -67,9 +76,15 @@ def test_the_table_lists_cameras_lidar_boxes_and_what_the_source_adds(drive) -> 
     stated = json.loads((drive / "packed" / "dataset.json").read_text())
     names = [channel["name"] for channel in stated["channels"]]
     assert names[:8] == [
-        "cam_front", "cam_front_right", "cam_front_left", "cam_back", "cam_back_left", "cam_back_right", "lidar_top",
+        "cam_front",
+        "cam_front_right",
+        "cam_front_left",
+        "cam_back",
+        "cam_back_left",
+        "cam_back_right",
+        "lidar_top",
         "boxes",
-    ]  # fmt: skip
+    ]
     assert names[8:11] == ["radar", "instances_cam_front", "depth_cam_front"]
     assert "cameras" not in stated
     assert "lidars" not in stated
@@ -94,13 +109,20 @@ def test_radar_points_lie_on_the_boxes_and_move_with_them(drive) -> None:
             owners = np.flatnonzero(inside)
             if len(owners) == 1 and np.isfinite(boxes.velocity[owners[0]]).all():
                 wanted = boxes.velocity[owners[0], :2]
-                assert np.hypot(*(wanted - (vx, vy))) < 0.6  # the tables' velocities are differences over 0.5 s
+                assert (
+                    np.hypot(*(wanted - (vx, vy))) < 0.6
+                )  # the tables' velocities are differences over 0.5 s
                 moving += np.hypot(vx, vy) > 1.0
     assert moving > 10
 
 
 def test_masks_lie_in_the_boxes_of_their_instances(drive, tmp_path) -> None:
-    shard(f"nuscenes:{drive / 'drive'}", tmp_path / "out", workers=1, options={"channels": ["boxes2d"]})
+    shard(
+        f"nuscenes:{drive / 'drive'}",
+        tmp_path / "out",
+        workers=1,
+        options={"channels": ["boxes2d"]},
+    )
     dataset = open_dataset(tmp_path / "out")
     inside = []
     for number in range(len(dataset)):
@@ -126,7 +148,9 @@ def test_depth_is_that_of_the_lidar_points_and_of_the_ground(drive) -> None:
         (points,) = sample.points.values()
         ego2img = sample.geometry.ego2img()
         in_ego = np.c_[points[:, :3], np.ones(len(points))] @ sample.geometry.lidar2keyego().T
-        for camera, name in enumerate(("cam_front", "cam_front_right", "cam_front_left", "cam_back")):
+        for camera, name in enumerate(
+            ("cam_front", "cam_front_right", "cam_front_left", "cam_back")
+        ):
             depth = found[f"depth_{name}"]
             assert depth.shape == (45, 80)
             u, v, z, _ = (in_ego @ ego2img[camera].T).T
@@ -134,7 +158,9 @@ def test_depth_is_that_of_the_lidar_points_and_of_the_ground(drive) -> None:
             seen = (z > 1) & (z < 40) & (u > 1) & (u < 79) & (v > 1) & (v < 44)
             rows, columns = v[seen].astype(int), u[seen].astype(int)
             # A point shows within a pixel of the map what its neighbours show: edges and occlusion aside.
-            around = np.stack([depth[rows + dv, columns + du] for dv in (-1, 0, 1) for du in (-1, 0, 1)])
+            around = np.stack(
+                [depth[rows + dv, columns + du] for dv in (-1, 0, 1) for du in (-1, 0, 1)]
+            )
             near = (around.min(0) - 0.05 <= z[seen]) & (z[seen] <= around.max(0) + 0.05)
             assert near.mean() > 0.9
             compared += int(seen.sum())
@@ -162,7 +188,9 @@ def test_reshard_carries_them(drive, tmp_path) -> None:
 
 
 def test_append_carries_them(drive, first, tmp_path) -> None:
-    shard(f"nuscenes:{drive / 'drive'}", tmp_path / "new", workers=1, select="clip_id == 'scene-9002'")
+    shard(
+        f"nuscenes:{drive / 'drive'}", tmp_path / "new", workers=1, select="clip_id == 'scene-9002'"
+    )
     reshard([first, tmp_path / "new"], tmp_path / "both", append=True)
     assert faults(tmp_path / "both") == []
     both, packed = open_dataset(tmp_path / "both"), open_dataset(drive / "packed")
@@ -177,7 +205,10 @@ def test_datasets_of_other_channels_do_not_become_one(first, copy, tmp_path) -> 
     (copy / "v1.0-mini" / "channels.json").unlink()
     shard(f"nuscenes:{copy}", tmp_path / "new", workers=1, select="clip_id == 'scene-9002'")
     for options in ({"workers": 1}, {"append": True}):
-        with pytest.raises(SourceError, match=r"one dataset: their channels differ: radar: .* in the first, none in"):
+        with pytest.raises(
+            SourceError,
+            match=r"one dataset: their channels differ: radar: .* in the first, none in",
+        ):
             reshard([first, tmp_path / "new"], tmp_path / "both", **options)
 
 
@@ -185,8 +216,13 @@ def edit_manifest(out: Path, name: str, **changes: object) -> None:
     """Change a channel of the manifest."""
 
     def edit(manifest: Any) -> Any:
-        table = [entry | (changes if entry["name"] == name else {}) for entry in msgspec.to_builtins(manifest.channels)]
-        return msgspec.structs.replace(manifest, channels=msgspec.convert(table, type=tuple[type(BOXES_CHANNEL), ...]))
+        table = [
+            entry | (changes if entry["name"] == name else {})
+            for entry in msgspec.to_builtins(manifest.channels)
+        ]
+        return msgspec.structs.replace(
+            manifest, channels=msgspec.convert(table, type=tuple[type(BOXES_CHANNEL), ...])
+        )
 
     reseal(out, edit)
 
@@ -200,7 +236,9 @@ def edit_table(drive: Path, channel: str, **changes: object) -> None:
     path.write_text(json.dumps(table))
 
 
-def rewrite(drive: Path, name: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> None:
+def rewrite(
+    drive: Path, name: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+) -> None:
     """Change the first file of a channel, with no regard to the table."""
     path = min((drive / "channels" / name).iterdir())
     if path.suffix == ".npy":
@@ -217,9 +255,18 @@ def with_nan(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda drive: rewrite(drive, "radar", with_nan), "NaN at [0, 0]; the table of channel 'radar' forbids"),
-        (lambda drive: rewrite(drive, "radar", lambda one: one.astype(np.float64)), "channel 'radar' is float64"),
-        (lambda drive: rewrite(drive, "radar", lambda one: one[:, :5]), "the table has float32[any, 7]"),
+        (
+            lambda drive: rewrite(drive, "radar", with_nan),
+            "NaN at [0, 0]; the table of channel 'radar' forbids",
+        ),
+        (
+            lambda drive: rewrite(drive, "radar", lambda one: one.astype(np.float64)),
+            "channel 'radar' is float64",
+        ),
+        (
+            lambda drive: rewrite(drive, "radar", lambda one: one[:, :5]),
+            "the table has float32[any, 7]",
+        ),
         (
             lambda drive: rewrite(drive, "instances_cam_back", lambda one: one[:-1]),
             "320 x 179 pixels; on the image of 'cam_back' of 320 x 180 at 1/1 it has 320 x 180",
@@ -228,7 +275,10 @@ def with_nan(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             lambda drive: min((drive / "channels" / "radar").iterdir()).unlink(),
             "is not there; bring it there",
         ),
-        (lambda drive: edit_table(drive, "radar", kind="voxels"), "its kind 'voxels' is unknown; known: "),
+        (
+            lambda drive: edit_table(drive, "radar", kind="voxels"),
+            "its kind 'voxels' is unknown; known: ",
+        ),
         (
             lambda drive: edit_table(drive, "radar", name="cam_front", optional=True),
             "channel 'cam_front': the name occurs twice",
@@ -237,10 +287,13 @@ def with_nan(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             lambda drive: edit_table(drive, "instances_cam_back", law={"name": "image"}),
             "channel 'instances_cam_back': law 'image' needs its camera",
         ),
-        (lambda drive: (drive / "v1.0-mini" / "channels.json").write_text("{"), "is not a list of channels"),
+        (
+            lambda drive: (drive / "v1.0-mini" / "channels.json").write_text("{"),
+            "is not a list of channels",
+        ),
         (lambda drive: edit_table(drive, "radar", colour="red"), "unknown field `colour`"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_as_the_table_says_is_refused(copy, tmp_path, spoil, says) -> None:
     spoil(copy)
     with pytest.raises(SourceError) as caught:
@@ -267,9 +320,15 @@ def test_what_lies_on_images_is_scaled_with_them(drive, tmp_path, images) -> Non
     dataset, before = open_dataset(tmp_path / "out"), open_dataset(tmp_path / "whole")
     width, height = images.get("size", (160, 90))
     for number in range(len(dataset)):
-        scaled, whole = values(dataset, number), values(before, before.position(dataset[number].key))
+        scaled, whole = (
+            values(dataset, number),
+            values(before, before.position(dataset[number].key)),
+        )
         mask = scaled["instances_cam_front"]
-        v, u = (((np.arange(to) + 0.5) * of / to).astype(int) for to, of in ((height, 180), (width, 320)))
+        v, u = (
+            ((np.arange(to) + 0.5) * of / to).astype(int)
+            for to, of in ((height, 180), (width, 320))
+        )
         np.testing.assert_array_equal(mask, whole["instances_cam_front"][v][:, u])
         boxes, all_boxes = scaled["boxes2d_cam_front"]["box"], whole["boxes2d_cam_front"]["box"]
         scale = np.array([width / 320, height / 180] * 2)
@@ -296,14 +355,32 @@ def test_a_channel_of_an_unknown_kind_is_refused_only_where_it_is_selected(drive
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("cam_front", {"dtype": "uint16", "field": "cam_front.png"}, "'cam_front' is not as the format has camera"),
-        ("lidar_top", {"allows_nan": False}, "channel 'lidar_top' is not as the format has lidar: allows_nan differ"),
+        (
+            "cam_front",
+            {"dtype": "uint16", "field": "cam_front.png"},
+            "'cam_front' is not as the format has camera",
+        ),
+        (
+            "lidar_top",
+            {"allows_nan": False},
+            "channel 'lidar_top' is not as the format has lidar: allows_nan differ",
+        ),
         ("boxes", {"frame": "global"}, "channel 'boxes': law 'ego_boxes' needs the frame 'ego'"),
-        ("boxes", {"optional": False}, "channel 'boxes' is not as the format has boxes: optional differ"),
-        ("instances_cam_front", {"law": {"name": "image", "camera": "cam_roof"}}, "names the camera 'cam_roof'"),
+        (
+            "boxes",
+            {"optional": False},
+            "channel 'boxes' is not as the format has boxes: optional differ",
+        ),
+        (
+            "instances_cam_front",
+            {"law": {"name": "image", "camera": "cam_roof"}},
+            "names the camera 'cam_roof'",
+        ),
     ],
 )
-def test_a_table_that_does_not_hold_together_is_refused(drive, tmp_path, name, changes, says) -> None:
+def test_a_table_that_does_not_hold_together_is_refused(
+    drive, tmp_path, name, changes, says
+) -> None:
     shutil.copytree(drive / "out", tmp_path / "out")
     edit_manifest(tmp_path / "out", name, **changes)
     with pytest.raises(ManifestError) as caught:
@@ -313,8 +390,12 @@ def test_a_table_that_does_not_hold_together_is_refused(drive, tmp_path, name, c
 
 def test_verify_reports_members_that_are_not_as_the_table_says(drive, tmp_path) -> None:
     shutil.copytree(drive / "out", tmp_path / "out")
-    radar = next(one for one in open_dataset(tmp_path / "out").manifest.channels if one.name == "radar")
-    edit_manifest(tmp_path / "out", "radar", shape=(None, 6), columns=radar.columns[:6], units=radar.units[:6])
+    radar = next(
+        one for one in open_dataset(tmp_path / "out").manifest.channels if one.name == "radar"
+    )
+    edit_manifest(
+        tmp_path / "out", "radar", shape=(None, 6), columns=radar.columns[:6], units=radar.units[:6]
+    )
     found = faults(tmp_path / "out")
     assert len(found) == len(open_dataset(drive / "out"))
     assert all("member 'radar.npy': channel 'radar' is float32[" in text for text in found)
@@ -322,7 +403,9 @@ def test_verify_reports_members_that_are_not_as_the_table_says(drive, tmp_path) 
 
 @pytest.mark.parametrize("camera", ["cam_front", "cam_back"])
 def test_one_camera_keeps_the_channels_that_lie_on_it(drive, tmp_path, camera) -> None:
-    shard(f"nuscenes:{drive / 'drive'}", tmp_path / "made", workers=1, options={"cameras": [camera]})
+    shard(
+        f"nuscenes:{drive / 'drive'}", tmp_path / "made", workers=1, options={"cameras": [camera]}
+    )
     reshard(drive / "packed", tmp_path / "again", cameras=[camera], workers=1)
     assert faults(tmp_path / "made") == faults(tmp_path / "again") == []
     assert members_of(tmp_path / "made") == members_of(tmp_path / "again")
@@ -331,5 +414,7 @@ def test_one_camera_keeps_the_channels_that_lie_on_it(drive, tmp_path, camera) -
     names = [one.name for one in table if one.sensor is None and one.name != "boxes"]
     options = {"shuffle": False, "points": True, "channels": names}
     found = batches(tmp_path / "made", 2, **options)
-    for one, of_whole in zip(found, batches(drive / "packed", 2, cameras=[camera], **options), strict=True):
+    for one, of_whole in zip(
+        found, batches(drive / "packed", 2, cameras=[camera], **options), strict=True
+    ):
         assert not unlike(one, of_whole)

@@ -64,7 +64,9 @@ def shard(run, root, out, *more):
 
 def test_shard_verify_inspect(run, source, tmp_path):
     out = tmp_path / "out"
-    code, said, err = shard(run, source.root, out, "-o", "version=v1.0-mini", "--splits", "train=0.5,val=0.5")
+    code, said, err = shard(
+        run, source.root, out, "-o", "version=v1.0-mini", "--splits", "train=0.5,val=0.5"
+    )
     assert (code, err) == (0, "")
     assert said.startswith("6 samples (train 3, val 3) of 2 clips in 2 shards, ")
     code, said, _ = run("verify", out, "--deep")
@@ -85,7 +87,10 @@ def test_clips_that_no_split_names_are_reported(run, copy, tmp_path):
     (copy / "v1.0-mini" / "splits.json").write_text('{"train": ["b"]}')
     code, said, _ = shard(run, copy, tmp_path / "out")
     assert code == 0
-    assert said.splitlines()[1] == "left out: 1 clip of the source that no split names; assign them with --splits"
+    assert (
+        said.splitlines()[1]
+        == "left out: 1 clip of the source that no split names; assign them with --splits"
+    )
     code, said, _ = shard(run, copy, tmp_path / "asked", "--select", "clip_id == 'b'")
     assert (code, "left out" in said) == (0, False)
 
@@ -93,14 +98,19 @@ def test_clips_that_no_split_names_are_reported(run, copy, tmp_path):
 def test_progress_for_machines(run, source, tmp_path):
     code, said, _ = shard(run, source.root, tmp_path / "out", "--json")
     events = [json.loads(line) for line in said.splitlines()]
-    events = [event for event in events if event["event"] != "progress"]  # one a second, of which a run may take many
+    events = [
+        event for event in events if event["event"] != "progress"
+    ]  # one a second, of which a run may take many
     assert code == 0
     assert [event["event"] for event in events] == ["scanned", "planned", "shard", "finished"]
     report = json.loads((tmp_path / "out" / "dataset.json").read_text())["provenance"]["scan"]
     assert events[0] == {"event": "scanned", "clips": 2, "samples": 6, "report": report}
     assert events[2]["name"] == "train-000000.tar"
     assert events[3]["bytes"] == (tmp_path / "out" / "train-000000.tar").stat().st_size
-    assert events[3]["fingerprint"] == json.loads((tmp_path / "out" / "dataset.json").read_text())["fingerprint"]
+    assert (
+        events[3]["fingerprint"]
+        == json.loads((tmp_path / "out" / "dataset.json").read_text())["fingerprint"]
+    )
 
 
 @pytest.mark.process
@@ -154,7 +164,9 @@ def test_unknown_options(run, source, tmp_path):
         (["--workers", "-1"], "--workers -1: Expected `int` >= 0"),
     ):
         assert says in refused(shard(run, source.root, out, *words))
-    assert "unknown kind 'nuplan'; known kinds: argoverse2, " in refused(run("shard", "nuplan:/data", out))
+    assert "unknown kind 'nuplan'; known kinds: argoverse2, " in refused(
+        run("shard", "nuplan:/data", out)
+    )
     assert "output folder has no name" in refused(shard(run, source.root, ""))
     assert not out.exists()
 
@@ -168,7 +180,9 @@ def test_the_real_mini_tables_without_three_of_them(run, tmp_path):
 
 
 def test_pointers_instead_of_sensor_files(run, source, tmp_path):
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 17\n"
+    pointer = (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 17\n"
+    )
     for channel in ("CAM_BACK", "LIDAR_TOP"):
         root = tmp_path / channel
         shutil.copytree(source.root, root)
@@ -186,7 +200,9 @@ def test_a_truncated_and_a_missing_camera_file(run, copy, tmp_path):
     sentence = refused(shard(run, copy, out))
     assert f"samples/CAM_BACK/{victim.name}" in sentence
     assert "truncated JPEG" in sentence
-    assert sentence.endswith("; finished shards are kept: fix the source and run the same command again to resume\n")
+    assert sentence.endswith(
+        "; finished shards are kept: fix the source and run the same command again to resume\n"
+    )
     assert [path.name for path in out.iterdir()] == [WORK_FOLDER]
     shutil.rmtree(out)
     victim.unlink()
@@ -231,9 +247,13 @@ def test_an_output_that_is_read_only(run, source):
         (root / "locked").chmod(0o555)
         for folder in (root, root / "source"):
             folder.chmod(0o755)
-        shard(run, root / "source", root / "first")  # imports what it needs, with the rights to read it
+        shard(
+            run, root / "source", root / "first"
+        )  # imports what it needs, with the rights to read it
         with without_privileges():
-            results = [shard(run, root / "source", root / "locked" / name) for name in ("", "out", "a/b")]
+            results = [
+                shard(run, root / "source", root / "locked" / name) for name in ("", "out", "a/b")
+            ]
         for result in results:
             assert "cannot be written: Permission denied" in refused(result)
         assert list((root / "locked").iterdir()) == []
@@ -246,7 +266,9 @@ def test_a_source_file_that_may_not_be_read(run, source):
         (root / "open").mkdir()
         for folder in (root, root / "source", *(path for path in root.rglob("*") if path.is_dir())):
             folder.chmod(0o777)
-        shard(run, root / "source", root / "first")  # imports what it needs, with the rights to read it
+        shard(
+            run, root / "source", root / "first"
+        )  # imports what it needs, with the rights to read it
         victim = sorted((root / "source" / "samples" / "CAM_BACK").iterdir())[2]
         victim.chmod(0)
         with without_privileges():
@@ -258,7 +280,10 @@ def test_a_source_file_that_may_not_be_read(run, source):
         assert (code, out) == (2, "")
         first, *faults = err.splitlines()  # the first image of each of two scenes
         assert first == "fuelrail: error: the source has 2 faults:"
-        assert all("CAM_BACK" in fault and fault.endswith("cannot be read: Permission denied") for fault in faults)
+        assert all(
+            "CAM_BACK" in fault and fault.endswith("cannot be read: Permission denied")
+            for fault in faults
+        )
 
 
 def test_a_file_that_may_not_grow(run, dataroot, tmp_path):
@@ -270,7 +295,10 @@ def test_a_file_that_may_not_grow(run, dataroot, tmp_path):
         result = shard(run, source.root, tmp_path / "out", "--name", "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "cannot be written: File too large; finished shards are kept; run the same command again" in refused(result)
+    assert (
+        "cannot be written: File too large; finished shards are kept; run the same command again"
+        in refused(result)
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK_FOLDER]
     assert shard(run, source.root, tmp_path / "out", "--name", "x")[0] == 0
     assert run("verify", tmp_path / "out")[0] == 0
@@ -319,9 +347,14 @@ def test_a_folder_in_the_place_of_a_file_is_named(run, source, tmp_path):
         (out / name).mkdir()
         code, said, _ = run("verify", out)
         assert (code, f"{name}: cannot be read: it is a folder, not a file\n" in said) == (1, True)
-        for code, _, err in (run("verify", out, "--repair", f"nuscenes:{source.root}"), shard(run, source.root, out)):
+        for code, _, err in (
+            run("verify", out, "--repair", f"nuscenes:{source.root}"),
+            shard(run, source.root, out),
+        ):
             assert code == 2
-            assert err.endswith(f"output folder '{out}' cannot be written: '{name}': it is a folder, not a file\n")
+            assert err.endswith(
+                f"output folder '{out}' cannot be written: '{name}': it is a folder, not a file\n"
+            )
         (out / name).rmdir()
         (tmp_path / name).rename(out / name)
 

@@ -22,14 +22,23 @@ from nvidia.dali import fn, pipeline_def
 
 def with_channels(source):
     """Two further channels for each sample."""
-    weights = {"name": "weights", "kind": "array", "field": "weights.npy", "dtype": "float32", "axes": ["class"]}
+    weights = {
+        "name": "weights",
+        "kind": "array",
+        "field": "weights.npy",
+        "dtype": "float32",
+        "axes": ["class"],
+    }
     table = [
         weights | {"shape": [3], "law": {"name": "fixed"}},
         {"name": "scan", "kind": "bytes", "field": "scan.pcd", "law": {"name": "fixed"}},
     ]
     (source.root / source.version / "channels.json").write_text(json.dumps(table))
     for number, row in enumerate(source.tables["sample"]):
-        for name, data in (("weights.npy", write_npy(np.full(3, number, np.float32))), ("scan.pcd", b"%d" % number)):
+        for name, data in (
+            ("weights.npy", write_npy(np.full(3, number, np.float32))),
+            ("scan.pcd", b"%d" % number),
+        ):
             channel, _, extension = name.partition(".")
             path = source.root / "channels" / channel / f"{row['token']}.{extension}"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +52,12 @@ def members_by_fuelrail(root):
     for at in range(len(dataset.index)):
         row = dataset.index.row(at)
         span = dataset.shard_path(row).read_bytes()[row.offset : row.offset + row.length]
-        found.append({m.name + codecs.suffix(m.codec): span[m.offset : m.offset + m.stored_bytes] for m in row.members})
+        found.append(
+            {
+                m.name + codecs.suffix(m.codec): span[m.offset : m.offset + m.stored_bytes]
+                for m in row.members
+            }
+        )
     return found
 
 
@@ -65,7 +79,10 @@ def members_by_dali(root, fields, count, *, with_index):
     pipe.build()
     outputs = pipe.run()
     return [
-        {field: np.asarray(output[at]).tobytes() for field, output in zip(fields, outputs, strict=True)}
+        {
+            field: np.asarray(output[at]).tobytes()
+            for field, output in zip(fields, outputs, strict=True)
+        }
         for at in range(count)
     ]
 
@@ -79,4 +96,6 @@ def test_it_hands_out_the_stored_bytes_of_every_member(tmp_path, layout, with_in
     expected = members_by_fuelrail(tmp_path / "out")
     fields = list(expected[0])
     assert fields[-2:] == ["weights.npy", "scan.pcd"]
-    assert members_by_dali(tmp_path / "out", fields, len(expected), with_index=with_index) == expected
+    assert (
+        members_by_dali(tmp_path / "out", fields, len(expected), with_index=with_index) == expected
+    )

@@ -16,7 +16,13 @@ import xxhash
 
 import fuelrail as fr
 from fuelrail.__main__ import main
-from fuelrail.pipeline.errors import ChecksumError, ConfigError, DatasetExistsError, ManifestError, OrderError
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    ConfigError,
+    DatasetExistsError,
+    ManifestError,
+    OrderError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
 from fuelrail.pipeline.format.layers import open_layer
 from fuelrail.pipeline.sample.schema import META
@@ -73,9 +79,14 @@ def traces(dataset, rows):
         found[row.key.encode()] = "key"
         members = [one.xxh3 for one in row.members if one.xxh3 not in others]
         for number in (row.xxh3, xxhash.xxh3_64_intdigest(row.key.encode()), *members):
-            found |= {number.to_bytes(8, "little"): f"digest of {row.key}", f"{number:016x}".encode(): "digest as text"}
+            found |= {
+                number.to_bytes(8, "little"): f"digest of {row.key}",
+                f"{number:016x}".encode(): "digest as text",
+            }
         pieces = [span[first : first + 40] for first in range(0, len(span) - 40, 40)]
-        own = [piece for piece in pieces if piece not in rest and piece.count(0) < 4]  # else a header of the tar
+        own = [
+            piece for piece in pieces if piece not in rest and piece.count(0) < 4
+        ]  # else a header of the tar
         assert len(own) > 10
         found |= dict.fromkeys(own, f"bytes of {row.key}")
     return found
@@ -114,11 +125,15 @@ def check(dataset, before, names, rows, report):
     assert report.names == sorted(names)
     first = report.folders[0]
     assert (first.before, first.after) == (before["fingerprint"], opened.manifest.fingerprint)
-    assert {name: digest for name, digest in before["digests"].items() if name in first.shards} == first.shards
+    assert {
+        name: digest for name, digest in before["digests"].items() if name in first.shards
+    } == first.shards
     for path in dataset.glob("*.tar"):
         with tarfile.open(path) as tar:
             members = [(one.name, one.size) for one in tar]
-        listed = subprocess.run(["tar", "-tf", path], capture_output=True, text=True, check=True).stdout.split()
+        listed = subprocess.run(
+            ["tar", "-tf", path], capture_output=True, text=True, check=True
+        ).stdout.split()
         assert [name for name, _ in members] == listed
         if path.with_suffix(".idx").exists():
             lines = path.with_suffix(".idx").read_text().splitlines()
@@ -130,7 +145,9 @@ def metas(dataset):
     for at in range(len(opened)):
         row = opened.index.row(at)
         path = opened.shard_path(row)
-        yield bytes(read_members(row, span_of(opened, at), path.name, dictionary=opened.dictionary)[META])
+        yield bytes(
+            read_members(row, span_of(opened, at), path.name, dictionary=opened.dictionary)[META]
+        )
 
 
 def state(dataset):
@@ -151,16 +168,28 @@ def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_pa
     some = sorted({0, 3, 6, 9, 12, 15, *rows[1:3]})
     part = write_layer(dataset, tmp_path / "part", some)
     old = open_layer("layer", layer, open_dataset(dataset))
-    layer_values = {row: old.find(row, before["keys"][row])[1].xxh3 for row in range(len(before["keys"]))}
-    needles |= {layer_values[row].to_bytes(8, "little"): f"digest of the layer's row {row}" for row in rows}
+    layer_values = {
+        row: old.find(row, before["keys"][row])[1].xxh3 for row in range(len(before["keys"]))
+    }
+    needles |= {
+        layer_values[row].to_bytes(8, "little"): f"digest of the layer's row {row}" for row in rows
+    }
     for folder in ("cache/spans", "cache/datasets"):
         (tmp_path / folder).mkdir(parents=True)
-    with load(dataset, 2, image=TINY, layers={"layer": layer}, storage={"cache_dir": tmp_path / "cache"}) as loader:
+    with load(
+        dataset, 2, image=TINY, layers={"layer": layer}, storage={"cache_dir": tmp_path / "cache"}
+    ) as loader:
         list(loader)
     with pytest.raises(AssertionError, match="has the"):
         search(tmp_path / "cache", needles)
     receipt = tmp_path / "receipt.json"
-    report = fr.forget(dataset, [clip, key], layers=[layer, str(part)], caches=[tmp_path / "cache"], receipt=receipt)
+    report = fr.forget(
+        dataset,
+        [clip, key],
+        layers=[layer, str(part)],
+        caches=[tmp_path / "cache"],
+        receipt=receipt,
+    )
     check(dataset, before, [clip, key], rows, report)
     assert msgspec.json.decode(receipt.read_bytes(), type=fr.ForgetReport) == report
     receipt.unlink()
@@ -191,7 +220,9 @@ def test_shards_without_them_and_their_neighbours_are_not_written(dataset):
         shards = list(opened.shards)
         inodes = {one.sha256: (dataset / one.name).stat().st_ino for one in shards}
         first = shards[which].first_sample
-        report = fr.forget(dataset, opened.index.strings("key", first, first + shards[which].num_samples))
+        report = fr.forget(
+            dataset, opened.index.strings("key", first, first + shards[which].num_samples)
+        )
         assert shards[which].name in report.folders[0].shards
         now = list(open_dataset(dataset).shards)
         assert len(now) == len(shards) - 1
@@ -219,7 +250,9 @@ def test_the_command(plain, tmp_path, capsys):
     assert receipt.read_text() == printed
     assert len(json.loads(printed)["samples"]) == len(rows)
     before = digests(tmp_path)
-    assert main(["forget", str(plain), "--clips", str(file)]) == 0, "it was killed when all was done"
+    assert main(["forget", str(plain), "--clips", str(file)]) == 0, (
+        "it was killed when all was done"
+    )
     assert f"deleted {len(rows)} samples of 2 clips" in capsys.readouterr().out
     assert digests(tmp_path) == before
     assert main(["log", str(plain)]) == 0
@@ -254,7 +287,9 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
     with pytest.raises(fr.DatasetNotReadyError):
         fr.forget(tmp_path / "none", [clip])
     assert not (tmp_path / "none").exists()
-    shard = next(one.name for one in open_dataset(plain).shards if clip in str(members_of(plain).keys()))
+    shard = next(
+        one.name for one in open_dataset(plain).shards if clip in str(members_of(plain).keys())
+    )
     flip(plain / shard)
     names = [open_dataset(plain).index.row(0).key]
     with pytest.raises((ChecksumError, fr.ShardError)):
@@ -299,11 +334,23 @@ def test_kills_change_nothing(plain, tmp_path, which):
     layer = write_layer(plain, tmp_path / "layer")
     file = tmp_path / "keys.txt"
     file.write_text(f"{clip}\n{key}\n")
-    program = [sys.executable, "-m", "support.forget_kills", plain, layer, file, tmp_path / "scratch", which]
+    program = [
+        sys.executable,
+        "-m",
+        "support.forget_kills",
+        plain,
+        layer,
+        file,
+        tmp_path / "scratch",
+        which,
+    ]
     (tmp_path / "scratch").mkdir()
     fingerprint = open_dataset(plain).manifest.fingerprint
     done = subprocess.run(
-        list(map(str, program)), capture_output=True, text=True, env={**environment(), "FINGERPRINT": fingerprint}
+        list(map(str, program)),
+        capture_output=True,
+        text=True,
+        env={**environment(), "FINGERPRINT": fingerprint},
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 80, done.stdout

@@ -18,7 +18,15 @@ from support.nuscenes_tables import build_nuscenes
 from support.plain_tables import check_files, read_shards
 from support.sharding import shard_nuscenes
 
-DTYPES = {"U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
+DTYPES = {
+    "U8": "u1",
+    "I8": "i1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F32": "<f4",
+    "F64": "<f8",
+}
 
 
 @pytest.fixture(scope="module", params=["member", "frame", "dictionary"])
@@ -26,7 +34,12 @@ def out(request, tmp_path_factory):
     how = {"dictionary_bytes": 1024} if request.param == "dictionary" else {"layout": request.param}
     base = tmp_path_factory.mktemp("format")
     build_nuscenes(base / "source", {"a": 3, "bé": 2, "c": 1}, num_points=61)
-    options = {"shard_size_bytes": 25_000, "splits": {"train": 0.7, "val": 0.3}, "license": "öffentlich", **how}
+    options = {
+        "shard_size_bytes": 25_000,
+        "splits": {"train": 0.7, "val": 0.3},
+        "license": "öffentlich",
+        **how,
+    }
     shard_nuscenes(base / "source", base / "out", **options)
     return base / "out"
 
@@ -41,11 +54,22 @@ def canonical(value) -> bytes:
 def test_manifest(out):
     manifest = json.loads((out / "dataset.json").read_text("utf-8"))
     assert (manifest["format"], manifest["version"]) == ("fuelrail-dataset", 1)
-    left_out = ("name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance",
-                "digest")  # fmt: skip
+    left_out = (
+        "name",
+        "fingerprint",
+        "seed",
+        "order_unit",
+        "license",
+        "compression",
+        "lineage",
+        "provenance",
+        "digest",
+    )
     covered = {name: value for name, value in manifest.items() if name not in left_out}
     covered["files"] = [
-        file for file in covered["files"] if file["name"] in ("shards.arrow", "index.arrow", "zstd.dict")
+        file
+        for file in covered["files"]
+        if file["name"] in ("shards.arrow", "index.arrow", "zstd.dict")
     ]
     assert hashlib.sha256(canonical(covered)).hexdigest() == manifest["fingerprint"]
     check_files(out, manifest)
@@ -71,13 +95,21 @@ def read_index(out):
         table = file.read_all()
     metadata = table.schema.metadata
     assert metadata[b"fuelrail.index.version"] == b"1"
-    return table.to_pylist(), json.loads(metadata[b"fuelrail.members"]), json.loads(metadata[b"fuelrail.codecs"])
+    return (
+        table.to_pylist(),
+        json.loads(metadata[b"fuelrail.members"]),
+        json.loads(metadata[b"fuelrail.codecs"]),
+    )
 
 
 def decode(codec, stored, raw_bytes, out):
     if codec == "raw":
         return stored
-    dictionary = zstandard.ZstdCompressionDict((out / "zstd.dict").read_bytes()) if codec == "zstd-dict" else None
+    dictionary = (
+        zstandard.ZstdCompressionDict((out / "zstd.dict").read_bytes())
+        if codec == "zstd-dict"
+        else None
+    )
     raw = zstandard.ZstdDecompressor(dict_data=dictionary).decompress(stored)
     assert len(raw) == raw_bytes
     if codec in ("zstd", "zstd-dict"):
@@ -104,7 +136,9 @@ def read_samples(out):
         members = {}
         for entry in row["members"]:
             stored = span[entry["offset"] : entry["offset"] + entry["stored_bytes"]]
-            members[names[entry["name"]]] = decode(codecs[entry["codec"]], stored, entry["raw_bytes"], out)
+            members[names[entry["name"]]] = decode(
+                codecs[entry["codec"]], stored, entry["raw_bytes"], out
+            )
         yield row, members
 
 
@@ -117,7 +151,11 @@ def test_samples(out):
         assert list(members) == order
         meta = json.loads(members["meta.json"])
         assert meta["schema"] == "fuelrail/1"
-        assert (meta["key"], meta["clip_id"], meta["frame_idx"]) == (row["key"], row["clip_id"], row["frame"])
+        assert (meta["key"], meta["clip_id"], meta["frame_idx"]) == (
+            row["key"],
+            row["clip_id"],
+            row["frame"],
+        )
         assert row["key"] == dataset.index.row(position).key
         for name, record in (("geometry.safetensors", Geometry), ("boxes.safetensors", Boxes)):
             ours, theirs = read_tensors(members[name]), decode_arrays(members[name], record)
@@ -125,7 +163,9 @@ def test_samples(out):
             for field, array in ours.items():
                 np.testing.assert_array_equal(array, getattr(theirs, field))
                 assert array.dtype == getattr(theirs, field).dtype
-        np.testing.assert_array_equal(read_points(members["lidar_top.npy"]), decode_points(members["lidar_top.npy"]))
+        np.testing.assert_array_equal(
+            read_points(members["lidar_top.npy"]), decode_points(members["lidar_top.npy"])
+        )
 
 
 # Section 6.
@@ -179,7 +219,8 @@ def test_tar_blocks(out):
     rows, names, codecs = read_index(out)
     suffixes = {"raw": "", "zstd": ".zst", "zstd-dict": ".dict.zst", "zstd-p20": ".p20.zst"}
     expected = [
-        [f"{row['key']}.{names[m['name']]}{suffixes[codecs[m['codec']]]}" for m in row["members"]] for row in rows
+        [f"{row['key']}.{names[m['name']]}{suffixes[codecs[m['codec']]]}" for m in row["members"]]
+        for row in rows
     ]
     found = []
     for shard in read_shards(out, json.loads((out / "dataset.json").read_text("utf-8"))):

@@ -82,7 +82,9 @@ print(peak() - began, file=sys.stderr)
 
 
 class TestMemory:
-    @pytest.mark.parametrize("name", [META, GEOMETRY, BOXES, "lidar_top.npy", "cam_front.jpg", "x_user.bin"])
+    @pytest.mark.parametrize(
+        "name", [META, GEOMETRY, BOXES, "lidar_top.npy", "cam_front.jpg", "x_user.bin"]
+    )
     def test_a_bomb_is_refused_by_the_index_alone(self, case, tmp_path, name):
         place = case(f"zstd/{name}-1024")
         assert "over the cap" in verify(place, deep=True, num_threads=1).as_text()
@@ -95,9 +97,12 @@ class TestMemory:
     def test_the_members_of_a_sample_are_added_up(self, small, tmp_path):
         with edited(small, tmp_path / "DS") as parts:
             for number in range(5):
-                parts.samples[0].members[f"x_{number}.bin"] = Member(b"", "zstd", zeros(120 << 20), 120 << 20)
+                parts.samples[0].members[f"x_{number}.bin"] = Member(
+                    b"", "zstd", zeros(120 << 20), 120 << 20
+                )
         with pytest.raises(
-            IndexFileError, match=rf"would take \d+ bytes of memory, over the cap of {MAX_SAMPLE_BYTES}"
+            IndexFileError,
+            match=rf"would take \d+ bytes of memory, over the cap of {MAX_SAMPLE_BYTES}",
         ):
             open_dataset(tmp_path / "DS").index.row(0)
 
@@ -112,12 +117,16 @@ class TestMemory:
         """Four members of 120 MiB."""
         place = str(case("zstd/four-allowed"))
         taken, _ = peak_bytes(
-            ["verify", "--deep", place], ["inspect", place, "clip-0000-000000"],
-            ["view", place, "--output", str(tmp_path / "s.png")], ["reshard", place, str(tmp_path / "out")],
-        )  # fmt: skip
+            ["verify", "--deep", place],
+            ["inspect", place, "clip-0000-000000"],
+            ["view", place, "--output", str(tmp_path / "s.png")],
+            ["reshard", place, str(tmp_path / "out")],
+        )
         assert 100 << 20 < taken < GIB
 
-    @pytest.mark.parametrize("name", ["offset-1=1099511627776", "length-2=1099511627776", "offset-9=-1"])
+    @pytest.mark.parametrize(
+        "name", ["offset-1=1099511627776", "length-2=1099511627776", "offset-9=-1"]
+    )
     def test_index_buffers_outside_the_file_are_refused(self, case, name):
         with pytest.raises(IndexFileError, match=r"a buffer of .* lies outside the file"):
             open_dataset(case(f"arrow/{name}")).index.row(0)
@@ -139,7 +148,9 @@ class TestMemory:
             reshard(place, tmp_path / "out")
 
     def test_metadata_of_many_samples_is_limited_while_scanning(self, small, tmp_path, monkeypatch):
-        monkeypatch.setattr("fuelrail.sharding.sources.shared.scan_table._MAX_PENDING_BYTES", 10_000)
+        monkeypatch.setattr(
+            "fuelrail.sharding.sources.shared.scan_table._MAX_PENDING_BYTES", 10_000
+        )
         with pytest.raises(SourceError, match="the metadata, geometry and boxes of"):
             reshard(small, tmp_path / "out")
 
@@ -147,14 +158,21 @@ class TestMemory:
         monkeypatch.setattr("fuelrail.pipeline.format.codecs.MAX_SAMPLE_BYTES", 2000)
         with pytest.raises(FuelrailError, match=r"bytes of memory, over the caps of 4096 and 2000"):
             ShardPacker(io.BytesIO(), 0, 3, None, ReadBuffer()).add(
-                "a", "a", 0, 0, [RawMember("x_a.bin", "raw", bytes(1500)), RawMember("x_b.bin", "raw", bytes(600))]
+                "a",
+                "a",
+                0,
+                0,
+                [RawMember("x_a.bin", "raw", bytes(1500)), RawMember("x_b.bin", "raw", bytes(600))],
             )
 
     def test_the_writer_keeps_to_the_limit_of_texts(self, small, tmp_path, monkeypatch):
         monkeypatch.setattr("fuelrail.sharding.sources.shared.scan_table.MAX_TEXT_BYTES", 3)
         with edited(small, tmp_path / "DS") as parts:
             cases()["parquet/short-text"](parts)
-        with pytest.raises(SourceError, match=r"attribute 'note' of sample .* has 4 bytes, allowed are 3; shorten it"):
+        with pytest.raises(
+            SourceError,
+            match=r"attribute 'note' of sample .* has 4 bytes, allowed are 3; shorten it",
+        ):
             reshard(tmp_path / "DS", tmp_path / "out")
 
 
@@ -164,7 +182,10 @@ def test_reshard_under_a_limit_of_address_space_ends_in_a_sentence(case, tmp_pat
     words = ["reshard", str(case(f"zstd/{BOXES}-1024")), str(tmp_path / "out"), "--workers", "2"]
     line = f'ulimit -v {num_bytes}; exec "$0" -m fuelrail "$@"'
     done = subprocess.run(
-        ["bash", "-c", line, sys.executable, *words], env=environment(), capture_output=True, text=True
+        ["bash", "-c", line, sys.executable, *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -186,10 +207,19 @@ def test_a_shard_number_that_is_not_there(case):
 
 def test_a_manifest_without_the_cameras_of_its_samples(case):
     with pytest.raises(FuelrailError, match=r"cam_valid is \[1, 1\], but of the cameras"):
-        list(make_loader(str(case("manifest/channels=[]")), 1, image=ImageAugment(height=32, width=64), seed=1))
+        list(
+            make_loader(
+                str(case("manifest/channels=[]")),
+                1,
+                image=ImageAugment(height=32, width=64),
+                seed=1,
+            )
+        )
 
 
-@pytest.mark.parametrize("name", ["name=-1", "codec=-1", "name=2147483647", "codec=4611686018427387904"])
+@pytest.mark.parametrize(
+    "name", ["name=-1", "codec=-1", "name=2147483647", "codec=4611686018427387904"]
+)
 def test_inspect_refuses_names_and_codecs_that_are_not_there(case, capfd, name):
     assert main(["inspect", str(case(f"rows/member-{name}"))]) == 2
     assert "no such name or codec" in capfd.readouterr().err
@@ -202,7 +232,10 @@ def test_paths_and_lists_that_cannot_be(tmp_path, capfd):
             "output folder '/dev/null' cannot be made: '/dev/null' is not a folder",
         ),
         ([f"nuscenes:{'a' * 5000}", str(tmp_path / "out")], "cannot be read: File name too long"),
-        ([f"nuscenes:{tmp_path}", str(tmp_path / "out"), "--splits=/dev/zero"], "more than 16777216 bytes"),
+        (
+            [f"nuscenes:{tmp_path}", str(tmp_path / "out"), "--splits=/dev/zero"],
+            "more than 16777216 bytes",
+        ),
     ):
         assert main(["shard", *words]) == 2
         error = capfd.readouterr().err
@@ -213,7 +246,12 @@ def test_paths_and_lists_that_cannot_be(tmp_path, capfd):
 def test_reports_print_no_escapes(case, capfd):
     for name in ("names/key4", "manifest/name=escape", "parquet/escape"):
         place = case(name)
-        for words in (["verify", "--deep"], ["inspect"], ["verify", "--json"], ["inspect", "--json"]):
+        for words in (
+            ["verify", "--deep"],
+            ["inspect"],
+            ["verify", "--json"],
+            ["inspect", "--json"],
+        ):
             main([*words, str(place)])
             said = "".join(capfd.readouterr())
             assert said.replace("\n", "").isprintable(), (name, words)
@@ -229,7 +267,9 @@ def test_a_cut_run_json_costs_no_shards(small, tmp_path):
         shard(spec, out, recipe, 1, Interrupt(1))
     state = out / ".fuelrail" / "run.json"
     os.truncate(state, 20)
-    with pytest.raises(FuelrailError, match=r"run\.json' is cut or damaged .*: remove this one file"):
+    with pytest.raises(
+        FuelrailError, match=r"run\.json' is cut or damaged .*: remove this one file"
+    ):
         shard(spec, out, recipe, 1, Quiet())
     state.unlink()
     shard(spec, out, recipe, 1, Quiet())
@@ -241,7 +281,9 @@ def test_a_key_twice_is_a_sentence(case, tmp_path):
         reshard(case("names/same-key"), tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["empty", "noise", "cut", "no-key", "two-keys", "numbers", "list", "fewer"])
+@pytest.mark.parametrize(
+    "name", ["empty", "noise", "cut", "no-key", "two-keys", "numbers", "list", "fewer"]
+)
 def test_attributes_that_are_none(case, tmp_path, name):
     place = case(f"parquet/{name}")
     report = verify(place, deep=True, num_threads=1)
@@ -264,14 +306,27 @@ def test_too_few_attributes_of_a_layer_are_one_fault(small, tmp_path):
     assert fault.text.endswith("has 2 rows for 5 samples of the index")
 
 
-@pytest.mark.parametrize(("name", "says"), [("numbers", "do not fit together"), ("list", "has the type list<")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("numbers", "do not fit together"), ("list", "has the type list<")]
+)
 def test_append_of_attributes_of_other_types(case, tmp_path, capfd, name, says):
     with edited(small_dataset(tmp_path / "first"), tmp_path / "other") as parts:
         for sample in parts.samples:
             sample.key = sample.row.key.replace("clip", "other")
-        parts.edit_rows = lambda rows: [row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows]
+        parts.edit_rows = lambda rows: [
+            row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows
+        ]
     assert (
-        main(["reshard", "--append", str(tmp_path / "other"), str(case(f"parquet/{name}")), str(tmp_path / "o")]) == 2
+        main(
+            [
+                "reshard",
+                "--append",
+                str(tmp_path / "other"),
+                str(case(f"parquet/{name}")),
+                str(tmp_path / "o"),
+            ]
+        )
+        == 2
     )
     assert says in capfd.readouterr().err
 
@@ -284,7 +339,9 @@ def test_a_rig_without_cameras(case, tmp_path):
 def test_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
     shutil.copytree(small, tmp_path / "DS")
     os.truncate(tmp_path / "DS" / "index.arrow", 1 << 30)
-    whole = (tmp_path / "DS" / "blocks.sha256").read_bytes()  # a digest for every MiB: of shards, index and keys
+    whole = (
+        tmp_path / "DS" / "blocks.sha256"
+    ).read_bytes()  # a digest for every MiB: of shards, index and keys
     blocks = whole[:32] + bytes(32 << 10) + whole[64:]
     (tmp_path / "DS" / "blocks.sha256").write_bytes(blocks)
     manifest = load_manifest(tmp_path / "DS")
@@ -292,8 +349,12 @@ def test_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
         "index.arrow": {"bytes": 1 << 30},
         "blocks.sha256": {"bytes": len(blocks), "sha256": hashlib.sha256(blocks).hexdigest()},
     }
-    files = tuple(msgspec.structs.replace(one, **changed.get(one.name, {})) for one in manifest.files)
-    (tmp_path / "DS" / MANIFEST_FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
+    files = tuple(
+        msgspec.structs.replace(one, **changed.get(one.name, {})) for one in manifest.files
+    )
+    (tmp_path / "DS" / MANIFEST_FILE).write_bytes(
+        encode_manifest(msgspec.structs.replace(manifest, files=files))
+    )
     program = """
 import resource, sys
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -305,7 +366,9 @@ try:
 except IndexFileError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "DS")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "DS")], capture_output=True, text=True
+    )
     assert "index.arrow' cannot be opened: Cannot allocate memory" in done.stdout
     assert "--repair" not in done.stdout
 
@@ -317,8 +380,12 @@ def test_a_full_shared_memory_is_named(dataroot, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(local, "ProcessPoolExecutor", full)
-    with pytest.raises(FuelrailError, match="No space left on device; they need some shared memory") as caught:
-        shard_nuscenes(dataroot("a3 b3").root, tmp_path / "out", engine=local.LocalEngine(2, "processes"))
+    with pytest.raises(
+        FuelrailError, match="No space left on device; they need some shared memory"
+    ) as caught:
+        shard_nuscenes(
+            dataroot("a3 b3").root, tmp_path / "out", engine=local.LocalEngine(2, "processes")
+        )
     assert "output folder" not in str(caught.value)
 
 

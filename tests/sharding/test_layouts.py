@@ -64,15 +64,22 @@ def test_every_layout_holds_the_same_and_is_whole(outs, tmp_path, name):
     idx = {entry.idx_name for entry in dataset.shards if entry.idx_bytes}
     listings = [row["idx_sha256"] for row in rows_of(outs / name / "shards.arrow")]
     assert listings == [
-        hashlib.sha256((outs / name / entry.idx_name).read_bytes()).digest() if entry.idx_bytes else bytes(32)
+        hashlib.sha256((outs / name / entry.idx_name).read_bytes()).digest()
+        if entry.idx_bytes
+        else bytes(32)
         for entry in dataset.shards
     ]
-    write_shards(tmp_path / "again", dataset.shards)  # as `reshard --append` does, from the entries that it read
+    write_shards(
+        tmp_path / "again", dataset.shards
+    )  # as `reshard --append` does, from the entries that it read
     assert (tmp_path / "again").read_bytes() == (outs / name / "shards.arrow").read_bytes()
     assert len(idx) == (0 if name == "frame" else len(dataset.shards))
     assert {path.name for path in (outs / name).iterdir()} == {
-        "dataset.json", *listed, *idx, *(entry.name for entry in dataset.shards)
-    }  # fmt: skip
+        "dataset.json",
+        *listed,
+        *idx,
+        *(entry.name for entry in dataset.shards),
+    }
 
 
 @pytest.mark.costly
@@ -126,11 +133,15 @@ def test_a_dictionary_that_cannot_be_made_again_is_said(source, outs, tmp_path, 
     shutil.copytree(outs / "dictionary", out)
     (out / DICTIONARY_FILE).unlink()
     monkeypatch.setattr("fuelrail.sharding.write.dictionary._TIMES_ITS_SIZE", 30)
-    with pytest.raises(DatasetExistsError, match=r"zstd\.dict of .* is damaged and cannot be made again"):
+    with pytest.raises(
+        DatasetExistsError, match=r"zstd\.dict of .* is damaged and cannot be made again"
+    ):
         repair(out, f"nuscenes:{source}", 1, Quiet())
 
 
-def test_a_run_killed_before_it_was_noted_leaves_no_dictionary_to_another(source, outs, tmp_path, monkeypatch):
+def test_a_run_killed_before_it_was_noted_leaves_no_dictionary_to_another(
+    source, outs, tmp_path, monkeypatch
+):
     # Begun work is known by its recipe; until that stands in OUT, a run with another one may take over.
     options = {"shard_size_bytes": SHARD_BYTES, **LAYOUTS["dictionary"]}
 
@@ -153,18 +164,24 @@ def test_a_run_killed_before_it_was_noted_leaves_no_dictionary_to_another(source
 
 def test_options_that_do_not_go_together(source, tmp_path):
     for layout in ("frame", "none"):
-        with pytest.raises(ConfigError, match=f"a dictionary needs layout member, got layout {layout}"):
+        with pytest.raises(
+            ConfigError, match=f"a dictionary needs layout member, got layout {layout}"
+        ):
             make_recipe(layout=layout, dictionary_bytes=4096)
     with pytest.raises(ConfigError, match="dictionary_bytes"):
         make_recipe(dictionary_bytes=2 << 20)
-    with pytest.raises(ConfigError, match="are too little to train a dictionary of 1048576 bytes on"):
+    with pytest.raises(
+        ConfigError, match="are too little to train a dictionary of 1048576 bytes on"
+    ):
         shard_nuscenes(source, tmp_path / "out", limit=1, dictionary_bytes=1 << 20)
 
 
 def test_uncompressed_shards_have_the_size_that_was_asked_for(tmp_path):
     # Most of a sample is points, which planning takes to shrink to half where they are compressed.
     build_nuscenes(tmp_path / "source", {"a": 30}, cameras=("CAM_FRONT",), num_points=4000)
-    manifest = shard_nuscenes(tmp_path / "source", tmp_path / "out", shard_size_bytes=400_000, layout="none").manifest
+    manifest = shard_nuscenes(
+        tmp_path / "source", tmp_path / "out", shard_size_bytes=400_000, layout="none"
+    ).manifest
     shards = open_dataset(tmp_path / "out").shards
     assert manifest.num_shards == len(shards) > 4
     assert all(300_000 < entry.bytes < 450_000 for entry in shards[:-1])
@@ -183,10 +200,16 @@ def test_a_new_version_of_such_datasets(outs, source, tmp_path, name):
         return
     append(datasets, tmp_path / "out")
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
-    assert members_of(tmp_path / "out").keys() == members_of(outs / name).keys() | members_of(tmp_path / "other").keys()
+    assert (
+        members_of(tmp_path / "out").keys()
+        == members_of(outs / name).keys() | members_of(tmp_path / "other").keys()
+    )
     # The table says of each shard what the one that `shard` wrote says, on any path to the same version.
     said = {
-        place: {(row["sha256"], row["idx_bytes"], row["idx_sha256"]) for row in rows_of(f"{place}/shards.arrow")}
+        place: {
+            (row["sha256"], row["idx_bytes"], row["idx_sha256"])
+            for row in rows_of(f"{place}/shards.arrow")
+        }
         for place in (*datasets, str(tmp_path / "out"))
     }
     assert said[str(tmp_path / "out")] == said[datasets[0]] | said[datasets[1]]
@@ -195,7 +218,8 @@ def test_a_new_version_of_such_datasets(outs, source, tmp_path, name):
     shard_nuscenes(tmp_path / "last", tmp_path / "third", **options)
     at_once = append([*datasets, str(tmp_path / "third")], tmp_path / "at-once")
     assert (
-        append([str(tmp_path / "out"), str(tmp_path / "third")], tmp_path / "later").fingerprint == at_once.fingerprint
+        append([str(tmp_path / "out"), str(tmp_path / "third")], tmp_path / "later").fingerprint
+        == at_once.fingerprint
     )
 
 
@@ -219,7 +243,10 @@ def test_gnu_tar_and_a_seekable_reader_by_others_read_frame_shards(outs):
     pyzstd = pytest.importorskip("pyzstd", reason="pip install 'fuelrail[test]'")
     dataset = open_dataset(outs / "frame")
     said = subprocess.run(
-        ["tar", "--zstd", "-tf", outs / "frame" / "train-000000.tar.zst"], check=True, capture_output=True, text=True
+        ["tar", "--zstd", "-tf", outs / "frame" / "train-000000.tar.zst"],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     rows = [dataset.index.row(at) for at in range(dataset.shards[0].num_samples)]
     assert said.split() == [f"{row.key}.{member.name}" for row in rows for member in row.members]

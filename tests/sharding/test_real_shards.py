@@ -26,7 +26,14 @@ def root():
 def out(request, root, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "out"
     splits = {"train": ["scene-0103"], "val": ["scene-0061"]}
-    shard_nuscenes(root, folder, version=VERSION, splits=splits, layout=request.param, license="CC BY-NC-SA 4.0")
+    shard_nuscenes(
+        root,
+        folder,
+        version=VERSION,
+        splits=splits,
+        layout=request.param,
+        license="CC BY-NC-SA 4.0",
+    )
     return folder
 
 
@@ -61,11 +68,19 @@ def test_every_member_is_the_sources(root, out, tables):
             source = np.fromfile(root / files[channel]["filename"], np.float32).reshape(-1, 5)
             np.testing.assert_array_equal(points, source)
         for number, camera in enumerate(dataset.manifest.cameras):
-            calibrated = tables["calibrated_sensor"][files[camera.channel]["calibrated_sensor_token"]]
+            calibrated = tables["calibrated_sensor"][
+                files[camera.channel]["calibrated_sensor_token"]
+            ]
             pose = tables["ego_pose"][files[camera.channel]["ego_pose_token"]]
-            np.testing.assert_array_equal(sample.geometry.intrinsics[number], calibrated["camera_intrinsic"])
-            np.testing.assert_array_equal(sample.geometry.cam2ego[number, :3, 3], calibrated["translation"])
-            np.testing.assert_array_equal(sample.geometry.cam_ego2global[number, :3, 3], pose["translation"])
+            np.testing.assert_array_equal(
+                sample.geometry.intrinsics[number], calibrated["camera_intrinsic"]
+            )
+            np.testing.assert_array_equal(
+                sample.geometry.cam2ego[number, :3, 3], calibrated["translation"]
+            )
+            np.testing.assert_array_equal(
+                sample.geometry.cam_ego2global[number, :3, 3], pose["translation"]
+            )
         assert sample.meta.license == "CC BY-NC-SA 4.0"
         assert sample.meta.dataset == f"nuscenes-{VERSION}"
         assert sample.meta.split == ("val" if sample.meta.clip_name == "scene-0061" else "train")

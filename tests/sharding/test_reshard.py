@@ -37,13 +37,22 @@ def test_two_datasets_become_one(old, new, tmp_path):
     manifest = reshard([old, new], tmp_path / "out", seed=5, order="window:2", layout="none")
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
     assert members_of(tmp_path / "out") == {**members_of(old), **members_of(new)}
-    assert {name: split.num_clips for name, split in manifest.splits.items()} == {"train": 3, "val": 1}
+    assert {name: split.num_clips for name, split in manifest.splits.items()} == {
+        "train": 3,
+        "val": 1,
+    }
     assert manifest.license == "CC0-1.0"
-    assert manifest.provenance["facts"]["merged"][0]["provenance"] == open_dataset(old).manifest.provenance
+    assert (
+        manifest.provenance["facts"]["merged"][0]["provenance"]
+        == open_dataset(old).manifest.provenance
+    )
     # In another order the same shards.
-    reshard([new, old], tmp_path / "turned", seed=5, order="window:2", layout="none", name=manifest.name)
+    reshard(
+        [new, old], tmp_path / "turned", seed=5, order="window:2", layout="none", name=manifest.name
+    )
     shards = [
-        {name: d for name, d in digests(tmp_path / o).items() if name.endswith(".tar")} for o in ("out", "turned")
+        {name: d for name, d in digests(tmp_path / o).items() if name.endswith(".tar")}
+        for o in ("out", "turned")
     ]
     assert shards[0] == shards[1]
     before = digests(tmp_path / "out")
@@ -53,22 +62,37 @@ def test_two_datasets_become_one(old, new, tmp_path):
 
 
 @pytest.mark.costly
-def test_the_cameras_that_are_kept_are_those_of_a_dataset_made_of_them(old, dataroot, sharded, tmp_path):
+def test_the_cameras_that_are_kept_are_those_of_a_dataset_made_of_them(
+    old, dataroot, sharded, tmp_path
+):
     rig = [camera.channel for camera in open_dataset(old).manifest.cameras]
     kept = rig[1:]
     main(["reshard", str(old), str(tmp_path / "out"), "--cameras", ",".join(kept[::-1])])
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
     assert [camera.channel for camera in open_dataset(tmp_path / "out").manifest.cameras] == kept
     made = sharded(dataroot("a4 b5"), cameras=kept, **SMALL)
-    main(["shard", f"nuscenes:{dataroot('a4 b5').root}", str(tmp_path / "flag"), "--cameras", ",".join(kept)])
+    main(
+        [
+            "shard",
+            f"nuscenes:{dataroot('a4 b5').root}",
+            str(tmp_path / "flag"),
+            "--cameras",
+            ",".join(kept),
+        ]
+    )
     assert members_of(tmp_path / "flag") == members_of(made)
     assert members_of(tmp_path / "out") == members_of(made)
-    tables = [pq.read_table(one / "attributes.parquet").column("num_cameras") for one in (tmp_path / "out", made)]
+    tables = [
+        pq.read_table(one / "attributes.parquet").column("num_cameras")
+        for one in (tmp_path / "out", made)
+    ]
     assert sorted(tables[0].to_pylist()) == sorted(tables[1].to_pylist())
     fingerprints = {open_dataset(one).manifest.fingerprint for one in (old, tmp_path / "out")}
     assert len(fingerprints) == 2
     for options in ({"cameras": ["cam_x"]}, {"cameras": kept, "append": True}):
-        with pytest.raises(ConfigError, match=r"has no camera 'cam_x'.*; it has: |cannot be combined with cameras"):
+        with pytest.raises(
+            ConfigError, match=r"has no camera 'cam_x'.*; it has: |cannot be combined with cameras"
+        ):
             fr.reshard([old], tmp_path / "other", **options)
 
 
@@ -80,24 +104,33 @@ def test_a_new_version_takes_the_shards_that_are_there(old, new, tmp_path):
     ours, theirs = open_dataset(old).manifest, open_dataset(new).manifest
     assert manifest.fingerprint not in (ours.fingerprint, theirs.fingerprint)
     assert manifest.num_samples == 16
-    assert {name: split.num_clips for name, split in manifest.splits.items()} == {"train": 3, "val": 1}
-    shards, our_shards, their_shards = (open_dataset(place).shards for place in (tmp_path / "v2", old, new))
+    assert {name: split.num_clips for name, split in manifest.splits.items()} == {
+        "train": 3,
+        "val": 1,
+    }
+    shards, our_shards, their_shards = (
+        open_dataset(place).shards for place in (tmp_path / "v2", old, new)
+    )
     for entry in our_shards:
         assert (tmp_path / "v2" / entry.name).samefile(old / entry.name)
-    assert {entry.sha256 for entry in shards} == {entry.sha256 for entry in (*our_shards, *their_shards)}
+    assert {entry.sha256 for entry in shards} == {
+        entry.sha256 for entry in (*our_shards, *their_shards)
+    }
     assert members_of(tmp_path / "v2") == {**members_of(old), **members_of(new)}
     table = pq.read_table(tmp_path / "v2" / "attributes.parquet")
     assert table.column("key").to_pylist() == open_dataset(tmp_path / "v2").index.strings("key")
-    assert table.column("split").to_pylist() == ["train"] * manifest.splits["train"].num_samples + ["val"] * (
-        manifest.splits["val"].num_samples
-    )
+    assert table.column("split").to_pylist() == ["train"] * manifest.splits["train"].num_samples + [
+        "val"
+    ] * (manifest.splits["val"].num_samples)
 
 
 def test_a_version_of_a_version_and_without_the_old_one(old, new, dataroot, sharded, tmp_path):
     shutil.copytree(old, tmp_path / "v1")
     append([str(tmp_path / "v1"), str(new)], tmp_path / "v2")
     shutil.rmtree(tmp_path / "v1")
-    manifest = append([str(tmp_path / "v2"), str(sharded(dataroot("e2"), **SMALL))], tmp_path / "v3")
+    manifest = append(
+        [str(tmp_path / "v2"), str(sharded(dataroot("e2"), **SMALL))], tmp_path / "v3"
+    )
     assert manifest.num_samples == 16 + 2
     assert verify(tmp_path / "v3", deep=True, num_threads=2).faults == []
 
@@ -113,7 +146,9 @@ def test_the_same_command_again_makes_it_whole(old, new, tmp_path):
     (out / "train-000001.tar").unlink()
     append([str(old), str(new)], out)
     assert digests(out) == expected
-    with pytest.raises(DatasetExistsError, match=r"holds another dataset: source options\.fingerprints: "):
+    with pytest.raises(
+        DatasetExistsError, match=r"holds another dataset: source options\.fingerprints: "
+    ):
         append([str(new), str(old)], out)
 
 
@@ -130,9 +165,13 @@ def test_the_same_command_again_keeps_what_is_whole(old, new, tmp_path):
         assert digests(out) == expected
     os.link(shard, tmp_path / "x")
     (tmp_path / "x").replace(out / "train-000000.tar")  # damaged in both versions
-    with pytest.raises(SourceError, match=r"v1/train-000000\.tar' is not the file that its manifest describes"):
+    with pytest.raises(
+        SourceError, match=r"v1/train-000000\.tar' is not the file that its manifest describes"
+    ):
         append(sources, out)
-    with pytest.raises(ConfigError, match=r"made by `fuelrail reshard --append`: run the same command again"):
+    with pytest.raises(
+        ConfigError, match=r"made by `fuelrail reshard --append`: run the same command again"
+    ):
         repair(out, f"nuscenes:{old}", 1, Quiet())
     (tmp_path / "x").write_bytes(data)
     (tmp_path / "x").replace(shard)
@@ -149,7 +188,9 @@ def test_across_file_systems_shards_are_copied_and_checked(old, new, tmp_path, m
     append([str(tmp_path / "v1"), str(new)], tmp_path / "v2")
     assert verify(tmp_path / "v2", deep=False, num_threads=1).faults == []
     flip(tmp_path / "v1" / "train-000000.tar", 3000, 255)
-    with pytest.raises(SourceError, match=r"train-000000\.tar' is not the file that its manifest describes"):
+    with pytest.raises(
+        SourceError, match=r"train-000000\.tar' is not the file that its manifest describes"
+    ):
         append([str(tmp_path / "v1"), str(new)], tmp_path / "v3")
     assert not (tmp_path / "v3" / "dataset.json").exists()
 
@@ -175,12 +216,22 @@ def test_what_does_not_fit_together(old, new, dataroot, sharded, tmp_path):
 
 @pytest.mark.costly
 def test_the_commands(old, new, tmp_path, capsys):
-    assert main(["reshard", str(old), str(new), str(tmp_path / "out"), "--seed", "3", "--workers", "1"]) == 0
+    assert (
+        main(
+            ["reshard", str(old), str(new), str(tmp_path / "out"), "--seed", "3", "--workers", "1"]
+        )
+        == 0
+    )
     assert "16 samples" in capsys.readouterr().out
     assert main(["reshard", "--append", str(old), str(new), str(tmp_path / "v2")]) == 0
     assert "16 samples" in capsys.readouterr().out
-    assert main(["reshard", "--append", str(old), str(new), str(tmp_path / "v3"), "--seed", "3"]) == 2
-    assert "--append reuses shards as they are, so it cannot be combined with --seed" in capsys.readouterr().err
+    assert (
+        main(["reshard", "--append", str(old), str(new), str(tmp_path / "v3"), "--seed", "3"]) == 2
+    )
+    assert (
+        "--append reuses shards as they are, so it cannot be combined with --seed"
+        in capsys.readouterr().err
+    )
     for more in ([], ["--append"]):
         assert main(["reshard", str(old), str(new), f"{new}/", *more]) == 2
         assert f"input and output are the same folder, '{new}/'" in capsys.readouterr().err

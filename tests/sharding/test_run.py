@@ -13,13 +13,27 @@ import time
 import numpy as np
 import pytest
 
-from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, ManifestError, OrderError, SourceError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetExistsError,
+    ManifestError,
+    OrderError,
+    SourceError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.sources.nuscenes.source import NuScenesSource
 from support.nuscenes_tables import build_nuscenes, encode_image
-from support.sharding import Interrupt, digests, environment, flip, members_of, shard_command, shard_nuscenes
+from support.sharding import (
+    Interrupt,
+    digests,
+    environment,
+    flip,
+    members_of,
+    shard_command,
+    shard_nuscenes,
+)
 from support.source_world import samples_of
 
 CLIPS = "a4 b5 c3 d4"
@@ -51,17 +65,23 @@ def begin(root, out, after=2, **options):
 
 
 def shards_in(out):
-    return {name: digest for name, digest in digests(out).items() if name.endswith((".tar", ".idx"))}
+    return {
+        name: digest for name, digest in digests(out).items() if name.endswith((".tar", ".idx"))
+    }
 
 
 @pytest.mark.costly
-def test_the_fingerprint_covers_every_byte_and_row_but_not_the_version_of_the_tool(source, expected, copy, tmp_path):
+def test_the_fingerprint_covers_every_byte_and_row_but_not_the_version_of_the_tool(
+    source, expected, copy, tmp_path
+):
     """Another version is another recipe, and stands in the provenance; rows and bytes are the same."""
     ours = open_dataset(expected).manifest
     again = shard_nuscenes(source.root, tmp_path / "out", tool="fuelrail 99.0", **OPTIONS).manifest
     assert again.fingerprint == ours.fingerprint
     assert again.digest != ours.digest
-    assert again.provenance["recipe"]["tool"] == "fuelrail 99.0" != ours.provenance["recipe"]["tool"]
+    assert (
+        again.provenance["recipe"]["tool"] == "fuelrail 99.0" != ours.provenance["recipe"]["tool"]
+    )
     named = shard_nuscenes(source.root, tmp_path / "named", name="renamed", **OPTIONS).manifest
     fewer = shard_nuscenes(source.root, tmp_path / "fewer", limit=15, **OPTIONS).manifest
     flip(next(path for path in sorted(copy.rglob("*.jpg")) if "sweeps" not in path.parts), -10)
@@ -98,11 +118,18 @@ def test_a_finished_dataset_is_checked_and_left(source, expected, tmp_path):
 @pytest.mark.parametrize(
     ("victim", "harm"),
     [
-        ("train-000001.tar", "gone"), ("train-000001.tar", "cut"), ("train-000001.tar", "flipped"),
-        ("train-000000.idx", "gone"), ("index.arrow", "cut"), ("index.arrow", "flipped"), ("attributes.parquet", "cut"),
+        ("train-000001.tar", "gone"),
+        ("train-000001.tar", "cut"),
+        ("train-000001.tar", "flipped"),
+        ("train-000000.idx", "gone"),
+        ("index.arrow", "cut"),
+        ("index.arrow", "flipped"),
+        ("attributes.parquet", "cut"),
     ],
-)  # fmt: skip
-def test_a_finished_dataset_that_was_damaged_is_made_whole(source, expected, tmp_path, victim, harm):
+)
+def test_a_finished_dataset_that_was_damaged_is_made_whole(
+    source, expected, tmp_path, victim, harm
+):
     out = shutil.copytree(expected, tmp_path / "out")
     if harm == "flipped":
         flip(out / victim)
@@ -140,7 +167,9 @@ def test_other_options_are_refused_with_both_sides(source, expected, partial, ch
             shard_nuscenes(source.root, out, **{**OPTIONS, **change})
         assert "choose another folder" in str(caught.value)
         after = digests(out)
-        assert {name for name in before if before[name] != after.pop(name, None)} <= {f"{WORK_FOLDER}/lock"}
+        assert {name for name in before if before[name] != after.pop(name, None)} <= {
+            f"{WORK_FOLDER}/lock"
+        }
         assert after.keys() <= {f"{WORK_FOLDER}/lock"}
 
 
@@ -217,20 +246,34 @@ def test_a_source_file_with_another_content_and_the_same_size_is_noticed(copy, t
 
 
 @pytest.mark.costly
-def test_another_list_of_samples_and_a_changed_source_are_refused_with_both_sides(partial, expected, copy, dataroot):
-    with pytest.raises(DatasetExistsError, match=r"16 samples of 4 clips .* there, 18 samples of 5 clips .* here"):
+def test_another_list_of_samples_and_a_changed_source_are_refused_with_both_sides(
+    partial, expected, copy, dataroot
+):
+    with pytest.raises(
+        DatasetExistsError, match=r"16 samples of 4 clips .* there, 18 samples of 5 clips .* here"
+    ):
         shard_nuscenes(dataroot(f"{CLIPS} e2").root, partial, **OPTIONS)
     path = next((copy / "samples" / "LIDAR_TOP").iterdir())
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DatasetExistsError, match=r"the source's content \(SHA-256 of its scan\): .* there, .* here"):
+    with pytest.raises(
+        DatasetExistsError, match=r"the source's content \(SHA-256 of its scan\): .* there, .* here"
+    ):
         shard_nuscenes(copy, expected, **OPTIONS)
 
 
 @pytest.mark.process
 def test_every_rename_may_be_the_last_thing_a_run_does(source, tmp_path):
-    small = build_nuscenes(tmp_path / "source", {"a": 2, "b": 2}, cameras=("CAM_FRONT", "CAM_BACK"), num_points=20)
+    small = build_nuscenes(
+        tmp_path / "source", {"a": 2, "b": 2}, cameras=("CAM_FRONT", "CAM_BACK"), num_points=20
+    )
     (tmp_path / "scratch").mkdir()
-    program = [sys.executable, "-m", "support.crash_at_every_rename", str(small.root), str(tmp_path / "scratch")]
+    program = [
+        sys.executable,
+        "-m",
+        "support.crash_at_every_rename",
+        str(small.root),
+        str(tmp_path / "scratch"),
+    ]
     done = subprocess.run(program, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 10
@@ -246,7 +289,9 @@ def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path
     times = []
     for _ in range(3):
         start_s = time.monotonic()
-        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         # The first is let run until work begins, so that its length is known and the others die in the middle.
         while not times and process.poll() is None and not list(out.glob("*.tar")):
             time.sleep(0.002)
@@ -256,7 +301,11 @@ def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path
             time.sleep(times[0] * draw.uniform(0.8, 1.3))
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        present = {name: digest for name, digest in digests(out).items() if not name.startswith(WORK_FOLDER)}
+        present = {
+            name: digest
+            for name, digest in digests(out).items()
+            if not name.startswith(WORK_FOLDER)
+        }
         assert present.items() <= digests(expected).items()
     finished = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
@@ -279,13 +328,18 @@ def test_ctrl_c_and_sigterm_end_cleanly(dataroot, tmp_path, number, to_all, work
     made = dataroot("a300", images=[encode_image(1, 48, 32)], cameras=("CAM_FRONT",), num_tracks=0)
     out = tmp_path / "out"
     command = shard_command(f"nuscenes:{made.root}", out, "--shard-size", "5kB", *workers)
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     while process.poll() is None and not list(out.glob("*.tar")):
         time.sleep(0.002)
     (os.killpg if to_all else os.kill)(process.pid, number)
     _, said = process.communicate(timeout=280)
     assert process.returncode == 130, said
-    assert said == "fuelrail: finished shards are kept; run the same command to resume\nfuelrail: interrupted\n"
+    assert (
+        said
+        == "fuelrail: finished shards are kept; run the same command to resume\nfuelrail: interrupted\n"
+    )
     assert not (out / "dataset.json").exists()
     assert list((out / WORK_FOLDER / "tmp").iterdir()) == []
 
@@ -301,7 +355,9 @@ def test_a_truncated_jpeg_is_named_and_nothing_half_written(expected, copy, tmp_
     whole = victim.read_bytes()
     victim.write_bytes(whole[:-9])
     out = tmp_path / "out"
-    with pytest.raises(SourceError, match=f"samples/CAM_BACK/{victim.name}.*truncated JPEG: {len(whole) - 9} bytes"):
+    with pytest.raises(
+        SourceError, match=f"samples/CAM_BACK/{victim.name}.*truncated JPEG: {len(whole) - 9} bytes"
+    ):
         shard_nuscenes(copy, out, engine=LocalEngine(2, kind), **OPTIONS)
     assert not (out / "dataset.json").exists()
     assert shards_in(out).items() <= digests(expected).items()
@@ -328,7 +384,10 @@ def test_a_file_that_changes_or_vanishes_during_the_run(copy, tmp_path, monkeypa
 
     whole = victim.read_bytes()
     scan_then(lambda: victim.write_bytes(whole + b"\0"))
-    with pytest.raises(SourceError, match=f"had {len(whole)} bytes when the run started and has {len(whole) + 1} now"):
+    with pytest.raises(
+        SourceError,
+        match=f"had {len(whole)} bytes when the run started and has {len(whole) + 1} now",
+    ):
         shard_nuscenes(copy, tmp_path / "one", **OPTIONS)
     victim.write_bytes(whole)
     scan_then(victim.unlink)
@@ -346,7 +405,9 @@ def test_units_stay_together_in_the_shards(source, tmp_path, order):
     starts = [at for at in range(len(clips)) if frames[at] % length == 0]
     for first, end in zip(starts, [*starts[1:], len(clips)], strict=True):
         assert len(set(clips[first:end])) == 1
-        assert np.array_equal(frames[first:end], np.arange(frames[first], frames[first] + end - first))
+        assert np.array_equal(
+            frames[first:end], np.arange(frames[first], frames[first] + end - first)
+        )
         shards = {dataset.index.row(at).shard for at in range(first, end)}
         assert len(shards) == 1
     assert sorted(clips) == list("aaaabbbbbcccdddd")
@@ -356,7 +417,15 @@ def test_selected_samples_and_their_neighbours(source, tmp_path):
     chosen = {"select": "frame != 2 and clip_id in ('a', 'b') and num_car >= 1"}
     outcome = shard_nuscenes(source.root, tmp_path / "out", **chosen)
     metas = {key: sample.meta for key, sample in samples_of(tmp_path / "out").items()}
-    assert sorted(metas) == ["a-000000", "a-000001", "a-000003", "b-000000", "b-000001", "b-000003", "b-000004"]
+    assert sorted(metas) == [
+        "a-000000",
+        "a-000001",
+        "a-000003",
+        "b-000000",
+        "b-000001",
+        "b-000003",
+        "b-000004",
+    ]
     neighbours = {key: (meta.prev_key, meta.next_key) for key, meta in metas.items()}
     assert neighbours["a-000000"] == (None, "a-000001")
     assert neighbours["a-000001"] == ("a-000000", None)
@@ -380,7 +449,10 @@ def test_a_limit_takes_the_first_samples_of_the_source(source, tmp_path):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"select": "num_car > 99"}, "none of the source's 16 samples is selected by 'num_car > 99'"),
+        (
+            {"select": "num_car > 99"},
+            "none of the source's 16 samples is selected by 'num_car > 99'",
+        ),
         ({"select": "colour == 'red'"}, "colour"),
         ({"select": "__import__('os')"}, "filter"),
         ({"limit": 0}, "limit"),

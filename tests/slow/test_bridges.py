@@ -10,9 +10,11 @@ import pytest
 from support.bridges import BRIDGES, stop_and_continue
 
 pytestmark = [
-    pytest.mark.long, pytest.mark.process, pytest.mark.timeout(3600),
+    pytest.mark.long,
+    pytest.mark.process,
+    pytest.mark.timeout(3600),
     pytest.mark.filterwarnings("ignore::Warning"),  # of the libraries
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", BRIDGES)

@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.long, pytest.mark.process, pytest.mark.timeout(5400)]
 LONGEST_S = 3600
 
 
-@pytest.mark.parametrize(("own", "num_kills", "meshes"), [(False, 200, MESHES), (True, 60, OWN_MESHES)])
+@pytest.mark.parametrize(
+    ("own", "num_kills", "meshes"), [(False, 200, MESHES), (True, 60, OWN_MESHES)]
+)
 def test_kills(tmp_path, own, num_kills, meshes):
     build_dataset(tmp_path / "data", {"train": (16, 16, 16)})
     kills = Kills(tmp_path / "work", tmp_path / "data", seed=0, own=own)

@@ -45,7 +45,9 @@ def test_ranks_train_and_evaluate_as_one_process(limit, words, world, dataset, t
     run_ranks(world, own_model.__file__, dataset, tmp_path / "out.json", 20, *words, timeout_s=3000)
     found = json.loads((tmp_path / "out.json").read_text())
     assert {name: found[name] for name in STRATEGIES if found[name] > limit} == {}
-    assert all(abs(found[f"{name} moved"]) > 1e-3 and found[f"{name} evaluated"] for name in STRATEGIES)
+    assert all(
+        abs(found[f"{name} moved"]) > 1e-3 and found[f"{name} evaluated"] for name in STRATEGIES
+    )
 
 
 def test_a_model_larger_than_what_a_rank_may_have_trains_in_parts(dataset, tmp_path):
@@ -56,7 +58,9 @@ def test_a_model_larger_than_what_a_rank_may_have_trains_in_parts(dataset, tmp_p
     assert len(taken) == 4 and max(taken) < LIMIT
 
 
-def test_the_guide_trains_on_two_nodes_and_continues_on_one_when_a_node_was_killed(dataset, tmp_path):
+def test_the_guide_trains_on_two_nodes_and_continues_on_one_when_a_node_was_killed(
+    dataset, tmp_path
+):
     code = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[0]
     assert len(code.splitlines()) <= 25
     (tmp_path / "dataset").symlink_to(dataset)
@@ -64,13 +68,22 @@ def test_the_guide_trains_on_two_nodes_and_continues_on_one_when_a_node_was_kill
     (tmp_path / "again.py").write_text(code.replace('strategy="fsdp2"', 'strategy="ddp"'))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+        place = [
+            "--nnodes",
+            "2",
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            str(free.getsockname()[1]),
+        ]
 
     def start(*words):
         command = [sys.executable, "-m", "torch.distributed.run", *words]
         return subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE)
 
-    nodes = [start(*place, "--node-rank", node, "--nproc-per-node", "1", "train.py") for node in "01"]
+    nodes = [
+        start(*place, "--node-rank", node, "--nproc-per-node", "1", "train.py") for node in "01"
+    ]
     try:
         ends_s = time.monotonic() + 300
         while not any(tmp_path.glob("checkpoints/step-*/checkpoint.json")):

@@ -27,7 +27,13 @@ def test_packed_loss_and_gradients_are_those_of_the_documents_alone(tiny_dataset
 def test_a_run_on_packs_continues_on_other_ranks_with_the_same_losses(tiny_dataset, tmp_path):
     root = tiny_dataset({"train": (16, 15)}, extra=[(TOKENS, words)]).root
     order = OrderSpec(seed=3, pack=PACK, balance=Balance(cost=LENGTH))
-    same = {"model": "gpt-tiny", "warmup": 2, "workers": 1, "accelerator": "emulated:resnet50-224-h100", "order": order}
+    same = {
+        "model": "gpt-tiny",
+        "warmup": 2,
+        "workers": 1,
+        "accelerator": "emulated:resnet50-224-h100",
+        "order": order,
+    }
     cut = {"checkpoint": str(tmp_path / "checkpoints"), "every": 3}
     whole = bench_train(root, batch_size=4, steps=12, **same)
     bench_train(root, batch_size=4, steps=6, **cut, **same)
@@ -38,7 +44,12 @@ def test_a_run_on_packs_continues_on_other_ranks_with_the_same_losses(tiny_datas
 
 
 def test_balance_deals_samples_to_other_ranks_and_changes_no_loss(tiny_dataset, tmp_path):
-    run_ranks(2, balanced_vla.__file__, tiny_dataset({"train": (16, 16, 16), "val": (7, 6)}).root, tmp_path)
+    run_ranks(
+        2,
+        balanced_vla.__file__,
+        tiny_dataset({"train": (16, 16, 16), "val": (7, 6)}).root,
+        tmp_path,
+    )
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     for one in ranks:
         for (_, plain), (_, balanced) in zip(one["plain"], one["balanced"], strict=True):

@@ -16,4 +16,6 @@ def test_memory_is_within_its_limit_and_the_bytes_sent_are_equal(world, tmp_path
     compared = [compare(real) for real in measure(world, asked, tmp_path)]
     assert len(compared) == world * len(asked) > 0
     assert [(one.pair, one.rank, one.error) for one in compared if not one.within] == []
-    assert [(one.pair, one.rank, one.differences) for one in compared if not one.same_collectives] == []
+    assert [
+        (one.pair, one.rank, one.differences) for one in compared if not one.same_collectives
+    ] == []

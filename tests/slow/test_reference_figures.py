@@ -24,7 +24,9 @@ REFUSED = {"titan-8B-n8", "titan-8B-n8-compile", "bridge-llama31-405B", "llama3-
 @pytest.fixture(scope="module")
 def cases():
     if not CASES.is_file():
-        pytest.skip(f"'{CASES.name}', published figures with their sources, is not beside this checkout")
+        pytest.skip(
+            f"'{CASES.name}', published figures with their sources, is not beside this checkout"
+        )
     return msgspec.convert(msgspec.json.decode(CASES.read_bytes())["cases"], list[Case])
 
 
@@ -54,7 +56,9 @@ def test_the_efficiencies_of_the_product_are_the_fits_to_these_steps(cases):
     for case in cases:
         if case.id not in NOT_EXPRESSIBLE and has_step(case):
             plan, where, kind, seconds = timed(case)
-            name = next(name for name in EFFICIENCIES if name in where.device.name.replace("H200", "H100"))
+            name = next(
+                name for name in EFFICIENCIES if name in where.device.name.replace("H200", "H100")
+            )
             steps[name].append((case.source.split(",")[0], (plan.work, where, kind, seconds)))
     left_out = []
     for name, used in EFFICIENCIES.items():
@@ -71,10 +75,14 @@ def test_the_efficiencies_of_the_product_are_the_fits_to_these_steps(cases):
             left_out += [(step_time(*one[:3], others).total / one[3], name, one[2]) for one in own]
     assert mean_error([ratio - 1 for ratio, *_ in left_out]) <= 0.15
     for name, used in EFFICIENCIES.items():
-        logs = [math.log(ratio) for ratio, device, kind in left_out if device == name and kind != "fp8"]
+        logs = [
+            math.log(ratio) for ratio, device, kind in left_out if device == name and kind != "fp8"
+        ]
         assert math.hypot(*logs) / math.sqrt(len(logs)) <= used.spread
     eight = [math.log(ratio) for ratio, _, kind in left_out if kind == "fp8"]
-    assert math.hypot(*eight) / math.sqrt(len(eight)) == pytest.approx(efficiency_of("H100", "fp8").spread, abs=0.01)
+    assert math.hypot(*eight) / math.sqrt(len(eight)) == pytest.approx(
+        efficiency_of("H100", "fp8").spread, abs=0.01
+    )
     assert load_cluster("8x8-h200").device.name.startswith("NVIDIA H200")
 
 
@@ -82,4 +90,7 @@ START = Efficiency(products=0.6, attention=0.4, convolution=0.3, passes=4.0, spr
 
 
 def has_step(case):
-    return case.kind in ("measured_step_time", "measured_throughput") and case.expect.quantity != "samples_per_s"
+    return (
+        case.kind in ("measured_step_time", "measured_throughput")
+        and case.expect.quantity != "samples_per_s"
+    )

@@ -13,11 +13,16 @@ from fuelrail import ImageAugment, RemoteWorkers  # noqa: E402
 from support.datasets import build_dataset  # noqa: E402
 
 pytestmark = [
-    pytest.mark.long, pytest.mark.process, pytest.mark.timeout(3600),
+    pytest.mark.long,
+    pytest.mark.process,
+    pytest.mark.timeout(3600),
     pytest.mark.filterwarnings("ignore"),  # Ray's own, of its dependencies
-]  # fmt: skip
+]
 CASES = {
-    "shuffled": {"shuffle": True, "image": ImageAugment(height=32, width=48, train=True, flip_prob=0.5)},
+    "shuffled": {
+        "shuffle": True,
+        "image": ImageAugment(height=32, width=48, train=True, flip_prob=0.5),
+    },
     "windows": {"shuffle": True, "image": TINY, "frames": [-1, 0], "drop_last": False},
 }
 
@@ -28,7 +33,9 @@ def test_fifty_kills(name, tmp_path):
     with ray_cluster(3) as cluster:
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         try:
-            with load(tmp_path / "data", 2, where=RemoteWorkers(num_workers=3), **CASES[name]) as loader:
+            with load(
+                tmp_path / "data", 2, where=RemoteWorkers(num_workers=3), **CASES[name]
+            ) as loader:
                 found, killed = batches_through_kills(loader, cluster, 50, seed=len(name))
         finally:
             ray.shutdown()

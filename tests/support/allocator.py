@@ -16,7 +16,9 @@ def peak_of(run: Callable[[], object]) -> int:
     gc.collect()  # what earlier tests left would be freed in the run, and be taken off its peak
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
-    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()

@@ -6,7 +6,10 @@ import importlib.util
 
 import pytest
 
-HAS_DALI = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
+HAS_DALI = (
+    importlib.util.find_spec("nvidia") is not None
+    and importlib.util.find_spec("nvidia.dali") is not None
+)
 
 needs_dali = pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed")
 
@@ -17,7 +20,9 @@ def dali_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made = dali.Pipeline
     monkeypatch.setattr(dali, "_MIXED", "cpu")
-    monkeypatch.setattr(dali, "Pipeline", lambda *args, **options: made(*args, **{**options, "device_id": None}))
+    monkeypatch.setattr(
+        dali, "Pipeline", lambda *args, **options: made(*args, **{**options, "device_id": None})
+    )
 
 
 BACKENDS = ["turbo", "pillow", pytest.param("dali", marks=needs_dali)]

@@ -24,8 +24,19 @@ def main(dataset: str, folder: str) -> None:
     example.divided = partial(example.divided, partial(example.Vla, dropout=0.0))
     found: dict[str, list[tuple[float | None, dict[str, float]]]] = {"plain": [], "balanced": []}
     for name, words in (("plain", []), ("balanced", ["--balance=timestamp_ns"])):
-        options = ["--strategy=ddp", *words, dataset, "--steps", "3", "--checkpoint", f"{folder}/{name}"]
-        example.main(options, on_step=lambda record, losses, name=name: found[name].append((record.loss, losses)))
+        options = [
+            "--strategy=ddp",
+            *words,
+            dataset,
+            "--steps",
+            "3",
+            "--checkpoint",
+            f"{folder}/{name}",
+        ]
+        example.main(
+            options,
+            on_step=lambda record, losses, name=name: found[name].append((record.loss, losses)),
+        )
     Path(folder, f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

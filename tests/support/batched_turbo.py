@@ -32,11 +32,15 @@ class BatchedTurbo(TurboDecoder):
         type(self).num_closed += 1
 
     def new_output(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.full(shape, 9, dtype=torch.uint8, device=None if self.device.type == "meta" else self.device)
+        return torch.full(
+            shape, 9, dtype=torch.uint8, device=None if self.device.type == "meta" else self.device
+        )
 
     def decode_batch(self, encoded, image_maps, out, interpolation="bilinear"):
         type(self).sizes.append(len(encoded))
-        errors = [self._decode(*one, interpolation) for one in zip(encoded, image_maps, out, strict=True)]
+        errors = [
+            self._decode(*one, interpolation) for one in zip(encoded, image_maps, out, strict=True)
+        ]
         if self.device.type == "cuda":
             wait_on_host(torch.cuda.current_stream(self.device))
         return errors

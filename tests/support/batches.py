@@ -24,7 +24,9 @@ SMALL = ImageAugment(height=32, width=48, resize=0.5)
 TINY = ImageAugment(height=8, width=8, resize="stretch")
 
 
-def load(root: Any, batch_size: int = 3, *, rank: int = 0, size: int = 1, **options: Any) -> DataLoader:
+def load(
+    root: Any, batch_size: int = 3, *, rank: int = 0, size: int = 1, **options: Any
+) -> DataLoader:
     """Make a loader of small images with two threads, where the options do not say otherwise."""
     options = {"image": SMALL, "num_workers": 2, **options}
     if "camera_groups" in options:
@@ -63,7 +65,11 @@ def unlike(one: Any, other: Any, name: str = "") -> list[str]:
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [part for key in one for part in unlike(one[key], other[key], f"{name}.{key}")]
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
-        return [part for at, pair in enumerate(zip(one, other, strict=True)) for part in unlike(*pair, f"{name}[{at}]")]
+        return [
+            part
+            for at, pair in enumerate(zip(one, other, strict=True))
+            for part in unlike(*pair, f"{name}[{at}]")
+        ]
     return [] if type(one) is type(other) and one == other else [name]
 
 
@@ -115,7 +121,9 @@ def check_one_sequence(
         """Return the samples of each step over all ranks, and the states before the first step and after each."""
         found, states = [], []
         for rank in range(size):
-            with make(global_batch // size, rank=rank, size=size, num_workers=1 + rank % 3) as loader:
+            with make(
+                global_batch // size, rank=rank, size=size, num_workers=1 + rank % 3
+            ) as loader:
                 if state is not None:
                     loader.load_state_dict(state)
                 mine, said = [], [loader.state_dict()]
@@ -128,7 +136,9 @@ def check_one_sequence(
             found.append(mine)
             states.append(said)
         assert all(one == states[0] for one in states)
-        return [[row for part in parts for row in part] for parts in zip(*found, strict=True)], states[0]
+        return [
+            [row for part in parts for row in part] for parts in zip(*found, strict=True)
+        ], states[0]
 
     with make(global_batch, rank=0, size=1, num_workers=3) as loader:
         count = len(loader) + 2
@@ -140,4 +150,6 @@ def check_one_sequence(
         before, after = sizes[done % len(sizes)], sizes[(done + 1) % len(sizes)]
         state = runs[before][1][done]
         state = pickle.loads(pickle.dumps(state)) if done % 2 else json.loads(json.dumps(state))
-        assert run(after, count - done, state)[0] == whole[done:], f"from {before} to {after} ranks at step {done}"
+        assert run(after, count - done, state)[0] == whole[done:], (
+            f"from {before} to {after} ranks at step {done}"
+        )

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInput
 from fuelrail.bench.measure.machine import DatasetFacts, Gpu, MachineFacts
-from fuelrail.bench.measure.records import InputFacts, RankEnd, RankHeader, RankLog, StageSnapshot, StepRecord
+from fuelrail.bench.measure.records import (
+    InputFacts,
+    RankEnd,
+    RankHeader,
+    RankLog,
+    StageSnapshot,
+    StepRecord,
+)
 from fuelrail.bench.studies.train.report import Report, build_report
 from fuelrail.bench.studies.train.settings import TrainSettings
 from fuelrail.pipeline.runtime.stages import StageClock
@@ -85,9 +92,15 @@ class HandClock:
 
 
 def step(
-    number: int, start_ns: int, *, wait_ms: float = 0, copy_ms: float = 0, reduce_ms: float = 0, other_ms: float = 0,
+    number: int,
+    start_ns: int,
+    *,
+    wait_ms: float = 0,
+    copy_ms: float = 0,
+    reduce_ms: float = 0,
+    other_ms: float = 0,
     **changes,
-):  # fmt: skip
+):
     """A step whose forward, backward and optimiser last as PROFILE's for one sample: 10 + 20 + 1 ms."""
     busy_ms = 31.0
     times = {
@@ -103,8 +116,16 @@ def step(
     }
     fields = {name: round(value * MS) for name, value in times.items()}
     wall_ns = round((busy_ms + wait_ms + copy_ms + reduce_ms + other_ms) * MS)
-    record = {"step": number, "epoch": 0, "num_samples": 2, "num_images": 4, "loss": 1.0 / (number + 1)}
-    return StepRecord(**(record | fields | {"start_ns": start_ns, "end_ns": start_ns + wall_ns} | changes))
+    record = {
+        "step": number,
+        "epoch": 0,
+        "num_samples": 2,
+        "num_images": 4,
+        "loss": 1.0 / (number + 1),
+    }
+    return StepRecord(
+        **(record | fields | {"start_ns": start_ns, "end_ns": start_ns + wall_ns} | changes)
+    )
 
 
 def steps(count: int, start_ns: int = 5_000, **times) -> list[StepRecord]:
@@ -127,7 +148,9 @@ def log(records: list[StepRecord], *, digest: str = "same", complete: bool = Tru
             StageSnapshot(stages=first),
             *([StageSnapshot(stages=last)] if complete else []),
         ],
-        end=RankEnd(parameters_xxh3=digest, peak_rss_bytes=2**30, peak_device_bytes=None) if complete else None,
+        end=RankEnd(parameters_xxh3=digest, peak_rss_bytes=2**30, peak_device_bytes=None)
+        if complete
+        else None,
     )
 
 
@@ -139,7 +162,14 @@ def report_of(logs, *, settings=SETTINGS, cut_off=None, cpu=None) -> Report:
 def _stages(busy_s: float, items: int) -> list[StageClock]:
     return [
         StageClock(
-            name=name, num_threads=1, items=items, busy_s=busy_s, starved_s=0.0, blocked_s=1.0, waiting=0, capacity=2
+            name=name,
+            num_threads=1,
+            items=items,
+            busy_s=busy_s,
+            starved_s=0.0,
+            blocked_s=1.0,
+            waiting=0,
+            capacity=2,
         )
         for name in ("decode", "collate")
     ]

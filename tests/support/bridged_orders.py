@@ -53,7 +53,13 @@ def add_subset(folder: Path) -> None:
 
 def sampler_of(name: str, world: fr.World, kind: type[Any] = fr.order.BatchSampler) -> Any:
     spec, options = ORDERS[name]
-    return kind(HALVES if "mix" in options else COLUMNS, spec, global_batch=GLOBAL_BATCH, world=world, **options)
+    return kind(
+        HALVES if "mix" in options else COLUMNS,
+        spec,
+        global_batch=GLOBAL_BATCH,
+        world=world,
+        **options,
+    )
 
 
 class GrainBatches:

@@ -75,19 +75,25 @@ def stateful_run(
 ) -> tuple[list[list[int]], Any]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    loader = StatefulDataLoader(Rows(), batch_sampler=sampler_of(name, world, fr.order.StatefulSampler), **options)
+    loader = StatefulDataLoader(
+        Rows(), batch_sampler=sampler_of(name, world, fr.order.StatefulSampler), **options
+    )
     if state is not None:
         loader.load_state_dict(state)
     found = [batch.tolist() for batch in islice(endless(loader), num_steps)]
     return found, loader.state_dict()
 
 
-def loop_run(name: str, world: fr.World, state: Any, num_steps: int, _folder: Path) -> tuple[list[list[int]], Any]:
+def loop_run(
+    name: str, world: fr.World, state: Any, num_steps: int, _folder: Path
+) -> tuple[list[list[int]], Any]:
     sampler, first = sampler_of(name, world), state or 0
     return [sampler[step] for step in range(first, first + num_steps)], first + num_steps
 
 
-def accelerate_run(name: str, world: fr.World, state: Any, num_steps: int, folder: Path) -> tuple[list[list[int]], Any]:
+def accelerate_run(
+    name: str, world: fr.World, state: Any, num_steps: int, folder: Path
+) -> tuple[list[list[int]], Any]:
     from accelerate import Accelerator
 
     accelerator, sampler = Accelerator(cpu=True), sampler_of(name, world)
@@ -100,7 +106,9 @@ def accelerate_run(name: str, world: fr.World, state: Any, num_steps: int, folde
     return found, str(folder / "accelerate")
 
 
-def lightning_run(name: str, world: fr.World, state: Any, num_steps: int, folder: Path) -> tuple[list[list[int]], Any]:
+def lightning_run(
+    name: str, world: fr.World, state: Any, num_steps: int, folder: Path
+) -> tuple[list[list[int]], Any]:
     import lightning.pytorch as pl
 
     class Model(pl.LightningModule):
@@ -121,21 +129,30 @@ def lightning_run(name: str, world: fr.World, state: Any, num_steps: int, folder
 
     steps_done, file = state or (0, None)
     trainer = pl.Trainer(
-        max_steps=steps_done + num_steps, enable_checkpointing=False, use_distributed_sampler=False, accelerator="cpu",
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_steps=steps_done + num_steps,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     model = Model()
     trainer.fit(model, ckpt_path=file, weights_only=False)
     trainer.save_checkpoint(folder / "lightning.ckpt")
     return model.seen, (steps_done + num_steps, str(folder / "lightning.ckpt"))
 
 
-def trainer_run(name: str, world: fr.World, state: Any, num_steps: int, folder: Path) -> tuple[list[list[int]], Any]:
+def trainer_run(
+    name: str, world: fr.World, state: Any, num_steps: int, folder: Path
+) -> tuple[list[list[int]], Any]:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     sampler, seen = sampler_of(name, world), []
     loader = sampler.count(
-        DataLoader(Rows(), batch_sampler=sampler, collate_fn=lambda rows: {"row": torch.tensor(rows)})
+        DataLoader(
+            Rows(), batch_sampler=sampler, collate_fn=lambda rows: {"row": torch.tensor(rows)}
+        )
     )
     steps_done, checkpoint = state or (0, None)
     if checkpoint is not None:
@@ -156,10 +173,20 @@ def trainer_run(name: str, world: fr.World, state: Any, num_steps: int, folder: 
 
     until = steps_done + num_steps
     arguments = TrainingArguments(
-        str(folder), max_steps=until, save_steps=until, ignore_data_skip=True, report_to="none", use_cpu=True,
-        disable_tqdm=True, save_total_limit=1, learning_rate=1e-9, logging_strategy="no",
-    )  # fmt: skip
-    Ordered(torch.nn.Linear(1, 1), arguments, callbacks=[Position()]).train(resume_from_checkpoint=checkpoint)
+        str(folder),
+        max_steps=until,
+        save_steps=until,
+        ignore_data_skip=True,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_total_limit=1,
+        learning_rate=1e-9,
+        logging_strategy="no",
+    )
+    Ordered(torch.nn.Linear(1, 1), arguments, callbacks=[Position()]).train(
+        resume_from_checkpoint=checkpoint
+    )
     return seen, (until, str(folder / f"checkpoint-{until}"))
 
 
@@ -169,9 +196,11 @@ def grain_run(
     import grain
 
     loader = grain.DataLoader(
-        data_source=GrainRows(), sampler=GrainBatches(name, world), shard_options=grain.sharding.NoSharding(),
+        data_source=GrainRows(),
+        sampler=GrainBatches(name, world),
+        shard_options=grain.sharding.NoSharding(),
         worker_count=workers,
-    )  # fmt: skip
+    )
     iterator = iter(loader)
     if state is not None:
         iterator.set_state(state)
@@ -191,7 +220,9 @@ def lance_rows(folder: Path) -> Any:
     import lance
     import pyarrow as pa
 
-    stored = lance.write_dataset(pa.table({"row": range(NUM_ROWS)}), str(folder / "rows.lance"), max_rows_per_file=100)
+    stored = lance.write_dataset(
+        pa.table({"row": range(NUM_ROWS)}), str(folder / "rows.lance"), max_rows_per_file=100
+    )
 
     class Taken(Rows):
         def __getitems__(self, rows: list[int]) -> Any:
@@ -204,11 +235,17 @@ def lance_rows(folder: Path) -> Any:
 def lerobot_episodes(folder: Path) -> Any:
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-    features = {"observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]}}
-    made = LeRobotDataset.create("me/episodes", 10, features, root=folder / "episodes", use_videos=False)
+    features = {
+        "observation.state": {"dtype": "float32", "shape": (2,), "names": ["episode", "frame"]}
+    }
+    made = LeRobotDataset.create(
+        "me/episodes", 10, features, root=folder / "episodes", use_videos=False
+    )
     for episode, length in enumerate(LENGTHS):
         for frame in range(length):
-            made.add_frame({"observation.state": np.array([episode, frame], np.float32), "task": "move"})
+            made.add_frame(
+                {"observation.state": np.array([episode, frame], np.float32), "task": "move"}
+            )
         made.save_episode()
     made.finalize()
     return LeRobotDataset("me/episodes", root=folder / "episodes")
@@ -222,13 +259,19 @@ def image_folder(folder: Path) -> Any:
 
     (folder / "images" / "all").mkdir(parents=True)
     for row in range(NUM_ROWS):
-        Image.new("RGB", (1, 1), (row // 256, row % 256, 0)).save(folder / "images" / "all" / f"{row:04d}.png")
+        Image.new("RGB", (1, 1), (row // 256, row % 256, 0)).save(
+            folder / "images" / "all" / f"{row:04d}.png"
+        )
     return ImageFolder(str(folder / "images"), transform=PILToTensor())
 
 
 def over_data(made: Callable[[Path], Any], rows_of: Callable[[Any], list[int]]) -> Run:
-    def run(name: str, world: fr.World, state: Any, num_steps: int, folder: Path) -> tuple[list[list[int]], Any]:
-        return torch_run(name, world, state, num_steps, folder, dataset=made(folder), rows_of=rows_of)
+    def run(
+        name: str, world: fr.World, state: Any, num_steps: int, folder: Path
+    ) -> tuple[list[list[int]], Any]:
+        return torch_run(
+            name, world, state, num_steps, folder, dataset=made(folder), rows_of=rows_of
+        )
 
     return run
 
@@ -247,12 +290,17 @@ BRIDGES: dict[str, tuple[str, Run]] = {
     "Grain": ("grain", grain_run),
     "Grain, 2 workers": ("grain", partial(grain_run, workers=2)),
     "a loop": ("numpy", loop_run),
-    "Datasets": ("datasets", over_data(lambda _: hugging_face(), lambda batch: batch["row"].tolist())),
+    "Datasets": (
+        "datasets",
+        over_data(lambda _: hugging_face(), lambda batch: batch["row"].tolist()),
+    ),
     "Lance": ("lance", over_data(lance_rows, torch.Tensor.tolist)),
     "LeRobot": ("lerobot", over_data(lerobot_episodes, lambda batch: batch["index"].tolist())),
     "torchvision": (
         "torchvision",
-        over_data(image_folder, lambda batch: [256 * r + g for r, g, _ in batch[0].flatten(1).tolist()]),
+        over_data(
+            image_folder, lambda batch: [256 * r + g for r, g, _ in batch[0].flatten(1).tolist()]
+        ),
     ),
 }
 

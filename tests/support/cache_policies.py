@@ -22,14 +22,21 @@ class Hindsight(FutureUses):
     def next_use(self, rows: NDArray[np.int64], after: int) -> NDArray[np.int64]:
         """Before NEVER by the time of the last use up to ``after``."""
         self._see(after)
-        last = [int(self._uses[row][np.searchsorted(self._uses[row], after, "right") - 1]) for row in rows.tolist()]
+        last = [
+            int(self._uses[row][np.searchsorted(self._uses[row], after, "right") - 1])
+            for row in rows.tolist()
+        ]
         return NEVER - 1 - np.array(last, np.int64)
 
 
-def farthest_first_hits(sequence: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
+def farthest_first_hits(
+    sequence: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int
+) -> NDArray[np.bool_]:
     """Which reads hit in a cache of this number of bytes that evicts and admits by all future uses."""
     resident: set[int] = set()
-    future_uses = FutureUses(lambda first, count: sequence[first : first + count], len(sequence) * 2)
+    future_uses = FutureUses(
+        lambda first, count: sequence[first : first + count], len(sequence) * 2
+    )
     policy = FarthestFirst(future_uses, resident.__contains__)
     policy.rebuild(sequence[:0], 0)
     hits = np.zeros(len(sequence), bool)
@@ -57,7 +64,9 @@ def farthest_first_hits(sequence: NDArray[np.int64], lengths: NDArray[np.int64],
     return hits
 
 
-def lru_hits(sequence: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
+def lru_hits(
+    sequence: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int
+) -> NDArray[np.bool_]:
     """Which reads hit in a cache of this number of bytes that evicts what was used longest ago."""
     resident: dict[int, None] = {}
     hits = np.zeros(len(sequence), bool)

@@ -55,7 +55,14 @@ if TYPE_CHECKING:
 
 
 SOURCE_WH = (1600, 900)
-CHANNELS = ("cam_front", "cam_front_right", "cam_front_left", "cam_back", "cam_back_left", "cam_back_right")
+CHANNELS = (
+    "cam_front",
+    "cam_front_right",
+    "cam_front_left",
+    "cam_back",
+    "cam_back_left",
+    "cam_back_right",
+)
 NUM_BOXES = 34  # nuScenes' mean
 KEY = "scene-0061-000012"
 _INTRINSICS = [[1266.0, 0.0, 816.0], [0.0, 1266.0, 491.0], [0.0, 0.0, 1.0]]
@@ -69,12 +76,16 @@ def made_image(quality: int = 85) -> bytes:
     spectrum = np.maximum(np.hypot(fy, fx), 1 / width) ** -1.6
     planes = []
     for _ in range(3):
-        field = np.fft.irfft2(np.fft.rfft2(rng.standard_normal((height, width))) * spectrum, s=(height, width))
+        field = np.fft.irfft2(
+            np.fft.rfft2(rng.standard_normal((height, width))) * spectrum, s=(height, width)
+        )
         planes.append(128 + 45 * field / field.std())
     picture = np.stack(planes, axis=-1)
     for _ in range(60):
         x, y = int(rng.integers(width)), int(rng.integers(height))
-        picture[y : y + int(rng.integers(9, 160)), x : x + int(rng.integers(9, 240))] += rng.uniform(-60, 60, 3)
+        picture[y : y + int(rng.integers(9, 160)), x : x + int(rng.integers(9, 240))] += (
+            rng.uniform(-60, 60, 3)
+        )
     with io.BytesIO() as file:
         pixels = np.clip(picture, 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(file, "jpeg", quality=quality, subsampling="4:2:0")
@@ -92,32 +103,63 @@ def sample_members() -> dict[str, bytes]:
         return rigid(rng.normal(size=(number, 4)), rng.uniform(-1000, 1000, (number, 3)))
 
     meta = Meta(
-        schema=SCHEMA, dataset="nuscenes", key=KEY, sample_token="ca9a282c9e77460f8360f564131a8af5",
-        clip_id="scene-0061", clip_token="cc8c0bf57f984915a77078b10eb33198", clip_name="scene-0061",
-        log_id="n015-2018-07-24-11-22-45+0800", vehicle="n015", frame_idx=12, num_frames=39,
-        prev_key="scene-0061-000011", next_key="scene-0061-000013", timestamp_ns=time_ns, is_key_frame=True,
-        split="train", tags={"location": "singapore-onenorth", "night": False, "rain": False},
+        schema=SCHEMA,
+        dataset="nuscenes",
+        key=KEY,
+        sample_token="ca9a282c9e77460f8360f564131a8af5",
+        clip_id="scene-0061",
+        clip_token="cc8c0bf57f984915a77078b10eb33198",
+        clip_name="scene-0061",
+        log_id="n015-2018-07-24-11-22-45+0800",
+        vehicle="n015",
+        frame_idx=12,
+        num_frames=39,
+        prev_key="scene-0061-000011",
+        next_key="scene-0061-000013",
+        timestamp_ns=time_ns,
+        is_key_frame=True,
+        split="train",
+        tags={"location": "singapore-onenorth", "night": False, "rain": False},
         cameras={
-            channel: CameraMeta(token="e3d495d4ac534d54b321f50006683844", timestamp_ns=time_ns, width=1600, height=900)
+            channel: CameraMeta(
+                token="e3d495d4ac534d54b321f50006683844",
+                timestamp_ns=time_ns,
+                width=1600,
+                height=900,
+            )
             for channel in CHANNELS
         },
-    )  # fmt: skip
+    )
     geometry = Geometry(
-        cam_valid=np.ones(count, np.uint8), cam_timestamp_ns=time_ns + np.arange(count),
+        cam_valid=np.ones(count, np.uint8),
+        cam_timestamp_ns=time_ns + np.arange(count),
         img_wh=np.tile(np.array([1600, 900], np.int32), (count, 1)),
-        intrinsics=np.tile(_INTRINSICS, (count, 1, 1)), dist=np.full((count, NUM_DIST), np.nan), cam2ego=poses(count),
-        cam_ego2global=poses(count), ego2global=poses(1)[0], lidar2ego=poses(1), lidar_ego2global=poses(1),
-        lidar_timestamp_ns=np.array([time_ns]), ego_velocity=unknown, ego_accel=unknown, ego_rates=unknown,
-    )  # fmt: skip
+        intrinsics=np.tile(_INTRINSICS, (count, 1, 1)),
+        dist=np.full((count, NUM_DIST), np.nan),
+        cam2ego=poses(count),
+        cam_ego2global=poses(count),
+        ego2global=poses(1)[0],
+        lidar2ego=poses(1),
+        lidar_ego2global=poses(1),
+        lidar_timestamp_ns=np.array([time_ns]),
+        ego_velocity=unknown,
+        ego_accel=unknown,
+        ego_rates=unknown,
+    )
     rotation = np.zeros((NUM_BOXES, 4), np.float32)
     rotation[:, 0] = 1
     boxes = Boxes(
-        boxes3d=rng.uniform(0.5, 4.0, (NUM_BOXES, 7)).astype(np.float32), rotation_wxyz=rotation,
-        velocity=rng.random((NUM_BOXES, 3), np.float32), label=np.full(NUM_BOXES, -1, np.int16),
-        instance_id=np.arange(NUM_BOXES), num_lidar_pts=np.ones(NUM_BOXES, np.int32),
-        num_radar_pts=np.ones(NUM_BOXES, np.int32), visibility=np.ones(NUM_BOXES, np.int8),
-        attribute=np.full(NUM_BOXES, -1, np.int16), valid=np.ones(NUM_BOXES, np.uint8),
-    )  # fmt: skip
+        boxes3d=rng.uniform(0.5, 4.0, (NUM_BOXES, 7)).astype(np.float32),
+        rotation_wxyz=rotation,
+        velocity=rng.random((NUM_BOXES, 3), np.float32),
+        label=np.full(NUM_BOXES, -1, np.int16),
+        instance_id=np.arange(NUM_BOXES),
+        num_lidar_pts=np.ones(NUM_BOXES, np.int32),
+        num_radar_pts=np.ones(NUM_BOXES, np.int32),
+        visibility=np.ones(NUM_BOXES, np.int8),
+        attribute=np.full(NUM_BOXES, -1, np.int16),
+        valid=np.ones(NUM_BOXES, np.uint8),
+    )
     return {META: encode_meta(meta), GEOMETRY: encode_arrays(geometry), BOXES: encode_arrays(boxes)}
 
 
@@ -138,29 +180,48 @@ def write_cameras(
     members = sample_members()
     geometry = decode_arrays(members[GEOMETRY], Geometry)
     without_lidar = {
-        name: getattr(geometry, name)[:0] for name in ("lidar2ego", "lidar_ego2global", "lidar_timestamp_ns")
+        name: getattr(geometry, name)[:0]
+        for name in ("lidar2ego", "lidar_ego2global", "lidar_timestamp_ns")
     }
     sizes_wh = np.tile(np.array(SOURCE_WH, np.int32), (len(channels), 1))
-    of_cameras = ("cam_valid", "cam_timestamp_ns", "intrinsics", "dist", "cam2ego", "cam_ego2global")
+    of_cameras = (
+        "cam_valid",
+        "cam_timestamp_ns",
+        "intrinsics",
+        "dist",
+        "cam2ego",
+        "cam_ego2global",
+    )
     of_the_first = {name: getattr(geometry, name)[: len(channels)] for name in of_cameras}
-    members[GEOMETRY] = encode_arrays(replace(geometry, img_wh=sizes_wh, **of_the_first, **without_lidar))
+    members[GEOMETRY] = encode_arrays(
+        replace(geometry, img_wh=sizes_wh, **of_the_first, **without_lidar)
+    )
     meta = msgspec.json.decode(members[META], type=Meta)
-    meta = msgspec.structs.replace(meta, cameras={channel: meta.cameras[channel] for channel in channels})
+    meta = msgspec.structs.replace(
+        meta, cameras={channel: meta.cameras[channel] for channel in channels}
+    )
     bounds = [num_samples * number // num_shards for number in range(num_shards + 1)]
 
     def samples() -> Iterator[MadeSample]:
         for number in range(num_samples):
             key = f"scene-{number // 40:04d}-{number % 40:06d}"
-            own = msgspec.json.encode(msgspec.structs.replace(meta, key=key, clip_id=key[:10], frame_idx=number % 40))
-            small = [RawMember(name, codecs.ZSTD, data) for name, data in {**members, META: own}.items()]
+            own = msgspec.json.encode(
+                msgspec.structs.replace(meta, key=key, clip_id=key[:10], frame_idx=number % 40)
+            )
+            small = [
+                RawMember(name, codecs.ZSTD, data) for name, data in {**members, META: own}.items()
+            ]
             images = [RawMember(f"{channel}.jpg", codecs.RAW, picture) for channel in channels]
             yield MadeSample(key, key[:10], number % 40, 0, [*small, *images])
 
     manifest = write_made_dataset(folder, np.diff(bounds).tolist(), samples())
     cameras = tuple(
-        CameraEntry(channel=channel, source_name=channel.upper(), sizes=(SOURCE_WH,)) for channel in channels
+        CameraEntry(channel=channel, source_name=channel.upper(), sizes=(SOURCE_WH,))
+        for channel in channels
     )
-    manifest = msgspec.structs.replace(manifest, channels=channel_table(cameras, manifest.lidars), fingerprint="")
+    manifest = msgspec.structs.replace(
+        manifest, channels=channel_table(cameras, manifest.lidars), fingerprint=""
+    )
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return open_dataset(folder)
 
@@ -175,7 +236,9 @@ class MadeSample(NamedTuple):
     members: Sequence[RawMember]
 
 
-def write_made_dataset(folder: Path, shard_lengths: Sequence[int], samples: Iterable[MadeSample]) -> Manifest:
+def write_made_dataset(
+    folder: Path, shard_lengths: Sequence[int], samples: Iterable[MadeSample]
+) -> Manifest:
     """Write a new folder: split ``train``, no cameras named in its manifest, the samples in their order."""
     folder.mkdir(parents=True)
     buffer, coming = ReadBuffer(), iter(samples)
@@ -191,32 +254,54 @@ def write_made_dataset(folder: Path, shard_lengths: Sequence[int], samples: Iter
         rows += packed.rows
         sizes.append(packed.num_bytes)
     members = [member for row in rows for member in row.members]
-    names, used = dict.fromkeys(member.name for member in members), sorted({member.codec for member in members})
+    names, used = (
+        dict.fromkeys(member.name for member in members),
+        sorted({member.codec for member in members}),
+    )
     write_index(folder / INDEX_FILE, rows, list(names), used)
     num_clips = len({row.clip_id for row in rows})
-    return write_manifest(folder, shard_lengths, num_clips=num_clips, split="train", shard_bytes=sizes)
+    return write_manifest(
+        folder, shard_lengths, num_clips=num_clips, split="train", shard_bytes=sizes
+    )
 
 
 def write_manifest(
-    folder: Path, shard_lengths: Sequence[int], *, num_clips: int, split: str, seed: int = 0, order_unit: str = "frame",
+    folder: Path,
+    shard_lengths: Sequence[int],
+    *,
+    num_clips: int,
+    split: str,
+    seed: int = 0,
+    order_unit: str = "frame",
     shard_bytes: Sequence[int] | None = None,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Write tables and manifest of a dataset of one split without cameras, whose index is in the folder."""
     firsts = np.cumsum([0, *shard_lengths]).tolist()
     shards = tuple(
         ShardEntry(
-            name=shard_name(split, number), split=split, first_sample=firsts[number], num_samples=length,
-            bytes=0 if shard_bytes is None else shard_bytes[number], sha256="0" * 64,
+            name=shard_name(split, number),
+            split=split,
+            first_sample=firsts[number],
+            num_samples=length,
+            bytes=0 if shard_bytes is None else shard_bytes[number],
+            sha256="0" * 64,
         )
         for number, length in enumerate(shard_lengths)
-    )  # fmt: skip
+    )
     whole = SplitEntry(
-        first_sample=0, num_samples=firsts[-1], first_shard=0, num_shards=len(shards), num_clips=num_clips
+        first_sample=0,
+        num_samples=firsts[-1],
+        first_shard=0,
+        num_shards=len(shards),
+        num_clips=num_clips,
     )
     entries = write_tables(folder, shards)
     manifest = dataset_manifest(
-        {split: whole}, entries, sum(shard.bytes for shard in shards), seed=seed,
+        {split: whole},
+        entries,
+        sum(shard.bytes for shard in shards),
+        seed=seed,
         order_unit=order_unit,
-    )  # fmt: skip
+    )
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return manifest

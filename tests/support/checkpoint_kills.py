@@ -30,7 +30,15 @@ FAULTS = ("wrong_samples", "damaged_checkpoints", "older_than_newest")
 _PATIENCE_S = 120.0
 _POLL_S = 0.0005
 # How long after the beginning of a phase the kill comes, at most: about as long as the phase lasts.
-_LONGEST_S = {"start": 1.0, "load": 0.2, "train": 0.4, "copy": 0.02, "write": 0.03, "publish": 0.006, "remove": 0.006}
+_LONGEST_S = {
+    "start": 1.0,
+    "load": 0.2,
+    "train": 0.4,
+    "copy": 0.02,
+    "write": 0.03,
+    "publish": 0.006,
+    "remove": 0.006,
+}
 
 
 class Kills:
@@ -53,7 +61,9 @@ class Kills:
         self.largest = 0.0
         work.mkdir(parents=True, exist_ok=True)
         self._reference = {
-            line["step"]: line for line in _lines(self._launch("one", work / "reference", kill=None)) if "step" in line
+            line["step"]: line
+            for line in _lines(self._launch("one", work / "reference", kill=None))
+            if "step" in line
         }
         assert sorted(self._reference) == list(range(NUM_STEPS))
 
@@ -87,7 +97,11 @@ class Kills:
                 target=run_rank,
                 args=(mesh, rank, str(meeting)),
                 kwargs={
-                    "files": {"dataset": str(self._dataset), "place": str(place), "lines": str(files[rank])},
+                    "files": {
+                        "dataset": str(self._dataset),
+                        "place": str(place),
+                        "lines": str(files[rank]),
+                    },
                     "phases": phases,
                     "own": self._own,
                 },
@@ -117,13 +131,18 @@ class Kills:
         Returns whether it killed: the run may end before.
         """
         watched = 0 if kill in ("publish", "remove") else self._draw.randrange(len(ranks))
-        code, times = PHASES.index(kill), self._draw.randint(1, 1 if kill in ("start", "load") else 4)
+        code, times = (
+            PHASES.index(kill),
+            self._draw.randint(1, 1 if kill in ("start", "load") else 4),
+        )
         delay_s = self._draw.uniform(0, _LONGEST_S[kill])
         alone = self._draw.random() < 0.5
         before = -1
         deadline = time.monotonic() + _PATIENCE_S
         while times and all(process.is_alive() for process in ranks):
-            assert time.monotonic() < deadline, f"{mesh}: ranks hang, at {[PHASES[phase] for phase in phases]}"
+            assert time.monotonic() < deadline, (
+                f"{mesh}: ranks hang, at {[PHASES[phase] for phase in phases]}"
+            )
             now = phases[watched]
             times -= now == code != before
             before = now
@@ -146,7 +165,9 @@ class Kills:
                 process.kill()
         return True
 
-    def _compare(self, files: Sequence[Path], place: Path, before: Mapping[int, Path], mesh: str) -> None:
+    def _compare(
+        self, files: Sequence[Path], place: Path, before: Mapping[int, Path], mesh: str
+    ) -> None:
         """Compare what the ranks did with the reference, and the visible checkpoints with their manifests."""
         seen: dict[int, list[set[str]]] = {}
         newest, visible_said = max(before, default=0), 0
@@ -154,7 +175,9 @@ class Kills:
             for line in _lines([file]):
                 if "restored" in line:
                     self.found["older_than_newest"] += line["restored"] < newest
-                    self.found["resumed_on_another_mesh"] += line["restored"] > 0 and file == files[0]
+                    self.found["resumed_on_another_mesh"] += (
+                        line["restored"] > 0 and file == files[0]
+                    )
                 elif "visible" in line:
                     visible_said = max(visible_said, line["visible"])
                 else:
@@ -166,7 +189,9 @@ class Kills:
             # A step that all ranks wrote down has all its samples; of a cut one each part must belong to it.
             expected_keys = set(self._reference[step]["keys"])
             union = set().union(*parts)
-            wrong = not union <= expected_keys or (len(parts) == len(files) and union != expected_keys)
+            wrong = not union <= expected_keys or (
+                len(parts) == len(files) and union != expected_keys
+            )
             self.found["wrong_samples"] += wrong
         checkpoints = _visible(place)
         after = max(checkpoints, default=0)
@@ -190,7 +215,9 @@ def _lines(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _visible(place: Path) -> dict[int, Path]:
     """Checkpoints by step, found without the code under test: a folder of the final name, whatever is in it."""
-    names = {path: re.fullmatch(r"step-(\d+)\.[0-9a-f]{8}", path.name) for path in place.glob("step-*")}
+    names = {
+        path: re.fullmatch(r"step-(\d+)\.[0-9a-f]{8}", path.name) for path in place.glob("step-*")
+    }
     return {
         int(found[1]): path
         for path, found in names.items()
@@ -202,6 +229,7 @@ def _visible(place: Path) -> dict[int, Path]:
 def _whole(folder: Path) -> bool:
     files = json.loads((folder / "checkpoint.json").read_bytes())["manifest"]["files"]
     return ".metadata" in files and all(
-        (folder / name).stat().st_size == size and xxhash.xxh3_64_hexdigest((folder / name).read_bytes()) == digest
+        (folder / name).stat().st_size == size
+        and xxhash.xxh3_64_hexdigest((folder / name).read_bytes()) == digest
         for name, (size, digest) in files.items()
     )

@@ -55,7 +55,9 @@ class Mesh(NamedTuple):
 
 def _mesh(num_ranks: int, strategy: Strategy = "ddp", mesh: str | None = None) -> Mesh:
     # A warm-up, so that the schedule's state counts.
-    return Mesh(num_ranks, ParallelSettings(strategy=strategy, mesh=mesh, rate_warmup=10, clip_norm=1.0))
+    return Mesh(
+        num_ranks, ParallelSettings(strategy=strategy, mesh=mesh, rate_warmup=10, clip_norm=1.0)
+    )
 
 
 MESHES = {
@@ -102,7 +104,9 @@ class _Watched(Checkpoints):
         self._store = _WatchedStore(place)
         self._store.enter = self._enter = enter
 
-    def save(self, step: int, parallel: Parallel, loader_state: Mapping[str, Any]) -> CheckpointSave | None:
+    def save(
+        self, step: int, parallel: Parallel, loader_state: Mapping[str, Any]
+    ) -> CheckpointSave | None:
         self._enter("copy")
         return super().save(step, parallel, loader_state)
 
@@ -118,11 +122,19 @@ def divided(name: str, *, own: bool) -> Parallel:
     if own:
         return own_model.divided(settings=settings, batch_norm="frozen")
     share = GLOBAL_BATCH // degrees_of(settings, MESHES[name].num_ranks).data
-    return parallelise(partial(build_model, MODELS[MODEL]), msgspec.structs.replace(settings, micro_batches=share))
+    return parallelise(
+        partial(build_model, MODELS[MODEL]), msgspec.structs.replace(settings, micro_batches=share)
+    )
 
 
 def run_rank(
-    name: str, rank: int, meeting: str, files: Mapping[str, str], phases: MutableSequence[int], *, own: bool
+    name: str,
+    rank: int,
+    meeting: str,
+    files: Mapping[str, str],
+    phases: MutableSequence[int],
+    *,
+    own: bool,
 ) -> None:
     """Train from the newest checkpoint to the last step, and append what was done to a file.
 
@@ -137,7 +149,11 @@ def run_rank(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=MESHES[name].num_ranks, timeout=_TIMEOUT
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=MESHES[name].num_ranks,
+        timeout=_TIMEOUT,
     )
     share = GLOBAL_BATCH // degrees_of(MESHES[name].settings, MESHES[name].num_ranks).data
     parallel = divided(name, own=own)
@@ -154,7 +170,7 @@ def run_rank(
             num_workers=1,
             world=parallel.mesh,
             check_ranks=False,
-        ) as loader,  # fmt: skip
+        ) as loader,
     ):
         enter("load")
         checkpoints = _Watched(place, enter)
@@ -164,7 +180,9 @@ def run_rank(
         enter("train")
         for step, batch in zip(range(first, NUM_STEPS), batches(loader, None), strict=False):
             loss = train_step(parallel, batch)
-            out.write(json.dumps({"step": step, "loss": loss, "keys": list(batch["sample_key"])}) + "\n")
+            out.write(
+                json.dumps({"step": step, "loss": loss, "keys": list(batch["sample_key"])}) + "\n"
+            )
             if (step + 1) % EVERY == 0:
                 done = checkpoints.save(step + 1, parallel, loader.state_dict())
                 enter("write")

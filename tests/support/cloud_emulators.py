@@ -17,7 +17,9 @@ import pytest
 
 # Known to everybody: https://learn.microsoft.com/azure/storage/common/storage-use-azurite#well-known-storage-account
 AZURITE_ACCOUNT = "devstoreaccount1"
-AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 
 
 @contextlib.contextmanager
@@ -59,9 +61,15 @@ def emulated(kind, folder):
         pytest.importorskip("gcp_storage_emulator", reason="pip install 'fuelrail[emulators]'")
         run = "from gcp_storage_emulator.__main__ import main; main()"
         command = [
-            sys.executable, "-c", run, "start", "--host=127.0.0.1", f"--port={port}", "--in-memory",
+            sys.executable,
+            "-c",
+            run,
+            "start",
+            "--host=127.0.0.1",
+            f"--port={port}",
+            "--in-memory",
             "--default-bucket=datasets",
-        ]  # fmt: skip
+        ]
         options = {"token": "anon", "endpoint_url": f"http://127.0.0.1:{port}", "project": "test"}
         secret = None
     else:
@@ -69,9 +77,17 @@ def emulated(kind, folder):
         if shutil.which("azurite-blob") is None:
             pytest.skip("Azurite is not on the PATH: npm install azurite")
         command = [
-            "azurite-blob", "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent",
-            "--skipApiVersionCheck", "--disableTelemetry",
-        ]  # fmt: skip
+            "azurite-blob",
+            "--blobHost",
+            "127.0.0.1",
+            "--blobPort",
+            str(port),
+            "--location",
+            str(folder),
+            "--silent",
+            "--skipApiVersionCheck",
+            "--disableTelemetry",
+        ]
         connection = (
             f"DefaultEndpointsProtocol=http;AccountName={AZURITE_ACCOUNT};AccountKey={AZURITE_KEY};"
             f"BlobEndpoint=http://127.0.0.1:{port}/{AZURITE_ACCOUNT};"

@@ -68,7 +68,11 @@ def main(root: Path, scratch: Path) -> int:
                 sys.stdout.write(f"{deaths}\n")
                 return 0 if os.WEXITSTATUS(status) == 0 and digests(out) == expected else 1
             deaths += 1
-            seen = {name: digest for name, digest in digests(out).items() if not name.startswith(".fuelrail/")}
+            seen = {
+                name: digest
+                for name, digest in digests(out).items()
+                if not name.startswith(".fuelrail/")
+            }
             if any(expected[name] != digest for name, digest in seen.items()):
                 sys.stderr.write(f"death {deaths}: a file under a final name is not whole\n")
                 return 1
@@ -76,7 +80,10 @@ def main(root: Path, scratch: Path) -> int:
                 sys.stderr.write(f"death {deaths}: a manifest without all of its files\n")
                 return 1
             kept = {name: (out / name).stat().st_ino for name in seen if name.endswith(".tar")}
-            if in_child(lambda out=out: shard_nuscenes(root, out, **OPTIONS)) or digests(out) != expected:
+            if (
+                in_child(lambda out=out: shard_nuscenes(root, out, **OPTIONS))
+                or digests(out) != expected
+            ):
                 sys.stderr.write(f"death {deaths}: went on to other bytes\n")
                 return 1
             if any((out / name).stat().st_ino != inode for name, inode in kept.items()):

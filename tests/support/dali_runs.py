@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 SIZES = [(320, 180), (64, 64), (250, 333), (401, 97)]
 AUGMENT = ImageAugment(
-    height=48, width=64, train=True, resize_range=(0.6, 0.9), rotate_deg=(-5.4, 5.4), flip_prob=0.5, crop_y="top"
+    height=48,
+    width=64,
+    train=True,
+    resize_range=(0.6, 0.9),
+    rotate_deg=(-5.4, 5.4),
+    flip_prob=0.5,
+    crop_y="top",
 )
 EVALUATION = AUGMENT.evaluation()
 
@@ -56,7 +62,9 @@ def empty(count: int, fill: int = 7) -> torch.Tensor:
 class Runs:
     """Stand in for a pipeline's runs: ``answer`` gets the encoded images that were fed, and may raise."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[list[np.ndarray]], None]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[list[np.ndarray]], None]
+    ) -> None:
         self.sizes: list[int] = []
         fed: list[np.ndarray] = []
         feed_input, run = dali.Pipeline.feed_input, dali.Pipeline.run

@@ -31,7 +31,12 @@ from fuelrail.pipeline.format.manifest import (
     encode_manifest,
 )
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, pack_sample
-from fuelrail.pipeline.format.zstd_frames import FRAMED_SUFFIX, SHARD_SUFFIX, encode_frame, encode_seek_table
+from fuelrail.pipeline.format.zstd_frames import (
+    FRAMED_SUFFIX,
+    SHARD_SUFFIX,
+    encode_frame,
+    encode_seek_table,
+)
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.sample.schema import (
     BOXES,
@@ -73,7 +78,9 @@ def make_geometry(
     here = rng.random(3) * 1000
     step = np.array([0.3, 0.0, 0.0])
     level = np.array([1.0, 0.0, 0.0, 0.0])
-    intrinsics = np.array([[width * 0.8, 0, width / 2 - 0.5], [0, width * 0.8, height / 2 - 0.5], [0, 0, 1]])
+    intrinsics = np.array(
+        [[width * 0.8, 0, width / 2 - 0.5], [0, width * 0.8, height / 2 - 0.5], [0, 0, 1]]
+    )
     nan = np.full(3, np.nan)
     return Geometry(
         cam_valid=np.array(valid, np.uint8),
@@ -97,7 +104,12 @@ def make_boxes(rng: np.random.Generator, count: int) -> Boxes:
     """Boxes on the road around the ego."""
     yaw = rng.uniform(-3, 3, count)
     boxes3d = np.column_stack(
-        [rng.uniform(-30, 30, (count, 2)), np.full(count, 0.8), np.tile([4, 2, 1.6], (count, 1)), yaw]
+        [
+            rng.uniform(-30, 30, (count, 2)),
+            np.full(count, 0.8),
+            np.tile([4, 2, 1.6], (count, 1)),
+            yaw,
+        ]
     )
     quaternion = np.column_stack([np.cos(yaw / 2), np.zeros((count, 2)), np.sin(yaw / 2)])
     return Boxes(
@@ -142,7 +154,13 @@ def build_dataset(
     framed = layout == "frame"
     root.mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    names = [META, GEOMETRY, *([BOXES] if labelled else []), *(f"{c}.jpg" for c in CAMERAS), f"{LIDAR}.npy"]
+    names = [
+        META,
+        GEOMETRY,
+        *([BOXES] if labelled else []),
+        *(f"{c}.jpg" for c in CAMERAS),
+        f"{LIDAR}.npy",
+    ]
     names += [channel.field for channel, _ in extra]
     rows: list[IndexRow] = []
     shards: list[ShardEntry] = []
@@ -163,15 +181,30 @@ def build_dataset(
                     if (value := make(row)) is not None:
                         members[entry.field] = KINDS[entry.kind].encode(value, entry)
                 raw[key] = members
-                by_kind = {"npy": "zstd-p20", "jpg": "raw", "png": "raw"} if layout == "member" else None
-                codec = {n: "raw" if by_kind is None else by_kind.get(n.rsplit(".")[-1], small) for n in members}
+                by_kind = (
+                    {"npy": "zstd-p20", "jpg": "raw", "png": "raw"} if layout == "member" else None
+                )
+                codec = {
+                    n: "raw" if by_kind is None else by_kind.get(n.rsplit(".")[-1], small)
+                    for n in members
+                }
                 stored = [
-                    StoredMember(n + codecs.suffix(codec[n]), codecs.encode(codec[n], m, dictionary=dictionary))
+                    StoredMember(
+                        n + codecs.suffix(codec[n]),
+                        codecs.encode(codec[n], m, dictionary=dictionary),
+                    )
                     for n, m in members.items()
                 ]
                 span = pack_sample(key, stored)
                 entries = tuple(
-                    MemberEntry(n, offset, len(s.data), len(members[n]), codec[n], xxhash.xxh3_64_intdigest(s.data))
+                    MemberEntry(
+                        n,
+                        offset,
+                        len(s.data),
+                        len(members[n]),
+                        codec[n],
+                        xxhash.xxh3_64_intdigest(s.data),
+                    )
                     for n, offset, s in zip(members, span.offsets, stored, strict=True)
                 )
                 joined = b"".join(span.pieces)
@@ -192,13 +225,21 @@ def build_dataset(
             sha256 = hashlib.sha256(data).hexdigest()
             shards.append(
                 ShardEntry(
-                    name=name, split=split, first_sample=first_row, num_samples=length, bytes=len(data), sha256=sha256
+                    name=name,
+                    split=split,
+                    first_sample=first_row,
+                    num_samples=length,
+                    bytes=len(data),
+                    sha256=sha256,
                 )
             )
         split_entries[split] = SplitEntry(
-            first_sample=first, num_samples=len(rows) - first, first_shard=first_shard,
-            num_shards=len(shards) - first_shard, num_clips=-(-(len(rows) - first) // 4),
-        )  # fmt: skip
+            first_sample=first,
+            num_samples=len(rows) - first,
+            first_shard=first_shard,
+            num_shards=len(shards) - first_shard,
+            num_clips=-(-(len(rows) - first) // 4),
+        )
     kinds = sorted({member.codec for row in rows for member in row.members} | {"raw"})
     write_index(root / INDEX_FILE, rows, names, kinds)
     files = write_tables(root, shards)
@@ -206,18 +247,30 @@ def build_dataset(
         (root / DICTIONARY_FILE).write_bytes(dictionary.data)
         files.append(file_entry(root / DICTIONARY_FILE))
     manifest = dataset_manifest(
-        split_entries, files, sum(shard.bytes for shard in shards), seed=seed, name="tiny",
+        split_entries,
+        files,
+        sum(shard.bytes for shard in shards),
+        seed=seed,
+        name="tiny",
         channels=channel_table(
             [
                 CameraEntry(channel=c, source_name=c.upper(), sizes=(wh,))
                 for c, wh in zip(CAMERAS, (size, back_size or size), strict=True)
             ],
-            [LidarEntry(channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring"))],
+            [
+                LidarEntry(
+                    channel=LIDAR,
+                    source_name="LIDAR_TOP",
+                    columns=("x", "y", "z", "intensity", "ring"),
+                )
+            ],
             [channel for channel, _ in extra],
             fields={BOXES: ""} if labelled else {},
         ),
-        classes=CLASSES, compression={"layout": layout, "level": 3}, provenance={"source": "tests"},
-    )  # fmt: skip
+        classes=CLASSES,
+        compression={"layout": layout, "level": 3},
+        provenance={"source": "tests"},
+    )
     (root / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return raw
 
@@ -227,12 +280,27 @@ def dataset_manifest(
 ) -> Manifest:
     """Return the manifest of a dataset with these splits and files, without channels; ``values`` are further fields."""
     made = Manifest(
-        format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="",
+        format=FORMAT,
+        version=FORMAT_VERSION,
+        name="synthetic",
+        fingerprint="",
         num_samples=sum(split.num_samples for split in splits.values()),
-        num_clips=sum(split.num_clips for split in splits.values()), num_bytes=num_bytes, seed=0, order_unit="frame",
-        channels=(), classes=(), attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
-        compression={}, provenance={}, lineage=Lineage(), files=tuple(files), splits=dict(splits),
-    )  # fmt: skip
+        num_clips=sum(split.num_clips for split in splits.values()),
+        num_bytes=num_bytes,
+        seed=0,
+        order_unit="frame",
+        channels=(),
+        classes=(),
+        attributes=(),
+        time_base="unix",
+        ego_origin="rear_axle_ground",
+        license=None,
+        compression={},
+        provenance={},
+        lineage=Lineage(),
+        files=tuple(files),
+        splits=dict(splits),
+    )
     return msgspec.structs.replace(made, **values)
 
 
@@ -256,7 +324,9 @@ class DatasetMaker:
     def __call__(
         self, splits: dict[str, tuple[int, ...]], *, copy_to: Path | None = None, **options: Any
     ) -> TinyDataset:
-        arguments = repr((splits, sorted(options.items())))  # a function's is its address: `options` keeps it alive
+        arguments = repr(
+            (splits, sorted(options.items()))
+        )  # a function's is its address: `options` keeps it alive
         if arguments not in self._made:
             root = self._folder / str(len(self._made))
             made = TinyDataset(root, build_dataset(root, splits, **options))
@@ -269,7 +339,11 @@ class DatasetMaker:
 
     def check(self) -> None:
         """Fail where a test changed a dataset."""
-        changed = [arguments for arguments, (made, _, state) in self._made.items() if _state(made.root) != state]
+        changed = [
+            arguments
+            for arguments, (made, _, state) in self._made.items()
+            if _state(made.root) != state
+        ]
         assert not changed, f"a test changed the shared datasets of {changed}"
 
 
@@ -279,33 +353,59 @@ def _state(root: Path) -> dict[Path, tuple[int, int, int]]:
 
 
 def _sample(
-    rng: np.random.Generator, row: int, key: str, split: str, size: tuple[int, int],
-    missing: frozenset[tuple[int, str]], labelled: bool,
-    lens: tuple[str, list[float]], back_size: tuple[int, int] | None,
-) -> dict[str, bytes]:  # fmt: skip
+    rng: np.random.Generator,
+    row: int,
+    key: str,
+    split: str,
+    size: tuple[int, int],
+    missing: frozenset[tuple[int, str]],
+    labelled: bool,
+    lens: tuple[str, list[float]],
+    back_size: tuple[int, int] | None,
+) -> dict[str, bytes]:
     width, height = size
     sizes = dict(zip(CAMERAS, (size, back_size or size), strict=True))
     timestamp_ns = row * 500_000_000
     present = [c for c in CAMERAS if (row, c) not in missing]
     meta = Meta(
-        schema=SCHEMA, dataset="tiny", key=key, sample_token=f"{row:032x}", clip_id=key[:9], clip_token="",
-        clip_name=key[:9], log_id="log", vehicle="car", frame_idx=row % 4, num_frames=4, prev_key=None, next_key=None,
-        timestamp_ns=timestamp_ns, is_key_frame=True, split=split,
+        schema=SCHEMA,
+        dataset="tiny",
+        key=key,
+        sample_token=f"{row:032x}",
+        clip_id=key[:9],
+        clip_token="",
+        clip_name=key[:9],
+        log_id="log",
+        vehicle="car",
+        frame_idx=row % 4,
+        num_frames=4,
+        prev_key=None,
+        next_key=None,
+        timestamp_ns=timestamp_ns,
+        is_key_frame=True,
+        split=split,
         cameras={
             c: CameraMeta(
-                token="", timestamp_ns=timestamp_ns, width=sizes[c][0], height=sizes[c][1],
+                token="",
+                timestamp_ns=timestamp_ns,
+                width=sizes[c][0],
+                height=sizes[c][1],
                 dist_model=lens[0] if c == CAMERAS[0] else "none",
             )
             for c in present
         },
-    )  # fmt: skip
-    geometry = make_geometry(rng, width, height, timestamp_ns, tuple(int(c in present) for c in CAMERAS))
+    )
+    geometry = make_geometry(
+        rng, width, height, timestamp_ns, tuple(int(c in present) for c in CAMERAS)
+    )
     geometry.dist[0, : len(lens[1])] = lens[1]
     geometry.img_wh[:] = list(sizes.values())
     members = {META: encode_meta(meta), GEOMETRY: encode_arrays(geometry)}
     if labelled:
         members[BOXES] = encode_arrays(make_boxes(rng, row % 5))
     for channel in present:
-        members[f"{channel}.jpg"] = simplejpeg.encode_jpeg(textured(rng, *sizes[channel]), 90, "RGB", "420")
+        members[f"{channel}.jpg"] = simplejpeg.encode_jpeg(
+            textured(rng, *sizes[channel]), 90, "RGB", "420"
+        )
     members[f"{LIDAR}.npy"] = encode_points(rng.random((50 + row, 5)).astype(np.float32))
     return members

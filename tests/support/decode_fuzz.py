@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode.protocol import ImageDecoder
 
 _OUT_WH = (704, 256)
-_SANITIZERS = ("-march=x86-64-v3", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+_SANITIZERS = (
+    "-march=x86-64-v3",
+    "-g",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+)
 _UNTOUCHED = 7
 
 
@@ -103,7 +108,9 @@ class NativeAgainstTurbo:
             )
             if got is not None:
                 expected = decode_jpeg(encoded, info, factor, Scratch())
-                assert np.array_equal(got[..., :3], expected[..., :3]), f"pictures at 1/{factor} differ"
+                assert np.array_equal(got[..., :3], expected[..., :3]), (
+                    f"pictures at 1/{factor} differ"
+                )
                 self.num_compared += 1
         try:
             self._without.decode_into(encoded, image_map, np.empty_like(out), interpolation)
@@ -118,7 +125,9 @@ class NativeAgainstTurbo:
         assert refused is None, f"only libjpeg-turbo refuses: {refused}"
 
 
-def fuzz(decoder: ImageDecoder, originals: Sequence[bytes], numbers: Iterable[int], seed: int) -> Tally:
+def fuzz(
+    decoder: ImageDecoder, originals: Sequence[bytes], numbers: Iterable[int], seed: int
+) -> Tally:
     """Give the decoder the mutations of these numbers, under maps with and without rotation.
 
     Raises AssertionError where a refused image's output was touched, and whatever the decoder raises that is no
@@ -135,17 +144,24 @@ def fuzz(decoder: ImageDecoder, originals: Sequence[bytes], numbers: Iterable[in
         except ImageError:
             by_header += 1
             continue
-        width, height = (max(1, size * (22 if number % 5 == 0 else 44) // 100) for size in (info.width, info.height))
+        width, height = (
+            max(1, size * (22 if number % 5 == 0 else 44) // 100)
+            for size in (info.width, info.height)
+        )
         image_map = ImageMap.identity((info.width, info.height)).resize(width, height)
         image_map = image_map.crop(0, height * 35 // 100, *_OUT_WH)
         out[:] = _UNTOUCHED
         try:
-            decoder.decode_into(encoded, image_map.rotate(4.0) if number % 3 == 0 else image_map, out)
+            decoder.decode_into(
+                encoded, image_map.rotate(4.0) if number % 3 == 0 else image_map, out
+            )
             decoded += 1
         except ImageError:
             by_decoder += 1
             if not (out == _UNTOUCHED).all():
-                raise AssertionError(f"mutation {number} of seed {seed} was refused, its output is touched") from None
+                raise AssertionError(
+                    f"mutation {number} of seed {seed} was refused, its output is touched"
+                ) from None
         except AssertionError as error:
             raise AssertionError(f"mutation {number} of seed {seed}: {error}") from error
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -167,10 +183,13 @@ def small_files(originals: Sequence[bytes]) -> list[bytes]:
             part = np.ascontiguousarray(picture[-height:, :width])
             for interval in (0, -(-part.shape[1] // 16)):
                 options = [
-                    cv2.IMWRITE_JPEG_QUALITY, (60, 80, 92)[number % 3],
-                    cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420,
-                    cv2.IMWRITE_JPEG_RST_INTERVAL, interval,
-                ]  # fmt: skip
+                    cv2.IMWRITE_JPEG_QUALITY,
+                    (60, 80, 92)[number % 3],
+                    cv2.IMWRITE_JPEG_SAMPLING_FACTOR,
+                    cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420,
+                    cv2.IMWRITE_JPEG_RST_INTERVAL,
+                    interval,
+                ]
                 files.append(cv2.imencode(".jpg", part, options)[1].tobytes())
     return files
 
@@ -181,10 +200,15 @@ def sanitized_library(folder: Path) -> dict[str, str]:
         shutil.copy(file, folder)
     build(folder, _SANITIZERS)
     found = [
-        subprocess.run(["gcc", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
+        subprocess.run(
+            ["gcc", f"-print-file-name={name}"], check=True, capture_output=True, text=True
+        ).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     ]
-    return {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1"}
+    return {
+        "LD_PRELOAD": " ".join(found),
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+    }
 
 
 if __name__ == "__main__":

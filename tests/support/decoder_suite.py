@@ -63,7 +63,9 @@ def spots(name: str, subsampling: str) -> tuple[list[tuple[float, float]], float
     columns, rows = (3, 2) if name == "larger" else (6, 4)
     u = np.linspace(left + reach + 8, right - reach - 9, columns) + rng.uniform(-3, 3, columns)
     v = np.linspace(top + reach + 8, bottom - reach - 9, rows) + rng.uniform(-3, 3, rows)
-    assert min(u.min() - left, right - u.max(), v.min() - top, bottom - v.max()) >= reach, "spots lie in the picture"
+    assert min(u.min() - left, right - u.max(), v.min() - top, bottom - v.max()) >= reach, (
+        "spots lie in the picture"
+    )
     places = [(float(a), float(b)) for a in u for b in v]
     return places, sigma, encode(blobs(*NUSCENES_WH, places, sigma), subsampling=subsampling)
 
@@ -83,7 +85,9 @@ class DecoderSuite:
     def decoder(self) -> ImageDecoder:
         return make_decoder(self.backend)
 
-    def decode(self, decoder: ImageDecoder, encoded: bytes, image_map: ImageMap, filter_: str = "bilinear"):
+    def decode(
+        self, decoder: ImageDecoder, encoded: bytes, image_map: ImageMap, filter_: str = "bilinear"
+    ):
         width, height = image_map.out_wh
         out = np.full((3, height, width), 123, np.uint8)
         decoder.decode_into(encoded, image_map, out, filter_)
@@ -97,7 +101,10 @@ class DecoderSuite:
 
     @pytest.mark.parametrize("name", ALL_MAPS)
     def test_spots_land_where_the_map_says(self, decoder: ImageDecoder, name: str) -> None:
-        image_map, (places, sigma, encoded) = ALL_MAPS[name], spots(name, self.one_of(name, "4:4:4", "4:2:0"))
+        image_map, (places, sigma, encoded) = (
+            ALL_MAPS[name],
+            spots(name, self.one_of(name, "4:4:4", "4:2:0")),
+        )
         out = self.decode(decoder, encoded, image_map)
         width, height = image_map.out_wh
         radius = math.ceil(3.5 * sigma * image_map.max_scale)
@@ -108,8 +115,12 @@ class DecoderSuite:
                 found = blob_place(out, (x, y), radius)
                 errors.append((found[0] - x, found[1] - y))
         assert len(errors) >= 3
-        assert np.abs(errors).max() < self.place_tolerance_px, f"largest errors {np.abs(errors).max(axis=0)} px"
-        assert np.abs(np.mean(errors, axis=0)).max() < 0.03, f"mean errors {np.mean(errors, axis=0)} px"
+        assert np.abs(errors).max() < self.place_tolerance_px, (
+            f"largest errors {np.abs(errors).max(axis=0)} px"
+        )
+        assert np.abs(np.mean(errors, axis=0)).max() < 0.03, (
+            f"mean errors {np.mean(errors, axis=0)} px"
+        )
 
     @given(
         wh=st.tuples(st.integers(120, 300), st.integers(120, 300)),
@@ -121,9 +132,15 @@ class DecoderSuite:
         kind=st.sampled_from(["jpeg", "png"]),
     )
     @settings(
-        max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
+        max_examples=40,
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.differing_executors,
+        ],
     )
-    def test_any_map_takes_a_spot_where_it_says(self, decoder, wh, size, crop, flip, degrees, place, kind) -> None:
+    def test_any_map_takes_a_spot_where_it_says(
+        self, decoder, wh, size, crop, flip, degrees, place, kind
+    ) -> None:
         image_map = ImageMap.identity(wh).resize(*size).crop(*crop, *size)
         image_map = (image_map.flip() if flip else image_map).rotate(degrees)
         u, v = place[0] * wh[0], place[1] * wh[1]
@@ -134,8 +151,12 @@ class DecoderSuite:
         radius = math.ceil(3.5 * sigma * image_map.max_scale)
         source_reach = 4.5 * sigma
         whole = (
-            source_reach < u - image_map.visible[0] < image_map.visible[2] - image_map.visible[0] - source_reach
-            and source_reach < v - image_map.visible[1] < image_map.visible[3] - image_map.visible[1] - source_reach
+            source_reach
+            < u - image_map.visible[0]
+            < image_map.visible[2] - image_map.visible[0] - source_reach
+            and source_reach
+            < v - image_map.visible[1]
+            < image_map.visible[3] - image_map.visible[1] - source_reach
             and radius < x < size[0] - 1 - radius
             and radius < y < size[1] - 1 - radius
         )
@@ -145,7 +166,9 @@ class DecoderSuite:
             assert abs(found[1] - y) < self.place_tolerance_px * max(1.0, image_map.max_scale)
 
     @pytest.mark.parametrize("name", PRESETS)
-    def test_a_point_in_the_world_projects_onto_its_pixels(self, decoder: ImageDecoder, name: str) -> None:
+    def test_a_point_in_the_world_projects_onto_its_pixels(
+        self, decoder: ImageDecoder, name: str
+    ) -> None:
         # The whole chain: ego point -> stored pixel, drawn there; decoded under a drawn map; found where ego2img' says.
         ego2img, points, encoded = world_points()
         found_any = 0
@@ -155,14 +178,19 @@ class DecoderSuite:
             projected = image_map.ida_mat() @ ego2img @ points
             radius = math.ceil(21 * image_map.max_scale)
             for x, y in (projected[:2] / projected[2]).T:
-                if radius < x < image_map.out_wh[0] - radius and radius < y < image_map.out_wh[1] - radius:
+                if (
+                    radius < x < image_map.out_wh[0] - radius
+                    and radius < y < image_map.out_wh[1] - radius
+                ):
                     found = blob_place(out, (x, y), radius)
                     assert math.hypot(found[0] - x, found[1] - y) < 1.5 * self.place_tolerance_px
                     found_any += 1
         assert found_any >= 4
 
     @pytest.mark.parametrize("name", EVERY_PRESET)
-    def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(self, decoder: ImageDecoder, name: str) -> None:
+    def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(
+        self, decoder: ImageDecoder, name: str
+    ) -> None:
         image_map = preset_map(name, sample=5)
         square, encoded = 100, _encoded_checkerboard(100)
         gray = self.decode(decoder, encoded, image_map).mean(axis=0).astype(np.float32)
@@ -182,27 +210,39 @@ class DecoderSuite:
         assert errors.max() < 0.1 + 0.002, f"{errors.max(axis=0)} px"
 
     @pytest.mark.parametrize("name", ALL_MAPS)
-    def test_pixels_agree_with_an_independent_reference(self, decoder: ImageDecoder, name: str) -> None:
+    def test_pixels_agree_with_an_independent_reference(
+        self, decoder: ImageDecoder, name: str
+    ) -> None:
         image_map, filter_ = ALL_MAPS[name], self.one_of(name, "bilinear", "bicubic")
-        out, expected = self.decode(decoder, photograph(), image_map, filter_), expected_photograph(name, filter_)
+        out, expected = (
+            self.decode(decoder, photograph(), image_map, filter_),
+            expected_photograph(name, filter_),
+        )
         where = seen(image_map, 2.0 / min(1.0, image_map.max_scale))
         # Bicubic differs more: OpenCV's kernel is another than Pillow's, and is not stretched for antialiasing.
         assert psnr_db(out, expected, where) > {"bilinear": 38.0, "bicubic": 36.0}[filter_]
         assert max(map(abs, shift_px(out, expected, where))) < 0.05
 
     @pytest.mark.parametrize("name", PRESETS)
-    def test_real_pictures_agree_with_an_independent_reference(self, decoder: ImageDecoder, name: str) -> None:
+    def test_real_pictures_agree_with_an_independent_reference(
+        self, decoder: ImageDecoder, name: str
+    ) -> None:
         files = sorted(shared_data("nuscenes-mini").glob("samples/CAM_*/*.jpg"))[::3]
         assert len(files) == 6
         for number, file in enumerate(files):
             image_map = preset_map(name, number)
-            out, expected = self.decode(decoder, file.read_bytes(), image_map), _expected_file(file, name, number)
+            out, expected = (
+                self.decode(decoder, file.read_bytes(), image_map),
+                _expected_file(file, name, number),
+            )
             where = seen(image_map, 2.0 / image_map.max_scale)
             assert psnr_db(out, expected, where) > 38.0, file.name
             assert max(map(abs, shift_px(out, expected, where))) < 0.05, file.name
 
     @pytest.mark.parametrize("filter_", ["bilinear", "bicubic"])
-    def test_a_flipped_map_gives_the_mirrored_picture(self, decoder: ImageDecoder, filter_: str) -> None:
+    def test_a_flipped_map_gives_the_mirrored_picture(
+        self, decoder: ImageDecoder, filter_: str
+    ) -> None:
         encoded = encode(natural(640, 360), subsampling="4:2:0")
         for image_map in (
             ImageMap.identity((640, 360)),
@@ -215,7 +255,9 @@ class DecoderSuite:
             assert psnr_db(mirrored[:, :, ::-1], plain) > 45.0
 
     @pytest.mark.parametrize("name", ["beyond", "padded", "turned", "quarter-turn"])
-    def test_what_sees_nothing_is_black_and_nothing_else_is(self, decoder: ImageDecoder, name: str) -> None:
+    def test_what_sees_nothing_is_black_and_nothing_else_is(
+        self, decoder: ImageDecoder, name: str
+    ) -> None:
         image_map = ALL_MAPS[name]
         out = self.decode(decoder, encode(np.full((900, 1600, 3), 180, np.uint8)), image_map)
         outside = ~seen(image_map, -1e-4)
@@ -234,19 +276,43 @@ class DecoderSuite:
 
     @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
     def test_odd_sizes(self, decoder: ImageDecoder, subsampling: str) -> None:
-        for wh in ((1, 1), (2, 3), (7, 9), (8, 8), (15, 17), (16, 16), (31, 33), (1, 200), (333, 5)):
+        for wh in (
+            (1, 1),
+            (2, 3),
+            (7, 9),
+            (8, 8),
+            (15, 17),
+            (16, 16),
+            (31, 33),
+            (1, 200),
+            (333, 5),
+        ):
             self.check_size(decoder, wh, encode(natural(*wh), subsampling=subsampling))
 
     def check_size(self, decoder: ImageDecoder, wh: tuple[int, int], encoded: bytes) -> None:
         whole = self.decode(decoder, encoded, ImageMap.identity(wh))
-        assert np.abs(whole.astype(int) - open_with_pillow(encoded).transpose(2, 0, 1)).max() <= 3, wh
+        assert (
+            np.abs(whole.astype(int) - open_with_pillow(encoded).transpose(2, 0, 1)).max() <= 3
+        ), wh
         for size in ((5, 4), (max(1, wh[0] // 2), max(1, wh[1] // 2)), (2 * wh[0], wh[1])):
             resized = self.decode(decoder, encoded, ImageMap.identity(wh).resize(*size))
             assert resized.shape == (3, size[1], size[0])
             assert abs(resized.mean() - whole.mean()) < 25
 
     @pytest.mark.parametrize(
-        "kind", ["progressive", "restart", "4:2:2", "4:4:4", "gray", "cmyk", "png", "png-gray", "png-rgba", "optimized"]
+        "kind",
+        [
+            "progressive",
+            "restart",
+            "4:2:2",
+            "4:4:4",
+            "gray",
+            "cmyk",
+            "png",
+            "png-gray",
+            "png-rgba",
+            "optimized",
+        ],
     )
     def test_kinds_of_files(self, decoder: ImageDecoder, kind: str) -> None:
         picture = natural(322, 243)
@@ -260,7 +326,9 @@ class DecoderSuite:
             "cmyk": lambda: _cmyk(picture),
             "png": lambda: encode(picture, "png"),
             "png-gray": lambda: encode(picture[..., 0], "png"),
-            "png-rgba": lambda: encode(np.dstack((picture, np.full(picture.shape[:2], 255, np.uint8))), "png"),
+            "png-rgba": lambda: encode(
+                np.dstack((picture, np.full(picture.shape[:2], 255, np.uint8))), "png"
+            ),
         }[kind]()
         if kind in self.refuses:
             with pytest.raises(ImageError):
@@ -296,16 +364,34 @@ class DecoderSuite:
     def test_cut_files_are_refused_wherever_they_are_cut(self, decoder: ImageDecoder) -> None:
         picture = natural(96, 64)
         for encoded in (encode(picture), encode(picture, progressive=True), encode(picture, "png")):
-            for end in (0, 1, 2, 10, 100, len(encoded) // 2, len(encoded) * 3 // 4, len(encoded) - 12):
+            for end in (
+                0,
+                1,
+                2,
+                10,
+                100,
+                len(encoded) // 2,
+                len(encoded) * 3 // 4,
+                len(encoded) - 12,
+            ):
                 self.assert_refused(decoder, encoded[:end], (96, 64))
 
     def test_other_sizes_than_the_geometry_says_are_refused(self, decoder: ImageDecoder) -> None:
-        self.assert_refused(decoder, encode(natural(96, 64)), (64, 96), "96x64 pixels, but .* says 64x96")
+        self.assert_refused(
+            decoder, encode(natural(96, 64)), (64, 96), "96x64 pixels, but .* says 64x96"
+        )
 
-    def test_decompression_bombs_are_refused_before_anything_is_allocated(self, decoder: ImageDecoder) -> None:
+    def test_decompression_bombs_are_refused_before_anything_is_allocated(
+        self, decoder: ImageDecoder
+    ) -> None:
         ihdr = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
         chunk = b"IHDR" + ihdr
-        png = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        png = (
+            b"\x89PNG\r\n\x1a\n"
+            + struct.pack(">I", 13)
+            + chunk
+            + struct.pack(">I", zlib.crc32(chunk))
+        )
         self.assert_refused(decoder, png, (60000, 60000), "over the limit")
         jpeg = bytearray(encode(natural(16, 16)))
         at = jpeg.index(b"\xff\xc0") + 5
@@ -316,7 +402,10 @@ class DecoderSuite:
         ("encoded", "message"),
         [
             (b"", "empty"),
-            (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n", "git-LFS pointer"),
+            (
+                b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
+                "git-LFS pointer",
+            ),
             (b"<!DOCTYPE html><html></html>", "HTML"),
             (b"\0" * 4096, "zero bytes"),
             (b"GIF89a" + b"\0" * 100, "GIF"),
@@ -340,7 +429,9 @@ class DecoderSuite:
         ):
             with pytest.raises(ConfigError, match="out must be a writable uint8 array of shape"):
                 decoder.decode_into(encoded, image_map, wrong)
-        with pytest.raises(ConfigError, match="interpolation='nearest' must be one of bilinear, bicubic"):
+        with pytest.raises(
+            ConfigError, match="interpolation='nearest' must be one of bilinear, bicubic"
+        ):
             decoder.decode_into(encoded, image_map, np.zeros((3, 30, 40), np.uint8), "nearest")
 
     def test_buffers_of_all_kinds_and_rows_apart(self, decoder: ImageDecoder) -> None:
@@ -400,8 +491,12 @@ def world_points() -> tuple[np.ndarray, np.ndarray, bytes]:
     """A projection (4, 4), points in the ego frame as columns (4, n), and an image with a spot where each is seen."""
     ego2img = np.eye(4)
     ego2img[:3, :3] = [[1266.4, 0, 816.3], [0, 1266.4, 491.5], [0, 0, 1]]
-    ego2img @= np.array([[0, -1, 0, 0], [0, 0, -1, 1.5], [1, 0, 0, -1.7], [0, 0, 0, 1.0]])  # ego x is forward
-    points = np.array([[18.0, 1.5, 0.4, 1], [35.0, -6.0, 1.0, 1], [26.0, 9.0, 0.5, 1], [12.0, 0.2, 0.2, 1]]).T
+    ego2img @= np.array(
+        [[0, -1, 0, 0], [0, 0, -1, 1.5], [1, 0, 0, -1.7], [0, 0, 0, 1.0]]
+    )  # ego x is forward
+    points = np.array(
+        [[18.0, 1.5, 0.4, 1], [35.0, -6.0, 1.0, 1], [26.0, 9.0, 0.5, 1], [12.0, 0.2, 0.2, 1]]
+    ).T
     places = [(float(p[0] / p[2]), float(p[1] / p[2])) for p in (ego2img @ points).T]
     return ego2img, points, encode(blobs(*NUSCENES_WH, places, 6.0), subsampling="4:2:0")
 

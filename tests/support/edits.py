@@ -35,8 +35,14 @@ def reseal(out: Path, change: Callable[[Manifest], Manifest] = lambda manifest: 
     for shard in ShardTable(BlockFile(out / SHARDS_FILE), manifest):
         data = (out / shard.name).read_bytes()
         idx = (out / shard.idx_name).read_bytes() if shard.idx_bytes else b""
-        stated = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "idx_bytes": len(idx)}
-        shards.append(shard._replace(**stated, idx_sha256=hashlib.sha256(idx).hexdigest() if idx else ""))
+        stated = {
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "idx_bytes": len(idx),
+        }
+        shards.append(
+            shard._replace(**stated, idx_sha256=hashlib.sha256(idx).hexdigest() if idx else "")
+        )
     with contextlib.suppress(FuelrailError):  # an index that none can read stays as it is
         write_tables(out, shards)
     seal_tables(out)
@@ -48,7 +54,12 @@ def reseal(out: Path, change: Callable[[Manifest], Manifest] = lambda manifest: 
 
 def replace_index(out: Path, dataset, rows, names=None) -> None:
     """Another index in the place of the dataset's, by a rename: rows may still be read from the old one."""
-    write_index(out / "new", rows, names or dataset.index.names, [*dict.fromkeys((*dataset.index.codecs, "raw"))])
+    write_index(
+        out / "new",
+        rows,
+        names or dataset.index.names,
+        [*dict.fromkeys((*dataset.index.codecs, "raw"))],
+    )
     (out / "new").rename(out / INDEX_FILE)
 
 
@@ -67,7 +78,11 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
     for at in range(shard.first_sample, shard.first_sample + shard.num_samples):
         row = rows[at]
         raw = {
-            m.name: bytes(codecs.decode(m.codec, whole[row.offset + m.offset :][: m.stored_bytes], m.raw_bytes))
+            m.name: bytes(
+                codecs.decode(
+                    m.codec, whole[row.offset + m.offset :][: m.stored_bytes], m.raw_bytes
+                )
+            )
             for m in row.members
         }
         codec = {m.name: m.codec for m in row.members}
@@ -79,12 +94,22 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
         names |= dict.fromkeys(name for name, _ in pairs)
         kinds = [codec.get(name, "raw") for name, _ in pairs]
         stored = [
-            StoredMember(n + codecs.suffix(c), codecs.encode(c, d)) for (n, d), c in zip(pairs, kinds, strict=True)
+            StoredMember(n + codecs.suffix(c), codecs.encode(c, d))
+            for (n, d), c in zip(pairs, kinds, strict=True)
         ]
         span, offsets = pack_unchecked(row.key, stored)
         entries = tuple(
-            MemberEntry(name, offset, len(member.data), len(raw_data), kind, xxhash.xxh3_64_intdigest(member.data))
-            for (name, raw_data), kind, offset, member in zip(pairs, kinds, offsets, stored, strict=True)
+            MemberEntry(
+                name,
+                offset,
+                len(member.data),
+                len(raw_data),
+                kind,
+                xxhash.xxh3_64_intdigest(member.data),
+            )
+            for (name, raw_data), kind, offset, member in zip(
+                pairs, kinds, offsets, stored, strict=True
+            )
         )
         rows[at] = IndexRow(*row[:5], len(data), len(span), xxhash.xxh3_64_intdigest(span), entries)
         data += span

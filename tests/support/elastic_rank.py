@@ -21,7 +21,9 @@ from fuelrail import DataLoader
 CHECKPOINT_EVERY = 3
 
 
-def main(root: str, out: str, global_batch: int, num_steps: int, kill_rank: int, kill_step: int) -> None:
+def main(
+    root: str, out: str, global_batch: int, num_steps: int, kill_rank: int, kill_step: int
+) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     loader = DataLoader(
@@ -49,12 +51,17 @@ def main(root: str, out: str, global_batch: int, num_steps: int, kill_rank: int,
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))  # the gradients: a step is made by all ranks or by none
         with log.open("a") as lines:
-            lines.write(json.dumps([step, batch["epoch"], batch["step"], batch["sample_key"]]) + "\n")
+            lines.write(
+                json.dumps([step, batch["epoch"], batch["step"], batch["sample_key"]]) + "\n"
+            )
         dist.barrier()  # nobody dies before all have written
         step += 1
         if step % CHECKPOINT_EVERY == 0:
             progress["steps"].fill_(step)
-            dcp.save({"loader": loader, "progress": progress}, checkpoint_id=Path(out, f"step-{step:03d}"))
+            dcp.save(
+                {"loader": loader, "progress": progress},
+                checkpoint_id=Path(out, f"step-{step:03d}"),
+            )
     loader.close()
     dist.destroy_process_group()
 

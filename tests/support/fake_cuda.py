@@ -36,10 +36,27 @@ if TYPE_CHECKING:
 
     from support.fake_streams import Clock
 _MAY_MIX = {"copy_", "index", "index_put_", "_index_put_impl_", "_to_copy", "index_put"}
-_HOST_WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero", "unique_consecutive"}
+_HOST_WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "masked_select",
+    "is_nonzero",
+    "unique_consecutive",
+}
 _FACTORIES = (
-    "empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "rand", "randn", "eye", "empty_strided",
-)  # fmt: skip
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "tensor",
+    "as_tensor",
+    "rand",
+    "randn",
+    "eye",
+    "empty_strided",
+)
 _MADE_ON_HOST = {"tensor", "as_tensor"}
 
 
@@ -116,7 +133,9 @@ class FakeCuda:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         self.finish()
         if kind is None and self.findings:
             raise AssertionError("\n".join(self.findings))
@@ -167,9 +186,13 @@ class FakeCuda:
                 if self.host.get(access.stream.stream_id, 0) < access.tick:
                     self._pending.append((access, source, digest))
                 elif _digest(source) != digest:
-                    self._find(f"pinned memory changed while {access.what} on {access.stream} was reading it")
+                    self._find(
+                        f"pinned memory changed while {access.what} on {access.stream} was reading it"
+                    )
 
-    def to_device(self, source: torch.Tensor, device: torch.device, non_blocking: bool, what: str) -> DeviceTensor:
+    def to_device(
+        self, source: torch.Tensor, device: torch.device, non_blocking: bool, what: str
+    ) -> DeviceTensor:
         """Copy from the host; the source must not change before the copy is known to be complete."""
         with self._lock:
             stream = self.current_stream(device)
@@ -187,12 +210,19 @@ class FakeCuda:
                 self.host_learns(stream.clock)
         return _plain(source).clone()
 
-    def adopt(self, plain: torch.Tensor, device: torch.device, home: FakeStream | None) -> DeviceTensor:
+    def adopt(
+        self, plain: torch.Tensor, device: torch.device, home: FakeStream | None
+    ) -> DeviceTensor:
         """Make host memory a device's new block; ``home`` is the stream that it is allocated on, None for foreign."""
         return self._wrap(plain, device, Block(self, home, f"{plain.dtype} {list(plain.shape)}"))
 
     def released(
-        self, home: FakeStream | None, label: str, reads: list[Access], writes: list[Access], recorded: set[int]
+        self,
+        home: FakeStream | None,
+        label: str,
+        reads: list[Access],
+        writes: list[Access],
+        recorded: set[int],
     ) -> None:
         """Return a block to the allocator, which reuses it for the next request on the same stream."""
         with self._lock:
@@ -201,7 +231,9 @@ class FakeCuda:
             for access in (*writes, *reads):
                 by_another = access.stream is not home and access.stream.stream_id not in recorded
                 if by_another and not self._is_known(access, home):
-                    self._find(f"{label}, allocated on {home}, was freed while {access.what} on {access.stream} runs")
+                    self._find(
+                        f"{label}, allocated on {home}, was freed while {access.what} on {access.stream} runs"
+                    )
                     return
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -211,18 +243,25 @@ class FakeCuda:
         ours = [one for one in flat if isinstance(one, DeviceTensor)]
         device = ours[0].home
         with self._lock:
-            others = [one for one in flat if (one.device != device) and (one.dim() > 0 or one.is_cuda)]
+            others = [
+                one for one in flat if (one.device != device) and (one.dim() > 0 or one.is_cuda)
+            ]
             if others and name not in _MAY_MIX:
                 raise RuntimeError(
                     f"Expected all tensors to be on the same device, {name} has {device} and {others[0].device}"
                 )
             written = _written(func, args, kwargs)
-            is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+            is_view = any(
+                one.alias_info is not None and not one.alias_info.is_write
+                for one in func._schema.returns
+            )
             with torch._C._DisableTorchDispatch():
                 result = func(*args, **kwargs)
             stream = self.current_stream(device)
             blocks = {one.untyped_storage().data_ptr(): one.block for one in ours}
-            wrapped = pytree.tree_map_only(torch.Tensor, lambda one: self._out(one, device, stream, blocks), result)
+            wrapped = pytree.tree_map_only(
+                torch.Tensor, lambda one: self._out(one, device, stream, blocks), result
+            )
             made = [one for one in pytree.tree_leaves(wrapped) if isinstance(one, DeviceTensor)]
             if not is_view:
                 targets = [one.block for one in (*written, *made) if isinstance(one, DeviceTensor)]
@@ -231,7 +270,9 @@ class FakeCuda:
                 for one in others:
                     if not one.is_cuda and not any(one is target for target in written):
                         self._copy_began(
-                            access, one, name == "copy_" and (args[2:] == (True,) or kwargs.get("non_blocking"))
+                            access,
+                            one,
+                            name == "copy_" and (args[2:] == (True,) or kwargs.get("non_blocking")),
                         )
                 if name in _HOST_WAITS or any(not one.is_cuda for one in written):
                     self.host_learns(stream.clock)
@@ -252,12 +293,16 @@ class FakeCuda:
         tensor.home, tensor.block = device, block
         return tensor
 
-    def _note(self, stream: FakeStream, sources: list[Block], targets: list[Block], what: str) -> Access:
+    def _note(
+        self, stream: FakeStream, sources: list[Block], targets: list[Block], what: str
+    ) -> Access:
         """A kernel is queued on a stream, after all that the stream and the host know of."""
         for block in sources:
             self._require(block.writes, stream, f"{what} on {stream} reads", block)
         for block in targets:
-            self._require([*block.writes, *block.reads], stream, f"{what} on {stream} writes", block)
+            self._require(
+                [*block.writes, *block.reads], stream, f"{what} on {stream} writes", block
+            )
         join(stream.clock, self.host)
         tick = stream.clock.get(stream.stream_id, 0) + 1
         stream.clock[stream.stream_id] = tick
@@ -271,7 +316,9 @@ class FakeCuda:
     def _require(self, earlier: list[Access], stream: FakeStream, what: str, block: Block) -> None:
         for access in earlier:
             if not self._is_known(access, stream):
-                self._find(f"{what} {block.label} without waiting for {access.what} on {access.stream}")
+                self._find(
+                    f"{what} {block.label} without waiting for {access.what} on {access.stream}"
+                )
                 return
 
     def _is_known(self, access: Access, stream: FakeStream) -> bool:
@@ -290,7 +337,9 @@ class FakeCuda:
         at = tensor.data_ptr()
         if any(begin <= at < begin + size for begin, size in list(self._registered.items())):
             return True
-        return any(one.data_ptr() <= at < one.data_ptr() + max(1, one.nbytes) for one in self._pinned)
+        return any(
+            one.data_ptr() <= at < one.data_ptr() + max(1, one.nbytes) for one in self._pinned
+        )
 
     def _find(self, text: str) -> None:
         if not self._is_over and text not in self.findings:
@@ -329,17 +378,28 @@ class FakeCuda:
             "memory_allocated": lambda device=None: 0,
             "max_memory_allocated": lambda device=None: 0,
             "cudart": lambda: types.SimpleNamespace(
-                cudaHostRegister=lambda address, size, flags: self._registered.update({address: size}) or 0,
+                cudaHostRegister=lambda address, size, flags: (
+                    self._registered.update({address: size}) or 0
+                ),
                 cudaHostUnregister=lambda address: self._registered.pop(address) and 0,
             ),
         }
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(torch.cuda.nvtx, "_nvtx", types.SimpleNamespace(rangePushA=lambda name: 0, rangePop=lambda: 0))
+        patch.setattr(
+            torch.cuda.nvtx,
+            "_nvtx",
+            types.SimpleNamespace(rangePushA=lambda name: 0, rangePop=lambda: 0),
+        )
         patch.setattr(torch.Tensor, "to", self._tensor_to(torch.Tensor.to))
         patch.setattr(torch.Tensor, "cpu", lambda tensor, **_: tensor.to("cpu"))
-        patch.setattr(torch.Tensor, "cuda", lambda tensor, device=None, non_blocking=False: tensor.to(
-            self.device(device), non_blocking=non_blocking))  # fmt: skip
+        patch.setattr(
+            torch.Tensor,
+            "cuda",
+            lambda tensor, device=None, non_blocking=False: tensor.to(
+                self.device(device), non_blocking=non_blocking
+            ),
+        )
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: self._pin(tensor.clone()))
         patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: self._is_pinned(tensor))
         for name in _FACTORIES:
@@ -379,7 +439,13 @@ class FakeCuda:
             if args and isinstance(args[0], torch.Tensor):
                 args = (args[0].device, args[0].dtype, *args[1:])
             device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
-            target = tensor.device if device is None else device if device.type == "cpu" else self.device(device)
+            target = (
+                tensor.device
+                if device is None
+                else device
+                if device.type == "cpu"
+                else self.device(device)
+            )
             if target == tensor.device:
                 options = {} if layout is None else {"memory_format": layout}
                 moved = original(tensor, dtype or tensor.dtype, copy=copy, **options)
@@ -387,7 +453,11 @@ class FakeCuda:
                 return moved
             if isinstance(tensor, DeviceTensor):
                 host = self.to_host(tensor, non_blocking)
-                moved = host if target.type == "cpu" else self.to_device(host, target, False, "a copy between devices")
+                moved = (
+                    host
+                    if target.type == "cpu"
+                    else self.to_device(host, target, False, "a copy between devices")
+                )
             else:
                 moved = self.to_device(tensor, target, non_blocking, "a copy to the device")
             return moved if dtype is None else original(moved, dtype)
@@ -401,7 +471,9 @@ class FakeCuda:
                 before = self._foreign.get(plain.data_ptr(), [])
                 for access in before:
                     if self.host.get(access.stream.stream_id, 0) < access.tick:
-                        self._find(f"foreign memory was written again while {access.what} on {access.stream} reads it")
+                        self._find(
+                            f"foreign memory was written again while {access.what} on {access.stream} reads it"
+                        )
                 tensor = self.adopt(plain, self.device(), None)
                 self._foreign[plain.data_ptr()] = tensor.block.reads
             return tensor
@@ -424,4 +496,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy() if tensor.numel() else b"")
+    return zlib.crc32(
+        tensor.detach().contiguous().view(torch.uint8).numpy() if tensor.numel() else b""
+    )

@@ -29,7 +29,9 @@ class Block:
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.recorded: set[int] = set()
-        weakref.finalize(self, fake.released, home, label, self.reads, self.writes, self.recorded).atexit = False
+        weakref.finalize(
+            self, fake.released, home, label, self.reads, self.writes, self.recorded
+        ).atexit = False
 
 
 class FakeStream:
@@ -71,7 +73,9 @@ class FakeEvent:
 
     fake: FakeCuda
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         self.clock: Clock = {}
 
     def record(self, stream: FakeStream | None = None) -> None:

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-_REASONS = {200: "OK", 206: "Partial Content", 403: "Forbidden", 404: "Not Found", 416: "Range Not Satisfiable"}
+_REASONS = {
+    200: "OK",
+    206: "Partial Content",
+    403: "Forbidden",
+    404: "Not Found",
+    416: "Range Not Satisfiable",
+}
 
 
 class Request(NamedTuple):
@@ -59,13 +65,17 @@ def well_behaved(_request: Request) -> Misbehaviour:
     return GOOD
 
 
-def faulty(latency_s: float, part: float, seed: int, stall_s: float = 60.0) -> Callable[[Request], Misbehaviour]:
+def faulty(
+    latency_s: float, part: float, seed: int, stall_s: float = 60.0
+) -> Callable[[Request], Misbehaviour]:
     """``part`` of the requests fail: 503, a hang-up, a cut answer or a stall, at random; all wait first."""
     draw = random.Random(seed)
     kinds = (
-        Misbehaviour(latency_s, status=503), Misbehaviour(latency_s, hang_up=True), Misbehaviour(latency_s, cut=True),
+        Misbehaviour(latency_s, status=503),
+        Misbehaviour(latency_s, hang_up=True),
+        Misbehaviour(latency_s, cut=True),
         Misbehaviour(latency_s, stall_s=stall_s),
-    )  # fmt: skip
+    )
     good = Misbehaviour(latency_s)
 
     def misbehave(_request: Request) -> Misbehaviour:
@@ -81,7 +91,10 @@ class FaultServer:
     """
 
     def __init__(
-        self, folder: Path, misbehave: Callable[[Request], Misbehaviour] = well_behaved, port: int = 0
+        self,
+        folder: Path,
+        misbehave: Callable[[Request], Misbehaviour] = well_behaved,
+        port: int = 0,
     ) -> None:
         self.folder, self.misbehave, self.port = folder, misbehave, port
         self.requests: list[Request] = []
@@ -89,7 +102,9 @@ class FaultServer:
         self._at_once = 0
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fault-server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="fault-server", daemon=True
+        )
 
     @property
     def url(self) -> str:
@@ -102,7 +117,10 @@ class FaultServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.go_down()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -161,16 +179,22 @@ class FaultServer:
             return False
         line, *fields = head.rstrip().split("\r\n")
         method, path, _ = line.split(" ", 2)
-        headers = {k.strip().lower(): v.strip() for k, _, v in (field.partition(":") for field in fields)}
+        headers = {
+            k.strip().lower(): v.strip() for k, _, v in (field.partition(":") for field in fields)
+        }
         match = re.match(r"bytes=(\d+)-(\d*)", headers.get("range", ""))
         start = int(match[1]) if match else None
         end = int(match[2]) + 1 if match and match[2] else None
-        request = Request(path.partition("?")[0].lstrip("/"), start, end, len(self.requests), headers)
+        request = Request(
+            path.partition("?")[0].lstrip("/"), start, end, len(self.requests), headers
+        )
         self.requests.append(request)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
-            return await self._respond(request, self.misbehave(request), writer, wants_body=method == "GET")
+            return await self._respond(
+                request, self.misbehave(request), writer, wants_body=method == "GET"
+            )
         finally:
             self._at_once -= 1
 
@@ -210,9 +234,13 @@ class FaultServer:
         return await self._send(writer, status, body, end - start, extra)
 
     async def _send(
-        self, writer: asyncio.StreamWriter, status: int, body: bytes | bytearray | memoryview, length: int,
+        self,
+        writer: asyncio.StreamWriter,
+        status: int,
+        body: bytes | bytearray | memoryview,
+        length: int,
         extra: str = "",
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         head = (
             f"HTTP/1.1 {status} {_REASONS.get(status, 'Error')}\r\nContent-Length: {length}\r\n"
             f"Accept-Ranges: bytes\r\nContent-Type: application/octet-stream\r\n{extra}\r\n"

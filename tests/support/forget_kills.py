@@ -37,7 +37,11 @@ def counting(at: int | None, *, after: bool) -> list[int]:
         return call
 
     Path.replace, Path.unlink = watched(Path.replace), watched(Path.unlink)
-    os.link, os.unlink, os.rmdir = watched(os.link), watched(os.unlink), watched(os.rmdir)  # rmtree's too
+    os.link, os.unlink, os.rmdir = (
+        watched(os.link),
+        watched(os.unlink),
+        watched(os.rmdir),
+    )  # rmtree's too
     return count
 
 

@@ -30,7 +30,9 @@ def fork(work) -> int:
 
 def resident_bytes() -> int:
     """What this process has in memory. A fork begins with its parent's, and so does `ru_maxrss`, even beyond exec."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def join(pid: int) -> int:

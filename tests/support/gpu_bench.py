@@ -70,7 +70,10 @@ def check(seconds: float, *, twins: tuple[str, ...] = ("cpu",), lane=pytest.mark
     """
     mark = pytest.mark
     on_gpu = [mark.gpu, mark.seconds(seconds), mark.timeout(900), mark.filterwarnings("default")]
-    devices = [*(pytest.param(twin, marks=lane) for twin in twins), pytest.param("cuda", marks=on_gpu)]
+    devices = [
+        *(pytest.param(twin, marks=lane) for twin in twins),
+        pytest.param("cuda", marks=on_gpu),
+    ]
     return mark.parametrize("bench", devices, indirect=True)
 
 
@@ -89,19 +92,29 @@ def why_no_gpu() -> str | None:
 
 def require_dali(bench: Bench) -> None:
     """Skip a twin where DALI is not installed; on a GPU that is a failure."""
-    if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
+    if (
+        importlib.util.find_spec("nvidia") is None
+        or importlib.util.find_spec("nvidia.dali") is None
+    ):
         assert bench.is_small, (
             "NVIDIA DALI is not installed, so nothing of the GPU decoder was checked: install fuelrail[dali]"
         )
         pytest.skip("NVIDIA DALI is not installed")
 
 
-def synthesise(folder: Path, *, num_clips: int = 5, num_frames: int = 10, size: str = "480x270") -> Path:
+def synthesise(
+    folder: Path, *, num_clips: int = 5, num_frames: int = 10, size: str = "480x270"
+) -> Path:
     """A synthetic dataset of six cameras, through the same commands that users take."""
     source, out = folder / "synth", folder / "dataset"
     length = ["--clips", str(num_clips), "--frames", str(num_frames), "--size", size]
     assert fuelrail_main(["synth", str(source), "--seed", "7", *length]) == 0
-    assert fuelrail_main(["shard", f"nuscenes:{source}", str(out), "-o", "version=v1.0-mini", "--seed", "7"]) == 0
+    assert (
+        fuelrail_main(
+            ["shard", f"nuscenes:{source}", str(out), "-o", "version=v1.0-mini", "--seed", "7"]
+        )
+        == 0
+    )
     return out
 
 
@@ -134,7 +147,9 @@ def cameras(bench: Bench, kind: str = "plain", *, one_camera: bool = False) -> P
 
 
 @contextmanager
-def jpeg_engines(bench: Bench, decoder: str, facts: dict[str, Any], name: str = "jpeg_engines_busy"):
+def jpeg_engines(
+    bench: Bench, decoder: str, facts: dict[str, Any], name: str = "jpeg_engines_busy"
+):
     """Measure how busy the JPEG engines are inside; with DALI on a GPU, idle ones fail the check.
 
     The share is NVML's, 0 to 1. Without NVML nobody knows whether DALI decodes by hardware, so that fails too.
@@ -150,12 +165,18 @@ def jpeg_engines(bench: Bench, decoder: str, facts: dict[str, Any], name: str = 
     if decoder == "dali":
         reason = watch.reason or "the card does not know"
         assert share is not None, f"NVML does not say how busy the JPEG engines are: {reason}"
-        assert share > 0, "the JPEG engines were idle: CUDA cores or CPUs decoded; `fuelrail doctor` says why"
+        assert share > 0, (
+            "the JPEG engines were idle: CUDA cores or CPUs decoded; `fuelrail doctor` says why"
+        )
 
 
-def make_loader(bench: Bench, dataset: Path, batch_size: int, decoder: str, **options: Any) -> DataLoader:
+def make_loader(
+    bench: Bench, dataset: Path, batch_size: int, decoder: str, **options: Any
+) -> DataLoader:
     """Return a loader of a check; its batches go to the device."""
-    options["transforms"] = msgspec.structs.replace(options.get("transforms", Transforms()), decoder=decoder)
+    options["transforms"] = msgspec.structs.replace(
+        options.get("transforms", Transforms()), decoder=decoder
+    )
     options = {"shuffle": True, "drop_last": True, **options}
     return DataLoader(dataset, batch_size, seed=7, device=bench.device, **options)
 
@@ -168,7 +189,9 @@ def endless(loader: DataLoader):
 def percentiles(values: list[float]) -> list[float]:
     """Return median and 99th percentile, rounded to a thousandth."""
     ordered = sorted(values)
-    return [round(ordered[min(len(ordered) - 1, int(len(ordered) * share))], 3) for share in (0.5, 0.99)]
+    return [
+        round(ordered[min(len(ordered) - 1, int(len(ordered) * share))], 3) for share in (0.5, 0.99)
+    ]
 
 
 def keep_busy(cycles: int) -> None:

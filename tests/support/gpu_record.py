@@ -18,7 +18,14 @@ from support.gpu_bench import CUDA, why_no_gpu
 
 FACTS = pytest.StashKey[dict[str, Any]]()
 # The most valuable first: what a run of ten minutes must show stands before what it may miss.
-_FILES = ("test_machine", "test_decoder", "test_transfer", "test_feeding", "test_training", "test_beside")
+_FILES = (
+    "test_machine",
+    "test_decoder",
+    "test_transfer",
+    "test_feeding",
+    "test_training",
+    "test_beside",
+)
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +52,25 @@ class GpuCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 def pytest_addoption(parser):
     group = parser.getgroup("gpu-check", "GPU checks (tests/gpu)")
-    group.addoption("--out", dest="gpu_out", type=Path, metavar="FILE", help="write a result file after every check")
-    group.addoption("--dataset", dest="gpu_dataset", type=Path, help="a dataset with boxes (default: a synthetic one)")
-    group.addoption("--seconds", dest="gpu_seconds", type=float, help="start no check that would end later than this")
+    group.addoption(
+        "--out",
+        dest="gpu_out",
+        type=Path,
+        metavar="FILE",
+        help="write a result file after every check",
+    )
+    group.addoption(
+        "--dataset",
+        dest="gpu_dataset",
+        type=Path,
+        help="a dataset with boxes (default: a synthetic one)",
+    )
+    group.addoption(
+        "--seconds",
+        dest="gpu_seconds",
+        type=float,
+        help="start no check that would end later than this",
+    )
 
 
 def pytest_configure(config):
@@ -77,7 +100,11 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        items.sort(key=lambda item: _FILES.index(item.path.stem) if item.path.stem in _FILES else len(_FILES))
+        items.sort(
+            key=lambda item: (
+                _FILES.index(item.path.stem) if item.path.stem in _FILES else len(_FILES)
+            )
+        )
 
     def pytest_report_collectionfinish(self, items):
         return [f"{_budget(item):5.0f} s  {_name(item)}" for item in items]
@@ -88,21 +115,28 @@ class Recorder:
         if self._seconds is not None:
             left_s = self._seconds - (time.monotonic() - self._started_s)
             if left_s < _budget(item):
-                pytest.skip(f"it takes about {_budget(item):.0f} s, and {max(0.0, left_s):.0f} s are left")
+                pytest.skip(
+                    f"it takes about {_budget(item):.0f} s, and {max(0.0, left_s):.0f} s are left"
+                )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
         if report.when == "call" or report.outcome != "passed":
             outcome = {"skipped": "not run"}.get(report.outcome, report.outcome)
-            self._write(item, outcome, call.duration, None if call.excinfo is None else call.excinfo.value)
+            self._write(
+                item, outcome, call.duration, None if call.excinfo is None else call.excinfo.value
+            )
         return report
 
     def pytest_keyboard_interrupt(self, excinfo):
         """Record the check under way as failed, with the facts that it has."""
         name = str(excinfo.value) or "SIGINT"
         if self._item is not None:
-            lasted_s, cut_off = time.monotonic() - self._item_started_s, f"{name} during '{_name(self._item)}'"
+            lasted_s, cut_off = (
+                time.monotonic() - self._item_started_s,
+                f"{name} during '{_name(self._item)}'",
+            )
             self._write(self._item, "failed", lasted_s, f"stopped by {name}", cut_off=cut_off)
 
     def pytest_terminal_summary(self, terminalreporter):
@@ -118,25 +152,36 @@ class Recorder:
 
     def _write(self, item, outcome, seconds, problem, cut_off=None):
         """Add a result. Findings are one text; of other errors the last calls are kept too."""
-        if isinstance(problem, (AssertionError, FuelrailError, pytest.fail.Exception, pytest.skip.Exception)):
+        if isinstance(
+            problem, (AssertionError, FuelrailError, pytest.fail.Exception, pytest.skip.Exception)
+        ):
             problem = str(problem)
         elif isinstance(problem, BaseException):
             problem = "".join(traceback.format_exception(problem, limit=-3))
         self._results.append(
             CheckResult(
-                name=_name(item), outcome=outcome, seconds=round(seconds, 2), facts=item.stash.get(FACTS, {}),
+                name=_name(item),
+                outcome=outcome,
+                seconds=round(seconds, 2),
+                facts=item.stash.get(FACTS, {}),
                 problem=problem,
             )
-        )  # fmt: skip
+        )
         result = GpuCheck(
-            created=created_now(), device=str(CUDA), machine=self._machine, cut_off=cut_off, checks=self._results
+            created=created_now(),
+            device=str(CUDA),
+            machine=self._machine,
+            cut_off=cut_off,
+            checks=self._results,
         )
         publish_json(self._out, result)
 
 
 def _name(item) -> str:
     decoder = getattr(item, "callspec", None) and item.callspec.params.get("decoder")
-    return item.originalname.removeprefix("test_").replace("_", " ") + (f" ({decoder})" if decoder else "")
+    return item.originalname.removeprefix("test_").replace("_", " ") + (
+        f" ({decoder})" if decoder else ""
+    )
 
 
 def _budget(item) -> float:

@@ -91,8 +91,14 @@ def small_dataset(root: Path) -> Path:
     build_dataset(root, {"train": (4, 4)}, size=(64, 48))
     dataset = open_dataset(root)
     rows = [dataset.index.row(at) for at in range(8)]
-    columns = {name: [getattr(row, name) for row in rows] for name in ("key", "clip_id", "frame", "timestamp_ns")}
-    pq.write_table(pa.table({**columns, "split": ["train"] * 8, "night": [True, False] * 4}), root / ATTRIBUTES_FILE)
+    columns = {
+        name: [getattr(row, name) for row in rows]
+        for name in ("key", "clip_id", "frame", "timestamp_ns")
+    }
+    pq.write_table(
+        pa.table({**columns, "split": ["train"] * 8, "night": [True, False] * 4}),
+        root / ATTRIBUTES_FILE,
+    )
     with edited(root, root) as parts:
         parts.manifest["files"].append({"name": ATTRIBUTES_FILE, "bytes": 0, "sha256": ""})
     return root
@@ -111,7 +117,10 @@ def take_apart(root: Path) -> Parts:
         data = dataset.shard_path(row).read_bytes()[row.offset : row.offset + row.length]
         raw = read_members(row, data, "x.tar")
         samples.append(
-            SampleParts(row, {entry.name: Member(bytes(raw[entry.name]), entry.codec) for entry in row.members})
+            SampleParts(
+                row,
+                {entry.name: Member(bytes(raw[entry.name]), entry.codec) for entry in row.members},
+            )
         )
     manifest = json.loads((root / MANIFEST_FILE).read_bytes())
     return Parts(root, manifest, [entry.name for entry in dataset.shards], samples)
@@ -131,7 +140,9 @@ def edited(root: Path, out: Path) -> Iterator[Parts]:
     write_index(out / INDEX_FILE, rows, names, kinds)
     _edit_index(out / INDEX_FILE, parts.edit_table)
     shards = parts.edit_shards([_shard_now(entry, out) for entry in open_kind(root, EITHER).shards])
-    with contextlib.suppress(FuelrailError):  # of an index that none can read, the keys stay as they are
+    with contextlib.suppress(
+        FuelrailError
+    ):  # of an index that none can read, the keys stay as they are
         write_tables(out, shards)
     for name, edit in parts.edit_files.items():
         (out / name).write_bytes(edit((out / name).read_bytes()))
@@ -154,10 +165,14 @@ def _shard_now(entry: ShardEntry, out: Path) -> ShardEntry:
 def sealed(manifest: dict[str, Any]) -> bytes:
     """The bytes of ``dataset.json`` with the fingerprint of that content."""
     try:
-        return encode_manifest(msgspec.convert(manifest, LayerManifest if "base" in manifest else Manifest))
+        return encode_manifest(
+            msgspec.convert(manifest, LayerManifest if "base" in manifest else Manifest)
+        )
     except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError):
         blank = json.dumps({**manifest, "fingerprint": ""}, sort_keys=True, separators=(",", ":"))
-        return json.dumps({**manifest, "fingerprint": hashlib.sha256(blank.encode()).hexdigest()}).encode()
+        return json.dumps(
+            {**manifest, "fingerprint": hashlib.sha256(blank.encode()).hexdigest()}
+        ).encode()
 
 
 def _listed(entries: object) -> list[Any]:
@@ -181,17 +196,27 @@ def _write_shards(out: Path, parts: Parts) -> list[IndexRow]:
             span += member_header(f"{key}.{stated}", len(stored))
             raw_bytes = len(member.raw) if member.raw_bytes is None else member.raw_bytes
             entries.append(
-                MemberEntry(name, len(span), len(stored), raw_bytes, member.codec, xxhash.xxh3_64_intdigest(stored))
+                MemberEntry(
+                    name,
+                    len(span),
+                    len(stored),
+                    raw_bytes,
+                    member.codec,
+                    xxhash.xxh3_64_intdigest(stored),
+                )
             )
             span += stored + bytes(-len(stored) % BLOCK_BYTES)
         shard = data[sample.row.shard]
         span = parts.edit_span(len(rows), bytes(span))
         rows.append(
             sample.row._replace(
-                key=key, offset=len(shard), length=len(span), xxh3=xxhash.xxh3_64_intdigest(span),
+                key=key,
+                offset=len(shard),
+                length=len(span),
+                xxh3=xxhash.xxh3_64_intdigest(span),
                 members=tuple(entries),
             )
-        )  # fmt: skip
+        )
         shard += span
     for name, content in zip(names, data, strict=True):
         (out / name).write_bytes(bytes(content) + END_OF_ARCHIVE)

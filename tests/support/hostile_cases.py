@@ -1,7 +1,5 @@
 """Some 870 hostile datasets by name: each edits the parts of a small dataset (:mod:`support.hostile`)."""
 
-# ruff: noqa: E501 - tables of cases
-
 from __future__ import annotations
 
 import contextlib
@@ -35,9 +33,17 @@ POINTS: Final = "lidar_top.npy"
 CAMERA: Final = "cam_front.jpg"
 EDGES: Final = (-1, 0, 2**31 - 1, 2**62, -(2**63))
 VALUES: Final[dict[str, Any]] = {
-    "null": None, "minus": -9, "digits": 10**400, "long": "x" * 2_000_000, "escape": ESCAPE, "list": [[]], "object": {"a": 1},
-    "true": True, "path": "../../evil", "surrogate": "\ud800",
-}  # fmt: skip
+    "null": None,
+    "minus": -9,
+    "digits": 10**400,
+    "long": "x" * 2_000_000,
+    "escape": ESCAPE,
+    "list": [[]],
+    "object": {"a": 1},
+    "true": True,
+    "path": "../../evil",
+    "surrogate": "\ud800",
+}
 
 
 @cache
@@ -51,7 +57,20 @@ def zeros(num_bytes: int) -> bytes:
 def cases() -> dict[str, Callable[[Parts], None]]:
     """All cases by name."""
     found: dict[str, Callable[[Parts], None]] = {}
-    for make in (_tar, _names, _rows, _zstd, _json, _images, _arrays, _values, _manifest, _kinds, _arrow, _parquet):
+    for make in (
+        _tar,
+        _names,
+        _rows,
+        _zstd,
+        _json,
+        _images,
+        _arrays,
+        _values,
+        _manifest,
+        _kinds,
+        _arrow,
+        _parquet,
+    ):
         for name, edit in make().items():
             found[f"{make.__name__[1:]}/{name}"] = edit
     return found
@@ -67,12 +86,24 @@ def _splice(parts: Parts, at: int, data: bytes) -> None:
 
 def _tar() -> dict[str, Any]:
     texts = {
-        "parent": (0, b"../../evil.bin\0"), "absolute": (0, b"/tmp/evil\0"), "empty": (0, b"\0"), "mode": (100, b"0007777\0"),
-        "size": (124, b"77777777777\0"), "binary-size": (124, b"\x80" + b"\xff" * 11), "no-octal": (124, b"zzzzzzzzzzz\0"),
-        "checksum": (148, b"000000\0 "), "magic": (257, b"evil!!"), "linkname": (157, b"/etc/passwd"), "zeros": (0, bytes(512)),
-    }  # fmt: skip
-    made: dict[str, Any] = {name: partial(_splice, at=at, data=data) for name, (at, data) in texts.items()}
-    return made | {f"type-{flag}": partial(_splice, at=156, data=flag.encode()) for flag in "1234567xgLKSs"}
+        "parent": (0, b"../../evil.bin\0"),
+        "absolute": (0, b"/tmp/evil\0"),
+        "empty": (0, b"\0"),
+        "mode": (100, b"0007777\0"),
+        "size": (124, b"77777777777\0"),
+        "binary-size": (124, b"\x80" + b"\xff" * 11),
+        "no-octal": (124, b"zzzzzzzzzzz\0"),
+        "checksum": (148, b"000000\0 "),
+        "magic": (257, b"evil!!"),
+        "linkname": (157, b"/etc/passwd"),
+        "zeros": (0, bytes(512)),
+    }
+    made: dict[str, Any] = {
+        name: partial(_splice, at=at, data=data) for name, (at, data) in texts.items()
+    }
+    return made | {
+        f"type-{flag}": partial(_splice, at=156, data=flag.encode()) for flag in "1234567xgLKSs"
+    }
 
 
 def _key(parts: Parts, key: str) -> None:
@@ -92,11 +123,42 @@ def _same_key(parts: Parts) -> None:
 
 
 def _names() -> dict[str, Any]:
-    keys = ("", "../../evil", "/abs", "a.b", ESCAPE, "k" * 600, "k" * 100_000, "\u202egnp", "__x__", "UPPER",
-            "a/b", "%s%n", "-rf")  # fmt: skip
-    fields = ("x_evil.pickle", "x_a.pyd", "x_a.pth", "x_../../evil.bin", "x_" + "a" * 5000 + ".bin", "x_\x1b[2J.bin", "x_a.so",
-              "x_a.\n", "nodot", "lidar_99.npy", "cam_99.jpg", "x_A.B", "x_a.json", "cam_front.png", "x_b.tar", "x_c.cls")  # fmt: skip
-    made: dict[str, Any] = {f"key{number}": partial(_key, key=key) for number, key in enumerate(keys)}
+    keys = (
+        "",
+        "../../evil",
+        "/abs",
+        "a.b",
+        ESCAPE,
+        "k" * 600,
+        "k" * 100_000,
+        "\u202egnp",
+        "__x__",
+        "UPPER",
+        "a/b",
+        "%s%n",
+        "-rf",
+    )
+    fields = (
+        "x_evil.pickle",
+        "x_a.pyd",
+        "x_a.pth",
+        "x_../../evil.bin",
+        "x_" + "a" * 5000 + ".bin",
+        "x_\x1b[2J.bin",
+        "x_a.so",
+        "x_a.\n",
+        "nodot",
+        "lidar_99.npy",
+        "cam_99.jpg",
+        "x_A.B",
+        "x_a.json",
+        "cam_front.png",
+        "x_b.tar",
+        "x_c.cls",
+    )
+    made: dict[str, Any] = {
+        f"key{number}": partial(_key, key=key) for number, key in enumerate(keys)
+    }
     made |= {f"field{number}": partial(_field, field=field) for number, field in enumerate(fields)}
     return made | {"twice": _twice, "same-key": _same_key}
 
@@ -106,7 +168,9 @@ def _replace_column(parts: Parts, name: str, value: int) -> None:
         at, kind = table.schema.get_field_index(name), table.schema.field(name)
         values = table[name].to_pylist()
         low, high = np.iinfo(numpy_dtype(kind.type)).min, np.iinfo(numpy_dtype(kind.type)).max
-        return table.set_column(at, kind, pa.array([min(max(value, low), high), *values[1:]], kind.type))
+        return table.set_column(
+            at, kind, pa.array([min(max(value, low), high), *values[1:]], kind.type)
+        )
 
     parts.edit_table = edit
 
@@ -117,7 +181,9 @@ def _replace_entry(parts: Parts, name: str, value: int, at: int = 1) -> None:
         rows = column.to_pylist()
         low = 2**15 if name in ("name", "codec") else 2**63
         rows[0][at][name] = min(max(value, -low), low - 1)
-        return table.set_column(table.schema.get_field_index("members"), kind, pa.array(rows, kind.type))
+        return table.set_column(
+            table.schema.get_field_index("members"), kind, pa.array(rows, kind.type)
+        )
 
     parts.edit_table = edit
 
@@ -157,14 +223,23 @@ def _zstd() -> dict[str, Any]:
         for size in (1, 3, 100, 1024)
     }
     made["four"] = partial(_bomb, fields=[f"x_{n}.bin" for n in range(4)], num_bytes=1 << 30)
-    made["four-allowed"] = partial(_bomb, fields=[f"x_{n}.bin" for n in range(4)], num_bytes=120 << 20)
+    made["four-allowed"] = partial(
+        _bomb, fields=[f"x_{n}.bin" for n in range(4)], num_bytes=120 << 20
+    )
     made["planes"] = partial(_bomb, fields=[POINTS], num_bytes=120 << 20, codec="zstd-p20")
-    made["planes-of-one"] = partial(_bomb, fields=["x_p.bin"], num_bytes=120 << 20, codec="zstd-p4096")
+    made["planes-of-one"] = partial(
+        _bomb, fields=["x_p.bin"], num_bytes=120 << 20, codec="zstd-p4096"
+    )
     small = zstandard.ZstdCompressor().compress(b"a" * 1000)
     for name, stored in (
-        ("cut", small[:-3]), ("more", small + b"x"), ("two", small + small), ("skippable", b"\x50\x2a\x4d\x18\x04\0\0\0abcd"),
-        ("none", b""), ("noise", bytes(range(256))), ("no-size", zstandard.ZstdCompressor().compressobj().flush()),
-    ):  # fmt: skip
+        ("cut", small[:-3]),
+        ("more", small + b"x"),
+        ("two", small + small),
+        ("skippable", b"\x50\x2a\x4d\x18\x04\0\0\0abcd"),
+        ("none", b""),
+        ("noise", bytes(range(256))),
+        ("no-size", zstandard.ZstdCompressor().compressobj().flush()),
+    ):
         made[f"frame-{name}"] = partial(_stored, stored=stored, raw_bytes=1000)
     return made
 
@@ -180,16 +255,35 @@ def _meta_text(parts: Parts, text: bytes) -> None:
 
 
 def _json() -> dict[str, Any]:
-    names = ("schema", "key", "sample_token", "clip_id", "clip_name", "frame_idx", "timestamp_ns", "prev_key", "cameras", "tags",
-             "stats", "num_frames", "split")  # fmt: skip
+    names = (
+        "schema",
+        "key",
+        "sample_token",
+        "clip_id",
+        "clip_name",
+        "frame_idx",
+        "timestamp_ns",
+        "prev_key",
+        "cameras",
+        "tags",
+        "stats",
+        "num_frames",
+        "split",
+    )
     made: dict[str, Any] = {
         f"{name}={kind}": partial(_meta_value, name=name, value=value)
         for name in names
         for kind, value in VALUES.items()
         if kind != "path"
     }
-    texts = {"deep": b"[" * 500_000, "empty": b"", "noise": bytes(range(256)), "nan": b'{"a": NaN}', "nul": b"\0" * 10_000,
-             "lists": b"[" + b"[]," * 300_000 + b"[]]"}  # fmt: skip
+    texts = {
+        "deep": b"[" * 500_000,
+        "empty": b"",
+        "noise": bytes(range(256)),
+        "nan": b'{"a": NaN}',
+        "nul": b"\0" * 10_000,
+        "lists": b"[" + b"[]," * 300_000 + b"[]]",
+    }
     return made | {f"text-{name}": partial(_meta_text, text=text) for name, text in texts.items()}
 
 
@@ -204,11 +298,24 @@ def _other_image(parts: Parts, data: bytes, field: str = CAMERA) -> None:
 
 def _images() -> dict[str, Any]:
     rng = np.random.default_rng(1)
-    made: dict[str, Any] = {f"flip{at}": partial(_image, at=at, data=rng.bytes(1)) for at in range(2, 640, 20)}
+    made: dict[str, Any] = {
+        f"flip{at}": partial(_image, at=at, data=rng.bytes(1)) for at in range(2, 640, 20)
+    }
     # The frame header of the pictures of support.datasets: marker, length, precision, height, width.
-    made |= {f"head{n}": partial(_image, at=158 + n, data=b"\xff\xff\xff\xff") for n in range(0, 12, 3)}
-    png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff\xff\0\0\xff\xff\0\0\x10\x06\0\0\0" + bytes(64) + b"\0\0\0\0IEND\xaeB`\x82"
-    images = (("empty", b""), ("lfs", b"version https://git-lfs\n"), ("png", png), ("soi", b"\xff\xd8" * 50_000))
+    made |= {
+        f"head{n}": partial(_image, at=158 + n, data=b"\xff\xff\xff\xff") for n in range(0, 12, 3)
+    }
+    png = (
+        b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff\xff\0\0\xff\xff\0\0\x10\x06\0\0\0"
+        + bytes(64)
+        + b"\0\0\0\0IEND\xaeB`\x82"
+    )
+    images = (
+        ("empty", b""),
+        ("lfs", b"version https://git-lfs\n"),
+        ("png", png),
+        ("soi", b"\xff\xd8" * 50_000),
+    )
     for name, data in images:
         made[name] = partial(_other_image, data=data)
     return made
@@ -216,30 +323,57 @@ def _images() -> dict[str, Any]:
 
 def _npy(parts: Parts, head: str, tail: bytes = b"") -> None:
     text = head.encode("latin-1")
-    _set(parts, POINTS, Member(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + tail))
+    _set(
+        parts, POINTS, Member(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + tail)
+    )
 
 
-def _tensors(parts: Parts, header: bytes, tail: bytes = b"", field: str = BOXES, length: int | None = None) -> None:
+def _tensors(
+    parts: Parts, header: bytes, tail: bytes = b"", field: str = BOXES, length: int | None = None
+) -> None:
     size = len(header) if length is None else length
     _set(parts, field, Member(size.to_bytes(8, "little") + header + tail))
 
 
 def _arrays() -> dict[str, Any]:
     descr = "{'descr': %s, 'fortran_order': %s, 'shape': %s, }\n"
-    heads = [("'|O'", "False", "(1,)"), ("'<f4'", "True", "(2, 5)"), ("'<f4'", "False", "(0, 999999999999999999)"),
-             ("'<f4'", "False", "(2, 3)"), ("'<f4'", "False", "(-1, 5)"), ("'<f4'", "False", "(9**9**9, 1)"),
-             ("'V99999999'", "False", "(1,)"), ("__import__('os').system('touch PWNED')", "False", "(1,)"),
-             ("[('a', '|O')]", "False", "(1,)"), ("'<f8'", "False", "(1, 5)"), ("'<f4'", "False", "(" * 900),
-             ("'<f4'", "False", "(1, 5, 1)"), ("'<f4'", "False", "(4294967296, 4294967296)")]  # fmt: skip
-    made: dict[str, Any] = {f"npy{n}": partial(_npy, head=descr % head, tail=bytes(24)) for n, head in enumerate(heads)}
+    heads = [
+        ("'|O'", "False", "(1,)"),
+        ("'<f4'", "True", "(2, 5)"),
+        ("'<f4'", "False", "(0, 999999999999999999)"),
+        ("'<f4'", "False", "(2, 3)"),
+        ("'<f4'", "False", "(-1, 5)"),
+        ("'<f4'", "False", "(9**9**9, 1)"),
+        ("'V99999999'", "False", "(1,)"),
+        ("__import__('os').system('touch PWNED')", "False", "(1,)"),
+        ("[('a', '|O')]", "False", "(1,)"),
+        ("'<f8'", "False", "(1, 5)"),
+        ("'<f4'", "False", "(" * 900),
+        ("'<f4'", "False", "(1, 5, 1)"),
+        ("'<f4'", "False", "(4294967296, 4294967296)"),
+    ]
+    made: dict[str, Any] = {
+        f"npy{n}": partial(_npy, head=descr % head, tail=bytes(24)) for n, head in enumerate(heads)
+    }
     entry = b'{"boxes3d":{"dtype":"%s","shape":%s,"data_offsets":[%s]}}'
-    bad = ((b"F32", b"[1,7]", b"0,28"), (b"F32", b"[99999999999,7]", b"0,28"), (b"F32", b"[-1]", b"0,4"), (b"EVIL", b"[1]", b"0,1"),
-           (b"F32", b"[0,9223372036854775807]", b"0,0"), (b"F32", b"[1]", b"4,0"), (b"U8", b"[4]", b"9223372036854775807,3"))  # fmt: skip
+    bad = (
+        (b"F32", b"[1,7]", b"0,28"),
+        (b"F32", b"[99999999999,7]", b"0,28"),
+        (b"F32", b"[-1]", b"0,4"),
+        (b"EVIL", b"[1]", b"0,1"),
+        (b"F32", b"[0,9223372036854775807]", b"0,0"),
+        (b"F32", b"[1]", b"4,0"),
+        (b"U8", b"[4]", b"9223372036854775807,3"),
+    )
     for field in (BOXES, GEOMETRY):
         for number, values in enumerate(bad):
-            made[f"{field}{number}"] = partial(_tensors, header=entry % values, tail=bytes(28), field=field)
+            made[f"{field}{number}"] = partial(
+                _tensors, header=entry % values, tail=bytes(28), field=field
+            )
         for number, length in enumerate((0, 1, 2**63, 2**64 - 1, 1 << 20)):
-            made[f"{field}-length{number}"] = partial(_tensors, header=b"{}", field=field, length=length)
+            made[f"{field}-length{number}"] = partial(
+                _tensors, header=b"{}", field=field, length=length
+            )
         made[f"{field}-deep"] = partial(_tensors, header=b'{"a":' * 100_000, field=field)
     return made
 
@@ -255,8 +389,18 @@ def _array_value(parts: Parts, field: str, name: str, value: float) -> None:
 
 def _rig(parts: Parts, num_cameras: int) -> None:
     record = decode_arrays(parts.samples[0].members[GEOMETRY].raw, Geometry)
-    arrays = {spec.name: np.array(getattr(record, spec.name)) for spec in dataclasses.fields(Geometry)}
-    for name in ("cam_valid", "cam_timestamp_ns", "img_wh", "intrinsics", "dist", "cam2ego", "cam_ego2global"):
+    arrays = {
+        spec.name: np.array(getattr(record, spec.name)) for spec in dataclasses.fields(Geometry)
+    }
+    for name in (
+        "cam_valid",
+        "cam_timestamp_ns",
+        "img_wh",
+        "intrinsics",
+        "dist",
+        "cam2ego",
+        "cam_ego2global",
+    ):
         arrays[name] = np.resize(arrays[name], (num_cameras, *arrays[name].shape[1:]))
     _set(parts, GEOMETRY, Member(write_tensors(arrays), "zstd"))
 
@@ -268,7 +412,9 @@ def _values() -> dict[str, Any]:
         for spec in dataclasses.fields(kind)
         for value in (float("nan"), float("inf"), -30000.0, 9999.0, 0.0, 1e308)
     }
-    return made | {f"cameras={count}": partial(_rig, num_cameras=count) for count in (0, 1, 3, 2000)}
+    return made | {
+        f"cameras={count}": partial(_rig, num_cameras=count) for count in (0, 1, 3, 2000)
+    }
 
 
 def _manifest_value(parts: Parts, name: str, value: object) -> None:
@@ -282,31 +428,67 @@ def _manifest_entry(parts: Parts, name: str, key: str, value: object) -> None:
 
 def _many_cameras(parts: Parts) -> None:
     first = parts.manifest["channels"][0]
-    parts.manifest["channels"] = [first | {"name": f"c{n}", "field": f"c{n}.jpg"} for n in range(100_000)]
+    parts.manifest["channels"] = [
+        first | {"name": f"c{n}", "field": f"c{n}.jpg"} for n in range(100_000)
+    ]
 
 
 def _manifest() -> dict[str, Any]:
-    names = ("name", "num_samples", "channels", "classes", "attributes", "time_base", "license", "compression", "splits",
-             "lineage", "files", "provenance", "version", "order_unit", "fingerprint", "seed")  # fmt: skip
+    names = (
+        "name",
+        "num_samples",
+        "channels",
+        "classes",
+        "attributes",
+        "time_base",
+        "license",
+        "compression",
+        "splits",
+        "lineage",
+        "files",
+        "provenance",
+        "version",
+        "order_unit",
+        "fingerprint",
+        "seed",
+    )
     made: dict[str, Any] = {
         f"{name}={kind}": partial(_manifest_value, name=name, value=value)
         for name in names
         for kind, value in VALUES.items()
         if kind in ("null", "minus", "digits", "long", "escape", "list", "object")
     }
-    for name, value in (("provenance", {"recipe": 5}), ("channels", []), ("lineage", []), ("splits", {}), ("classes", ["a"] * 100_000),
-                        ("provenance", {"recipe": {"source": ESCAPE, "tool": ESCAPE}}), ("compression", {"codecs": 5})):  # fmt: skip
+    for name, value in (
+        ("provenance", {"recipe": 5}),
+        ("channels", []),
+        ("lineage", []),
+        ("splits", {}),
+        ("classes", ["a"] * 100_000),
+        ("provenance", {"recipe": {"source": ESCAPE, "tool": ESCAPE}}),
+        ("compression", {"codecs": 5}),
+    ):
         made[f"{name}={str(value)[:20]}"] = partial(_manifest_value, name=name, value=value)
-    for name, keys in (("splits", ("first_shard", "num_shards", "first_sample", "num_samples")),
-                       ("files", ("name", "bytes")), ("channels", ("name", "kind", "field", "law", "dtype", "axes", "shape", "source_name", "sizes"))):  # fmt: skip
+    for name, keys in (
+        ("splits", ("first_shard", "num_shards", "first_sample", "num_samples")),
+        ("files", ("name", "bytes")),
+        (
+            "channels",
+            ("name", "kind", "field", "law", "dtype", "axes", "shape", "source_name", "sizes"),
+        ),
+    ):
         for key in keys:
             for kind in ("minus", "escape", "path", "long"):
-                made[f"{name}.{key}={kind}"] = partial(_manifest_entry, name=name, key=key, value=VALUES[kind])
+                made[f"{name}.{key}={kind}"] = partial(
+                    _manifest_entry, name=name, key=key, value=VALUES[kind]
+                )
     return made | {"many-cameras": _many_cameras}
 
 
 def _socket(path: Path) -> None:
-    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as bound:  # its path has 107 bytes at most
+    with (
+        contextlib.chdir(path.parent),
+        socket.socket(socket.AF_UNIX) as bound,
+    ):  # its path has 107 bytes at most
         bound.bind(path.name)
 
 
@@ -320,14 +502,30 @@ def _kind(parts: Parts, name: str, make: Callable[[Path], object]) -> None:
 
 def _kinds() -> dict[str, Any]:
     makers: dict[str, Callable[[Path], object]] = {
-        "fifo": os.mkfifo, "folder": os.mkdir, "socket": _socket, "zero": lambda path: path.symlink_to("/dev/zero"),
-        "out": lambda path: path.symlink_to("/etc/hostname"), "loop": lambda path: path.symlink_to(path.name),
-        "gone": lambda path: path.symlink_to("nothing"), "empty": lambda path: path.write_bytes(b""),
+        "fifo": os.mkfifo,
+        "folder": os.mkdir,
+        "socket": _socket,
+        "zero": lambda path: path.symlink_to("/dev/zero"),
+        "out": lambda path: path.symlink_to("/etc/hostname"),
+        "loop": lambda path: path.symlink_to(path.name),
+        "gone": lambda path: path.symlink_to("nothing"),
+        "empty": lambda path: path.write_bytes(b""),
         "hole": lambda path: (path.touch(), os.truncate(path, 40 << 30)),
-    }  # fmt: skip
-    files = ("dataset.json", "index.arrow", "shards.arrow", "keys.arrow", "blocks.sha256", "train-000000.tar",
-             "attributes.parquet")  # fmt: skip
-    return {f"{name}-{kind}": partial(_kind, name=name, make=make) for name in files for kind, make in makers.items()}
+    }
+    files = (
+        "dataset.json",
+        "index.arrow",
+        "shards.arrow",
+        "keys.arrow",
+        "blocks.sha256",
+        "train-000000.tar",
+        "attributes.parquet",
+    )
+    return {
+        f"{name}-{kind}": partial(_kind, name=name, make=make)
+        for name in files
+        for kind, make in makers.items()
+    }
 
 
 def _flip(parts: Parts, name: str, seed: int) -> None:
@@ -346,7 +544,9 @@ def _compressed(parts: Parts, codec: str) -> None:
         sink = pa.BufferOutputStream()
         with (
             pa.ipc.open_file(data) as file,
-            pa.ipc.new_file(sink, file.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer,
+            pa.ipc.new_file(
+                sink, file.schema, options=pa.ipc.IpcWriteOptions(compression=codec)
+            ) as writer,
         ):
             table = file.read_all()
             keys = pa.array(["k" * (400 << 20), *table["key"].to_pylist()[1:]])
@@ -363,7 +563,9 @@ def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") ->
         changed, view = bytearray(data), memoryview(data)
         footer_at = len(data) - 10 - struct.unpack_from("<i", data, len(data) - 10)[0]
         footer = view[footer_at:]
-        blocks, _ = index_checks._vector(footer, index_checks._field(footer, index_checks._root(footer), 3))
+        blocks, _ = index_checks._vector(
+            footer, index_checks._field(footer, index_checks._root(footer), 3)
+        )
         start = struct.unpack_from("<q", footer, blocks)[0]
         message = view[start + 8 :]
         table = index_checks._root(message)
@@ -373,10 +575,15 @@ def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") ->
         what, _, number = place.partition("-")
         buffer = start + 8 + buffers + 16 * (int(number or 0) % count)
         at, kind = {
-            "offset": (buffer, "<q"), "length": (buffer + 8, "<q"), "rows": (start + 8 + index_checks._field(message, batch, 0), "<q"),
-            "message": (start + 8 + index_checks._field(message, table, 3), "<q"), "block": (footer_at + blocks, "<q"),
-            "metadata": (footer_at + blocks + 8, "<i"), "body": (footer_at + blocks + 16, "<q"), "footer": (len(data) - 10, "<i"),
-        }[what]  # fmt: skip
+            "offset": (buffer, "<q"),
+            "length": (buffer + 8, "<q"),
+            "rows": (start + 8 + index_checks._field(message, batch, 0), "<q"),
+            "message": (start + 8 + index_checks._field(message, table, 3), "<q"),
+            "block": (footer_at + blocks, "<q"),
+            "metadata": (footer_at + blocks + 8, "<i"),
+            "body": (footer_at + blocks + 16, "<q"),
+            "footer": (len(data) - 10, "<i"),
+        }[what]
         limit = 2 ** (8 * struct.calcsize(kind) - 1)
         struct.pack_into(kind, changed, at, max(min(value, limit - 1), -limit))
         return bytes(changed)
@@ -385,9 +592,22 @@ def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") ->
 
 
 def _arrow() -> dict[str, Any]:
-    made: dict[str, Any] = {f"flip{seed}": partial(_flip, name="index.arrow", seed=seed) for seed in range(60)}
-    places = ("offset-1", "offset-9", "length-1", "length-2", "length-9", "rows", "message", "block",
-              "metadata", "body", "footer")  # fmt: skip
+    made: dict[str, Any] = {
+        f"flip{seed}": partial(_flip, name="index.arrow", seed=seed) for seed in range(60)
+    }
+    places = (
+        "offset-1",
+        "offset-9",
+        "length-1",
+        "length-2",
+        "length-9",
+        "rows",
+        "message",
+        "block",
+        "metadata",
+        "body",
+        "footer",
+    )
     made |= {
         f"{place}={value}": partial(_patched, place=place, value=value)
         for place in places
@@ -417,21 +637,31 @@ def _content(parts: Parts, edit: Callable[[bytes], bytes]) -> None:
 
 
 def _parquet() -> dict[str, Any]:
-    made: dict[str, Any] = {f"flip{seed}": partial(_flip, name="attributes.parquet", seed=seed) for seed in range(30)}
+    made: dict[str, Any] = {
+        f"flip{seed}": partial(_flip, name="attributes.parquet", seed=seed) for seed in range(30)
+    }
     tables: dict[str, Callable[[pa.Table], pa.Table]] = {
         "no-key": lambda table: table.drop_columns(["key"]),
         "two-keys": lambda table: table.append_column("key", table["key"]),
-        "giant-key": lambda table: table.set_column(0, "key", pa.array(["k" * (300 << 20), *"bcdefgh"])),
-        "giant-text": lambda table: table.append_column("note", pa.array(["k" * (300 << 20)] * 2 + [""] * 6)),
+        "giant-key": lambda table: table.set_column(
+            0, "key", pa.array(["k" * (300 << 20), *"bcdefgh"])
+        ),
+        "giant-text": lambda table: table.append_column(
+            "note", pa.array(["k" * (300 << 20)] * 2 + [""] * 6)
+        ),
         "short-text": lambda table: table.append_column("note", pa.array(["text"] * 8)),
         "fewer": lambda table: table.slice(0, 2),
         "order": lambda table: table.take([1, 0, 2, 3, 4, 5, 6, 7]),
         "list": lambda table: table.append_column("note", pa.array([[1]] * 8)),
         "escape": lambda table: table.append_column(ESCAPE, pa.array([1] * 8)),
         "numbers": lambda table: table.set_column(0, "key", pa.array(range(8))),
-        "columns": lambda table: pa.table({**{name: table[name] for name in table.column_names},
-                                           **{f"c{n}": pa.nulls(8, pa.int64()) for n in range(5000)}}),
-    }  # fmt: skip
+        "columns": lambda table: pa.table(
+            {
+                **{name: table[name] for name in table.column_names},
+                **{f"c{n}": pa.nulls(8, pa.int64()) for n in range(5000)},
+            }
+        ),
+    }
     made |= {name: partial(_table, edit=edit) for name, edit in tables.items()}
     made |= {
         "empty": partial(_content, edit=lambda _: b""),

@@ -19,16 +19,43 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-KEYS: Final = ("format", "version", "name", "num_samples", "num_clips", "num_bytes", "channels", "splits", "files", "lineage",
-               "base", "view", "license", "digest", "provenance")  # fmt: skip
+KEYS: Final = (
+    "format",
+    "version",
+    "name",
+    "num_samples",
+    "num_clips",
+    "num_bytes",
+    "channels",
+    "splits",
+    "files",
+    "lineage",
+    "base",
+    "view",
+    "license",
+    "digest",
+    "provenance",
+)
 VALUES: Final = {
-    name: of_datasets.VALUES[name] for name in ("null", "minus", "digits", "long", "escape", "list", "object")
+    name: of_datasets.VALUES[name]
+    for name in ("null", "minus", "digits", "long", "escape", "list", "object")
 }
 """Values in place of what a manifest states."""
 MAY_PASS: Final = (
-    "*/name=escape", "*/license=null", "*/license=escape", "*/provenance=object", "*/fields-source_name=escape", "*/fields-frame=null",
-    "*/base-name=escape", "*/attributes-gone", "*/extra-file", "*/rows-swapped", "*/caption.txt-bomb", "*/digest=*", "*/num_bytes=*",
-)  # fmt: skip
+    "*/name=escape",
+    "*/license=null",
+    "*/license=escape",
+    "*/provenance=object",
+    "*/fields-source_name=escape",
+    "*/fields-frame=null",
+    "*/base-name=escape",
+    "*/attributes-gone",
+    "*/extra-file",
+    "*/rows-swapped",
+    "*/caption.txt-bomb",
+    "*/digest=*",
+    "*/num_bytes=*",
+)
 """Layers that FORMAT.md allows, or whose fault shows only beside the base; and what the edit itself makes right again."""
 
 
@@ -41,30 +68,62 @@ def _with(parts: Parts, path: tuple[str | int, ...], value: object) -> None:
 
 def _manifests() -> dict[str, Any]:
     made: dict[str, Any] = {
-        f"{name}={kind}": partial(_with, path=(name,), value=value) for name in KEYS for kind, value in VALUES.items()
+        f"{name}={kind}": partial(_with, path=(name,), value=value)
+        for name in KEYS
+        for kind, value in VALUES.items()
     }
     for name in ("fingerprint", "name", "num_samples", "sensors"):
         for kind in ("null", "minus", "long", "escape", "list"):
             made[f"base-{name}={kind}"] = partial(_with, path=("base", name), value=VALUES[kind])
-    for name in ("name", "kind", "field", "dtype", "law", "shape", "axes", "optional", "source_name", "frame"):
+    for name in (
+        "name",
+        "kind",
+        "field",
+        "dtype",
+        "law",
+        "shape",
+        "axes",
+        "optional",
+        "source_name",
+        "frame",
+    ):
         for kind in ("null", "minus", "escape", "list"):
-            made[f"fields-{name}={kind}"] = partial(_with, path=("channels", 0, name), value=VALUES[kind])
-    views = ({"kind": "per_view"}, {"kind": "per_view", "epoch": 1}, {"kind": "per_view", "settings": {}}, {"epoch": 1},
-             {"settings": {"seed": 1}}, {"kind": "none"}, {"kind": "per_view", "epoch": -1, "settings": {}},
-             {"kind": "per_view", "epoch": 10**400, "settings": {}}, {"other": 1})  # fmt: skip
-    made |= {f"view-{number}": partial(_with, path=("view",), value=view) for number, view in enumerate(views)}
+            made[f"fields-{name}={kind}"] = partial(
+                _with, path=("channels", 0, name), value=VALUES[kind]
+            )
+    views = (
+        {"kind": "per_view"},
+        {"kind": "per_view", "epoch": 1},
+        {"kind": "per_view", "settings": {}},
+        {"epoch": 1},
+        {"settings": {"seed": 1}},
+        {"kind": "none"},
+        {"kind": "per_view", "epoch": -1, "settings": {}},
+        {"kind": "per_view", "epoch": 10**400, "settings": {}},
+        {"other": 1},
+    )
+    made |= {
+        f"view-{number}": partial(_with, path=("view",), value=view)
+        for number, view in enumerate(views)
+    }
     for name in ("boxes", "meta", "geometry", "../../x", "x" * 200, "cam_front"):
         made[f"channel-named-{name[:9].replace('/', '_')}"] = partial(_named, name=name)
     made |= {
         "parent": partial(_with, path=("lineage", "parents"), value=["../../x"]),
         "split-named": partial(_with, path=("splits",), value={}),
         "other-split": _other_split,
-        "law-of-no-camera": partial(_with, path=("channels", 0, "law"), value={"name": "image", "camera": "cam_9"}),
+        "law-of-no-camera": partial(
+            _with, path=("channels", 0, "law"), value={"name": "image", "camera": "cam_9"}
+        ),
         "sensor": partial(_with, path=("channels", 0, "sensor"), value="camera"),
         "sensors-none": partial(_with, path=("base", "sensors", 0, "sensor"), value=None),
         "dataset": partial(_with, path=("format",), value="fuelrail-dataset"),
-        "key-twice": partial(_content, name="dataset.json", old=b'"seed": 0', new=b'"seed": 9, "seed": 0'),
-        "base-twice": partial(_content, name="dataset.json", old=b'"base": {', new=b'"base": {"name": "x",'),
+        "key-twice": partial(
+            _content, name="dataset.json", old=b'"seed": 0', new=b'"seed": 9, "seed": 0'
+        ),
+        "base-twice": partial(
+            _content, name="dataset.json", old=b'"base": {', new=b'"base": {"name": "x",'
+        ),
     }
     return made
 
@@ -79,7 +138,9 @@ def _named(parts: Parts, name: str) -> None:
 
 def _other_split(parts: Parts) -> None:
     parts.manifest["splits"] = {"train": parts.manifest["splits"]["layer"]}
-    parts.edit_folder = lambda folder: [path.rename(folder / path.name.replace("layer", "train")) for path in folder.glob("*.tar")]  # fmt: skip
+    parts.edit_folder = lambda folder: [
+        path.rename(folder / path.name.replace("layer", "train")) for path in folder.glob("*.tar")
+    ]
 
 
 def _content(parts: Parts, name: str, old: bytes, new: bytes) -> None:
@@ -119,7 +180,10 @@ def _extra_file(parts: Parts) -> None:
 
 def _rows() -> dict[str, Any]:
     edits: dict[str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
-        **{f"row={value}": partial(_set_rows, at=1, value=value) for value in (-2, 99, 2**62, -(2**63))},
+        **{
+            f"row={value}": partial(_set_rows, at=1, value=value)
+            for value in (-2, 99, 2**62, -(2**63))
+        },
         "row-twice": lambda rows: _set_rows(rows, 1, int(rows.max())),
         "swapped": lambda rows: np.where(rows == 0, 1, np.where(rows == 1, 0, rows)),
         "shorter": lambda rows: rows[:-1],
@@ -132,7 +196,9 @@ def _rows() -> dict[str, Any]:
         "objects": lambda rows: rows.astype(object),
         "fortran": lambda rows: np.asfortranarray(np.stack([rows, rows])),
     }
-    made: dict[str, Any] = {f"rows-{name}": partial(_rows_file, edit=edit) for name, edit in edits.items()}
+    made: dict[str, Any] = {
+        f"rows-{name}": partial(_rows_file, edit=edit) for name, edit in edits.items()
+    }
     head = b"\x93NUMPY\x01\x00"
     for name, data in (
         ("empty", b""),
@@ -165,20 +231,38 @@ def _npy(array: np.ndarray[Any, Any]) -> bytes:
 def _members() -> dict[str, Any]:
     values = {
         "logits.npy": {
-            "short": _npy(np.zeros(9, np.float16)), "wide": _npy(np.zeros(10)), "nan": _npy(np.full(10, np.nan, np.float16)),
-            "none": None, "empty": b"", "pickle": of_datasets.EVIL_PICKLE, "objects": _npy(np.zeros(10, np.int8)),
-            "huge": b"\x93NUMPY\x01\x00\x50\x00" + b"{'descr': '<f2', 'fortran_order': False, 'shape': (99999999999,), }".ljust(79) + b"\n",
+            "short": _npy(np.zeros(9, np.float16)),
+            "wide": _npy(np.zeros(10)),
+            "nan": _npy(np.full(10, np.nan, np.float16)),
+            "none": None,
+            "empty": b"",
+            "pickle": of_datasets.EVIL_PICKLE,
+            "objects": _npy(np.zeros(10, np.int8)),
+            "huge": b"\x93NUMPY\x01\x00\x50\x00"
+            + b"{'descr': '<f2', 'fortran_order': False, 'shape': (99999999999,), }".ljust(79)
+            + b"\n",
         },
-        "loss.npy": {"other": _npy(np.float32(9)), "nan": _npy(np.float32("nan")), "square": _npy(np.zeros((2, 2), np.float32)), "none": None},
+        "loss.npy": {
+            "other": _npy(np.float32(9)),
+            "nan": _npy(np.float32("nan")),
+            "square": _npy(np.zeros((2, 2), np.float32)),
+            "none": None,
+        },
         "caption.txt": {"latin": b"\xff\xfe", "bomb": b"x" * 5_000_000},
-        "x_user.bin": {"added": b"1"}, "meta.json": {"added": b"{}"}, "logits.pickle": {"added": of_datasets.EVIL_PICKLE},
-        "boxes.safetensors": {"added": b"1"}, "../../evil.npy": {"added": b"1"},
-    }  # fmt: skip
+        "x_user.bin": {"added": b"1"},
+        "meta.json": {"added": b"{}"},
+        "logits.pickle": {"added": of_datasets.EVIL_PICKLE},
+        "boxes.safetensors": {"added": b"1"},
+        "../../evil.npy": {"added": b"1"},
+    }
     return {
         f"{field.replace('/', '_')}-{name}": partial(_member, field=field, raw=raw)
         for field, raws in values.items()
         for name, raw in raws.items()
-    } | {f"key{at}": partial(of_datasets._key, key=key) for at, key in enumerate(("", "../../x", "a.b", "k" * 600))}
+    } | {
+        f"key{at}": partial(of_datasets._key, key=key)
+        for at, key in enumerate(("", "../../x", "a.b", "k" * 600))
+    }
 
 
 def _tables() -> dict[str, Any]:
@@ -198,7 +282,9 @@ def _tables() -> dict[str, Any]:
     }
     for name in ("index.arrow", "shards.arrow", "keys.arrow"):
         made |= {
-            f"{name}-{place}={value}": partial(of_datasets._patched, place=place, value=value, name=name)
+            f"{name}-{place}={value}": partial(
+                of_datasets._patched, place=place, value=value, name=name
+            )
             for place in ("offset-1", "length-1", "rows", "body")
             for value in (-1, 1 << 40)
         }
@@ -207,10 +293,13 @@ def _tables() -> dict[str, Any]:
 
 def _kinds() -> dict[str, Any]:
     makers: dict[str, Callable[[Path], object]] = {
-        "fifo": os.mkfifo, "folder": os.mkdir, "zero": lambda path: path.symlink_to("/dev/zero"),
-        "out": lambda path: path.symlink_to("/etc/hostname"), "gone": lambda path: path.symlink_to("nothing"),
+        "fifo": os.mkfifo,
+        "folder": os.mkdir,
+        "zero": lambda path: path.symlink_to("/dev/zero"),
+        "out": lambda path: path.symlink_to("/etc/hostname"),
+        "gone": lambda path: path.symlink_to("nothing"),
         "hole": lambda path: (path.touch(), os.truncate(path, 40 << 30)),
-    }  # fmt: skip
+    }
     return {
         f"{name}-{kind}": partial(of_datasets._kind, name=name, make=make)
         for name in ("rows.npy", "layer-000000.tar", "index.arrow", "attributes.parquet")

@@ -61,7 +61,9 @@ def run(command: list[str] | Callable[[], int], place: Path) -> Outcome:
         os.dup2(handle, 2)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
         os.chdir(place)
-        os.environ.update(HOME=str(place), TMPDIR=str(place / "tmp"), XDG_CACHE_HOME=str(place / "tmp"))
+        os.environ.update(
+            HOME=str(place), TMPDIR=str(place / "tmp"), XDG_CACHE_HOME=str(place / "tmp")
+        )
         tempfile.tempdir = None
         from fuelrail.__main__ import main
 
@@ -103,5 +105,7 @@ def footprint(place: Path) -> dict[str, str]:
         if name.partition("/")[0] in ("out", "tmp", "output.txt"):
             continue
         regular = path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 30
-        found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if regular else str(path.lstat().st_mode)
+        found[name] = (
+            hashlib.sha256(path.read_bytes()).hexdigest() if regular else str(path.lstat().st_mode)
+        )
     return found

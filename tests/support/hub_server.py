@@ -42,7 +42,9 @@ class HubServer:
                     self.wfile.write(body)
 
             def json(self, value: object, code: int = 200, **headers: str) -> None:
-                self.answer(json.dumps(value).encode(), code, Content_Type="application/json", **headers)
+                self.answer(
+                    json.dumps(value).encode(), code, Content_Type="application/json", **headers
+                )
 
             def do_HEAD(self) -> None:
                 self.do_GET()
@@ -68,7 +70,11 @@ class HubServer:
                     self.json({"error": "not found"}, 404, X_Error_Code="EntryNotFound")
                     return
                 data, wanted = path.read_bytes(), self.headers.get("Range")
-                facts = {"ETag": f'"{blob(data)}"', "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
+                facts = {
+                    "ETag": f'"{blob(data)}"',
+                    "X_Repo_Commit": COMMIT,
+                    "Accept_Ranges": "bytes",
+                }
                 if wanted is None:
                     self.answer(data, **facts)
                     return

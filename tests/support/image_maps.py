@@ -32,11 +32,17 @@ PRESETS = {
 """Names to image pipelines, those of the trainers and two odd ones."""
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-SHIPPED = {file.stem: load_yaml(file, ImageAugment) for file in sorted((CONFIGS / "images").glob("*.yaml"))}
+SHIPPED = {
+    file.stem: load_yaml(file, ImageAugment) for file in sorted((CONFIGS / "images").glob("*.yaml"))
+}
 EVERY_PRESET = {
     **PRESETS,
     **SHIPPED,
-    **{f"{name}, evaluation": preset.evaluation() for name, preset in SHIPPED.items() if preset.train},
+    **{
+        f"{name}, evaluation": preset.evaluation()
+        for name, preset in SHIPPED.items()
+        if preset.train
+    },
 }
 """Those that come with the product too, as they train and as they evaluate."""
 

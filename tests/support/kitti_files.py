@@ -21,9 +21,14 @@ def as_kitti(world):
         origin = ego_at(number, oxts_times(clip)[0])[:3, 3]
         for frame in clip.frames:
             for at, image in enumerate(frame.images.values()):
-                image.jpeg = cv2.imencode(".png", cv2.imdecode(np.frombuffer(image.jpeg, np.uint8), 1))[1].tobytes()
+                image.jpeg = cv2.imencode(
+                    ".png", cv2.imdecode(np.frombuffer(image.jpeg, np.uint8), 1)
+                )[1].tobytes()
                 image.cam2ego = np.eye(4)
-                image.cam2ego[:3, :3], image.cam2ego[:3, 3] = turn(0.01, "y") @ OPTICAL, (1.1, 0.3 - at * 0.54, 0.8)
+                image.cam2ego[:3, :3], image.cam2ego[:3, 3] = (
+                    turn(0.01, "y") @ OPTICAL,
+                    (1.1, 0.3 - at * 0.54, 0.8),
+                )
             for one in (frame, *frame.images.values(), *frame.sweeps.values()):
                 one.ego2global = shifted(one.ego2global, origin)
             for sweep in frame.sweeps.values():
@@ -42,7 +47,9 @@ def shifted(pose, origin) -> np.ndarray:
 
 def oxts_times(clip) -> list[int]:
     """A row of oxts for each time at which a sensor measures, so that none is interpolated."""
-    return sorted({one.timestamp_ns for frame in clip.frames for one in (frame, *frame.images.values())})
+    return sorted(
+        {one.timestamp_ns for frame in clip.frames for one in (frame, *frame.images.values())}
+    )
 
 
 def write_lines(path, rows) -> None:
@@ -72,7 +79,9 @@ def chain(frame) -> dict[str, np.ndarray]:
     }
     for name, image in frame.images.items():
         cam0_to_cam = np.linalg.inv(image.cam2ego) @ first2ego
-        found[name] = np.concatenate([image.intrinsics, image.intrinsics @ cam0_to_cam[:3, 3:]], 1)  # side by side
+        found[name] = np.concatenate(
+            [image.intrinsics, image.intrinsics @ cam0_to_cam[:3, 3:]], 1
+        )  # side by side
     return found
 
 
@@ -81,17 +90,27 @@ def write_drive(root, number, clip) -> None:
     date = root / FIRST
     drive = date / clip.name
     parts = chain(clip.frames[0])
-    write_lines(date / "calib_cam_to_cam.txt", [
-        "calib_time: 09-Jan-2012 13:57:47", f"R_rect_00: {numbers(RECT)}",
-        *(f"P_rect_{name[-2:]}: {numbers(parts[name])}" for name in clip.frames[0].images),
-    ])  # fmt: skip
+    write_lines(
+        date / "calib_cam_to_cam.txt",
+        [
+            "calib_time: 09-Jan-2012 13:57:47",
+            f"R_rect_00: {numbers(RECT)}",
+            *(f"P_rect_{name[-2:]}: {numbers(parts[name])}" for name in clip.frames[0].images),
+        ],
+    )
     for name, key in (("calib_velo_to_cam", "velo2cam"), ("calib_imu_to_velo", "imu2velo")):
         rows = f"R: {numbers(parts[key][:3, :3])}", f"T: {numbers(parts[key][:3, 3])}"
         write_lines(date / f"{name}.txt", ["calib_time: 25-May-2012 16:47:16", *rows])
     write_oxts(drive / "oxts", number, oxts_times(clip))
     for name in clip.frames[0].images:
-        write_lines(drive / name / "timestamps.txt", stamps(frame.images[name].timestamp_ns for frame in clip.frames))
-    write_lines(drive / "velodyne_points" / "timestamps.txt", stamps(frame.timestamp_ns for frame in clip.frames))
+        write_lines(
+            drive / name / "timestamps.txt",
+            stamps(frame.images[name].timestamp_ns for frame in clip.frames),
+        )
+    write_lines(
+        drive / "velodyne_points" / "timestamps.txt",
+        stamps(frame.timestamp_ns for frame in clip.frames),
+    )
     for at, frame in enumerate(clip.frames):
         files = {f"{name}/data/{at:010d}.png": image.jpeg for name, image in frame.images.items()}
         for sweep in frame.sweeps.values():
@@ -113,9 +132,25 @@ def write_oxts(folder, number, times) -> None:
         yaw, pitch, roll = Rotation.from_matrix(pose[:3, :3]).as_euler("ZYX")
         latitude = np.degrees(2 * np.arctan(np.exp((north + y) / scale))) - 90
         forward = pose[:3, 0] * SPEED_MPS
-        values = [latitude, ORIGIN[1] + np.degrees(x / scale), 116 + z, roll, pitch, yaw, forward[1], forward[0],
-                  SPEED_MPS, 0, forward[2], *[0] * 8, 0.2, *[0] * 10]  # fmt: skip
-        write_lines(folder / "data" / f"{row:010d}.txt", [" ".join(repr(float(value)) for value in values)])
+        values = [
+            latitude,
+            ORIGIN[1] + np.degrees(x / scale),
+            116 + z,
+            roll,
+            pitch,
+            yaw,
+            forward[1],
+            forward[0],
+            SPEED_MPS,
+            0,
+            forward[2],
+            *[0] * 8,
+            0.2,
+            *[0] * 10,
+        ]
+        write_lines(
+            folder / "data" / f"{row:010d}.txt", [" ".join(repr(float(value)) for value in values)]
+        )
     write_lines(folder / "timestamps.txt", stamps(times))
 
 
@@ -137,17 +172,20 @@ def tracklets(clip) -> str:
                 "ry": 0,
                 "rz": np.arctan2(nose[1], nose[0]),
             }
-            poses.append("".join(f"<{tag}>{value!r}</{tag}>" for tag, value in
-                                 ((tag, float(value)) for tag, value in values.items())))  # fmt: skip
+            poses.append(
+                "".join(
+                    f"<{tag}>{value!r}</{tag}>"
+                    for tag, value in ((tag, float(value)) for tag, value in values.items())
+                )
+            )
         length, width, height = box.size_lwh
         items.append(
             f"<item><objectType>{box.category}</objectType><h>{height}</h><w>{width}</w><l>{length}</l>"
             f"<first_frame>0</first_frame><poses><count>{len(poses)}</count>"
-            + "".join(f"<item>{one}</item>" for one in poses) + "</poses></item>"
-        )  # fmt: skip
-    return (
-        f"<boost_serialization><tracklets><count>{len(items)}</count>{''.join(items)}</tracklets></boost_serialization>"
-    )
+            + "".join(f"<item>{one}</item>" for one in poses)
+            + "</poses></item>"
+        )
+    return f"<boost_serialization><tracklets><count>{len(items)}</count>{''.join(items)}</tracklets></boost_serialization>"  # noqa: E501
 
 
 def write_object(root, number, frame) -> None:

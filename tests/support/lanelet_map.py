@@ -21,12 +21,13 @@ def way(name, points, kind="", first=0) -> str:
 
 
 def lanelet(name, left, right, subtype="road") -> str:
-    members = "".join(f"<member type='way' ref='{ref}' role='{role}'/>" for ref, role in
-                      ((left, "left"), (right, "right")) if ref)  # fmt: skip
-    tags = f"<tag k='type' v='lanelet'/><tag k='subtype' v='{subtype}'/>"
-    return (
-        f"<relation id='{name}'>{members}<member type='relation' ref='9' role='regulatory_element'/>{tags}</relation>"
+    members = "".join(
+        f"<member type='way' ref='{ref}' role='{role}'/>"
+        for ref, role in ((left, "left"), (right, "right"))
+        if ref
     )
+    tags = f"<tag k='type' v='lanelet'/><tag k='subtype' v='{subtype}'/>"
+    return f"<relation id='{name}'>{members}<member type='relation' ref='9' role='regulatory_element'/>{tags}</relation>"  # noqa: E501
 
 
 def osm(*elements: str) -> str:

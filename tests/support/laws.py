@@ -9,7 +9,12 @@ from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.transforms.ego import BevAugment, BevMap
 
 EGO = BevAugment(
-    train=True, rotate_deg=(-180.0, 180.0), scale=(0.8, 1.25), flip_x_prob=0.5, flip_y_prob=0.5, translate_std_m=0.7
+    train=True,
+    rotate_deg=(-180.0, 180.0),
+    scale=(0.8, 1.25),
+    flip_x_prob=0.5,
+    flip_y_prob=0.5,
+    translate_std_m=0.7,
 )
 SIZE = (96, 64)
 

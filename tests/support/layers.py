@@ -16,11 +16,18 @@ if TYPE_CHECKING:
 
 FIXED = {"name": "fixed"}
 TABLE = [
-    {"name": "logits", "kind": "array", "field": "logits.npy", "law": FIXED, "dtype": "float16", "axes": ["class"],
-     "shape": [10]},
+    {
+        "name": "logits",
+        "kind": "array",
+        "field": "logits.npy",
+        "law": FIXED,
+        "dtype": "float16",
+        "axes": ["class"],
+        "shape": [10],
+    },
     {"name": "loss", "kind": "array", "field": "loss.npy", "law": FIXED, "dtype": "float32"},
     {"name": "caption", "kind": "text", "field": "caption.txt", "law": FIXED, "optional": True},
-]  # fmt: skip
+]
 
 
 def values_of(position: int) -> dict[str, Any]:
@@ -30,7 +37,9 @@ def values_of(position: int) -> dict[str, Any]:
     return values if position % 2 == 0 else {**values, "caption": f"row {position}"}
 
 
-def write_layer(base: Path, out: Path, positions: Iterable[int] | None = None, **options: Any) -> Path:
+def write_layer(
+    base: Path, out: Path, positions: Iterable[int] | None = None, **options: Any
+) -> Path:
     """Write a layer of these positions; None: of all."""
     with LayerWriter(base, out, channels=TABLE, **options) as writer:
         for position in range(len(open_dataset(base))) if positions is None else positions:

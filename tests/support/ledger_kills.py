@@ -22,7 +22,11 @@ NUM_ROWS, NUM_STEPS, EVERY = 1000, 400, 7
 def train(folder: Path, global_batch: int) -> None:
     """Continue from the checkpoint; the weights are the list of all rows that they were trained on."""
     sampler = BatchSampler(
-        NUM_ROWS, OrderSpec(seed=5), global_batch=global_batch, world=World(), ledger=folder / "run.ledger"
+        NUM_ROWS,
+        OrderSpec(seed=5),
+        global_batch=global_batch,
+        world=World(),
+        ledger=folder / "run.ledger",
     )
     loader = sampler.count()
     file = folder / "checkpoint.json"
@@ -51,7 +55,9 @@ def rows_of(folder: Path, state: dict[str, int]) -> list[int]:
     for at, stretch in enumerate(kept):
         assert not stretch.skipped, "a gap"
         assert at == 0 or kept[at - 1].end == stretch.start.restored, "an overlap"
-        sampler = BatchSampler(NUM_ROWS, OrderSpec(seed=5), global_batch=stretch.start.global_batch, world=World())
+        sampler = BatchSampler(
+            NUM_ROWS, OrderSpec(seed=5), global_batch=stretch.start.global_batch, world=World()
+        )
         (epoch, consumed), until = stretch.start.place, min(stretch.end, end)
         while (epoch, consumed) < until:
             state = {**sampler.state_dict(), "epoch": epoch, "samples_consumed": consumed}
@@ -63,7 +69,9 @@ def rows_of(folder: Path, state: dict[str, int]) -> list[int]:
                 consumed += len(batch)
             else:
                 epoch, consumed = epoch + 1, 0
-            sampler = BatchSampler(NUM_ROWS, OrderSpec(seed=5), global_batch=stretch.start.global_batch, world=World())
+            sampler = BatchSampler(
+                NUM_ROWS, OrderSpec(seed=5), global_batch=stretch.start.global_batch, world=World()
+            )
     return rows
 
 
@@ -83,7 +91,9 @@ def run_kills(work: Path, num_kills: int, seed: int) -> int:
         file = folder / "checkpoint.json"
         if file.exists():
             saved = json.loads(file.read_bytes())
-            assert rows_of(folder, saved["state"]) == saved["weights"], f"{folder} after {kills} kills"
+            assert rows_of(folder, saved["state"]) == saved["weights"], (
+                f"{folder} after {kills} kills"
+            )
             compared += len(saved["weights"])
             if len(saved["weights"]) >= NUM_STEPS * 24 - 40 * EVERY:
                 if kills == num_kills:

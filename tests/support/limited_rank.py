@@ -50,11 +50,17 @@ def train(dataset: str, strategy: str, folder: str, steps: int) -> list[float]:
     """Train from the newest checkpoint to a number of steps, and save; returns the losses."""
     parallel = fr.parallelise(Tall, strategy=strategy, wrap=[nn.Linear], learning_rate=1e-4, seed=5)
     losses = []
-    with load(dataset, batch_size=4, world=parallel.mesh) as loader, fr.Checkpoints(folder) as checkpoints:
+    with (
+        load(dataset, batch_size=4, world=parallel.mesh) as loader,
+        fr.Checkpoints(folder) as checkpoints,
+    ):
         fr.train(
-            parallel, loader, steps=steps, checkpoints=checkpoints,
+            parallel,
+            loader,
+            steps=steps,
+            checkpoints=checkpoints,
             on_step=lambda record, found: losses.append(found["loss"]),
-        )  # fmt: skip
+        )
     return losses
 
 
@@ -64,7 +70,9 @@ def main(dataset: str, strategy: str, folder: str) -> None:
     ctypes.CDLL(None).mallopt(ctypes.c_int(M_MMAP_THRESHOLD), ctypes.c_int(1 << 20))
     dist.init_process_group("gloo")
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets what the process had at most
+    Path("/proc/self/clear_refs").write_text(
+        "5", encoding="ascii"
+    )  # forgets what the process had at most
     limit = status("VmData") + LIMIT
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     first, rest = train(dataset, strategy, folder, 2), train(dataset, strategy, folder, 4)

@@ -27,11 +27,17 @@ def loader_run(samples_per_s=125.0, **changes) -> LoaderRun:
     batch_s = 2 / (samples_per_s or 10.0)
     stages = [
         StageClock(
-            name=rate.name, num_threads=rate.num_threads, items=400, busy_s=2.0 if rate.name == "decode" else 0.1,
-            starved_s=0.0, blocked_s=0.1, waiting=1, capacity=2,
+            name=rate.name,
+            num_threads=rate.num_threads,
+            items=400,
+            busy_s=2.0 if rate.name == "decode" else 0.1,
+            starved_s=0.0,
+            blocked_s=0.1,
+            waiting=1,
+            capacity=2,
         )
         for rate in STAGES
-    ]  # fmt: skip
+    ]
     made = {
         "first_batch_s": 0.3,
         "num_warm_up_batches": 2,

@@ -29,4 +29,6 @@ def make_loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader:
 
     It is one for training, shuffled and of full batches only, where the options do not say otherwise.
     """
-    return DataLoader(dataset, batch_size, **{"shuffle": True, "drop_last": True, **grouped(**options)})
+    return DataLoader(
+        dataset, batch_size, **{"shuffle": True, "drop_last": True, **grouped(**options)}
+    )

@@ -93,44 +93,87 @@ class Ros:
                 self.of("geometry_msgs/Vector3", *matrix[:3, 3].tolist()),
                 self.of("geometry_msgs/Quaternion", *q.tolist()),
             )
-            found.append(self.of("geometry_msgs/TransformStamped", self.header(stamp_ns, parent), child, moved))
+            found.append(
+                self.of(
+                    "geometry_msgs/TransformStamped", self.header(stamp_ns, parent), child, moved
+                )
+            )
         return self.of("tf2_msgs/TFMessage", found)
 
     def info(
-        self, stamp_ns, frame, size, k, *, d=(), model="plumb_bob", p=None, r=None, binning=(0, 0), roi=(0, 0, 0, 0)
+        self,
+        stamp_ns,
+        frame,
+        size,
+        k,
+        *,
+        d=(),
+        model="plumb_bob",
+        p=None,
+        r=None,
+        binning=(0, 0),
+        roi=(0, 0, 0, 0),
     ):
         x, y, width, height = roi
         region = self.of("sensor_msgs/RegionOfInterest", x, y, height, width, False)
         p = np.hstack([k, np.zeros((3, 1))]) if p is None else p
-        flat = [np.asarray(one, np.float64).ravel() for one in (d, k, np.eye(3) if r is None else r, p)]
+        flat = [
+            np.asarray(one, np.float64).ravel() for one in (d, k, np.eye(3) if r is None else r, p)
+        ]
         return self.of(
-            "sensor_msgs/CameraInfo", self.header(stamp_ns, frame), size[1], size[0], model, *flat, *binning, region
+            "sensor_msgs/CameraInfo",
+            self.header(stamp_ns, frame),
+            size[1],
+            size[0],
+            model,
+            *flat,
+            *binning,
+            region,
         )
 
     def cloud(self, stamp_ns, frame, points, *, pad: int = 3):
         """x, y, z, intensity as float32, ring as uint16, and bytes of padding."""
         dtype = np.dtype(
-            [("x", "<f4"), ("y", "<f4"), ("z", "<f4"), ("intensity", "<f4"), ("ring", "<u2"), ("_", f"V{pad}")]
+            [
+                ("x", "<f4"),
+                ("y", "<f4"),
+                ("z", "<f4"),
+                ("intensity", "<f4"),
+                ("ring", "<u2"),
+                ("_", f"V{pad}"),
+            ]
         )
         rows = np.zeros(len(points), dtype)
         for at, name in enumerate(("x", "y", "z", "intensity", "ring")):
             rows[name] = points[:, at]
         fields = [
-            self.of("sensor_msgs/PointField", name, dtype.fields[name][1], 7 if name != "ring" else 4, 1)
+            self.of(
+                "sensor_msgs/PointField", name, dtype.fields[name][1], 7 if name != "ring" else 4, 1
+            )
             for name in ("x", "y", "z", "intensity", "ring")
         ]
         data = np.frombuffer(rows.tobytes(), np.uint8)
         return self.of(
-            "sensor_msgs/PointCloud2", self.header(stamp_ns, frame), 1, len(points), fields, False, dtype.itemsize,
-            dtype.itemsize * len(points), data, True,
-        )  # fmt: skip
+            "sensor_msgs/PointCloud2",
+            self.header(stamp_ns, frame),
+            1,
+            len(points),
+            fields,
+            False,
+            dtype.itemsize,
+            dtype.itemsize * len(points),
+            data,
+            True,
+        )
 
 
 def ros_messages(world: World, clip: WorldClip) -> list[Sent]:
     """The messages of one clip, in the order in which a recorder gets them."""
     ros, sent = Ros(), []
     first = clip.frames[0]
-    fixed = [("base_link", f"{name}_optical", 0, image.cam2ego) for name, image in first.images.items()]
+    fixed = [
+        ("base_link", f"{name}_optical", 0, image.cam2ego) for name, image in first.images.items()
+    ]
     fixed += [("base_link", name, 0, sweep.lidar2ego) for name, sweep in first.sweeps.items()]
     sent.append(Sent("/tf_static", "tf2_msgs/TFMessage", first.timestamp_ns, ros.tf(fixed)))
     poses = {}
@@ -140,15 +183,26 @@ def ros_messages(world: World, clip: WorldClip) -> list[Sent]:
             poses[image.timestamp_ns] = image.ego2global
             head = ros.header(image.timestamp_ns, f"{name}_optical")
             data = np.frombuffer(image.jpeg, np.uint8)
-            picture = ros.of("sensor_msgs/CompressedImage", head, "rgb8; jpeg compressed bgr8", data)
+            picture = ros.of(
+                "sensor_msgs/CompressedImage", head, "rgb8; jpeg compressed bgr8", data
+            )
             sent.append(
-                Sent(f"/{name}/image_raw/compressed", "sensor_msgs/CompressedImage", image.timestamp_ns, picture)
+                Sent(
+                    f"/{name}/image_raw/compressed",
+                    "sensor_msgs/CompressedImage",
+                    image.timestamp_ns,
+                    picture,
+                )
             )
             info = ros.info(image.timestamp_ns, f"{name}_optical", image.size, image.intrinsics)
-            sent.append(Sent(f"/{name}/camera_info", "sensor_msgs/CameraInfo", image.timestamp_ns, info))
+            sent.append(
+                Sent(f"/{name}/camera_info", "sensor_msgs/CameraInfo", image.timestamp_ns, info)
+            )
         for name, sweep in frame.sweeps.items():
             cloud = ros.cloud(sweep.timestamp_ns, name, sweep.points)
-            sent.append(Sent(f"/{name}/points", "sensor_msgs/PointCloud2", sweep.timestamp_ns, cloud))
+            sent.append(
+                Sent(f"/{name}/points", "sensor_msgs/PointCloud2", sweep.timestamp_ns, cloud)
+            )
     sent += [
         Sent("/tf", "tf2_msgs/TFMessage", stamp_ns, ros.tf([("map", "base_link", stamp_ns, pose)]))
         for stamp_ns, pose in poses.items()
@@ -176,21 +230,42 @@ def video_messages(world: World, clip: WorldClip) -> list[Sent]:
 
 
 def with_raw_pictures(
-    sent: Iterable[Sent], name: str, encoding: str, size: tuple[int, int], rows: np.ndarray, *, big: bool = False
+    sent: Iterable[Sent],
+    name: str,
+    encoding: str,
+    size: tuple[int, int],
+    rows: np.ndarray,
+    *,
+    big: bool = False,
 ) -> list[Sent]:
     """The messages, the pictures of a camera replaced by uncompressed ones; ``rows`` (H, row bytes) uint8."""
     ros, found = Ros(), []
     for one in sent:
         if one.topic == f"/{name}/image_raw/compressed":
-            given = (one.message.header, size[1], size[0], encoding, int(big), rows.shape[1], rows.ravel())
-            one = one._replace(message=ros.of("sensor_msgs/Image", *given), type="sensor_msgs/Image")
+            given = (
+                one.message.header,
+                size[1],
+                size[0],
+                encoding,
+                int(big),
+                rows.shape[1],
+                rows.ravel(),
+            )
+            one = one._replace(
+                message=ros.of("sensor_msgs/Image", *given), type="sensor_msgs/Image"
+            )
         found.append(one)
     return found
 
 
 def encoded(jpegs: list[bytes]) -> list[bytes]:
     """One packet of Annex B for each picture."""
-    options = {"g": "3", "bf": "0", "tune": "zerolatency", "x264-params": "scenecut=0:repeat-headers=1:annexb=1"}
+    options = {
+        "g": "3",
+        "bf": "0",
+        "tune": "zerolatency",
+        "x264-params": "scenecut=0:repeat-headers=1:annexb=1",
+    }
     encoder = av.CodecContext.create("libx264", "w")
     packets = []
     for number, jpeg in enumerate(jpegs):
@@ -205,14 +280,21 @@ def encoded(jpegs: list[bytes]) -> list[bytes]:
 
 
 def write_mcap(
-    path: Path, sent: Iterable[Sent], *, compression: str = "ZSTD", chunk_size: int = 1 << 14, **options
+    path: Path,
+    sent: Iterable[Sent],
+    *,
+    compression: str = "ZSTD",
+    chunk_size: int = 1 << 14,
+    **options,
 ) -> None:
     """Write messages with the public library; ``options`` are of its writer."""
     from mcap.writer import CompressionType, Writer
 
     types, channels = store(), {}
     with path.open("wb") as file:
-        writer = Writer(file, chunk_size=chunk_size, compression=CompressionType[compression], **options)
+        writer = Writer(
+            file, chunk_size=chunk_size, compression=CompressionType[compression], **options
+        )
         writer.start("ros2")
         for one in sent:
             if one.topic not in channels:
@@ -220,7 +302,9 @@ def write_mcap(
                     schema = writer.register_schema(one.type, "protobuf", DESCRIPTOR)
                     channels[one.topic] = writer.register_channel(one.topic, "protobuf", schema)
                 else:
-                    schema = writer.register_schema(one.message.__msgtype__, "ros2msg", definition(types, one.message))
+                    schema = writer.register_schema(
+                        one.message.__msgtype__, "ros2msg", definition(types, one.message)
+                    )
                     channels[one.topic] = writer.register_channel(one.topic, "cdr", schema)
             data = one.message
             if not isinstance(data, bytes):
@@ -229,7 +313,9 @@ def write_mcap(
         writer.finish()
 
 
-def logged(folder: Path, sent: Iterable[Sent], source_options: dict | None = None, **options) -> SourceSpec:
+def logged(
+    folder: Path, sent: Iterable[Sent], source_options: dict | None = None, **options
+) -> SourceSpec:
     """A source of one log of these messages; ``options`` are those of `write_mcap`."""
     write_mcap(folder / "log.mcap", sent, **options)
     return SourceSpec("mcap", str(folder / "log.mcap"), source_options or {})
@@ -239,7 +325,9 @@ def definition(types, message) -> bytes:
     return types.generate_msgdef(message.__msgtype__, ros_version=2)[0].encode()
 
 
-def write_rosbag2(folder: Path, sent: Iterable[Sent], *, packed: bool = False, storage: str = "SQLITE3") -> None:
+def write_rosbag2(
+    folder: Path, sent: Iterable[Sent], *, packed: bool = False, storage: str = "SQLITE3"
+) -> None:
     """Write messages as a folder with SQLite or MCAP, with the public library; ``packed``: compressed one by one."""
     from rosbags.rosbag2 import CompressionFormat, CompressionMode, StoragePlugin, Writer
 
@@ -252,16 +340,24 @@ def write_rosbag2(folder: Path, sent: Iterable[Sent], *, packed: bool = False, s
             kind = one.message.__msgtype__
             if one.topic not in connections:
                 connections[one.topic] = writer.add_connection(one.topic, kind, typestore=types)
-            writer.write(connections[one.topic], one.stamp_ns + LAG_NS, types.serialize_cdr(one.message, kind))
+            writer.write(
+                connections[one.topic],
+                one.stamp_ns + LAG_NS,
+                types.serialize_cdr(one.message, kind),
+            )
 
 
-def write_bag(path: Path, sent: Iterable[Sent], compression: str = "NONE", *, old: bool = False) -> None:
+def write_bag(
+    path: Path, sent: Iterable[Sent], compression: str = "NONE", *, old: bool = False
+) -> None:
     """Write messages as a bag of ROS 1, with the public library and its types of ROS 1; ``old``: before ROS Hydro."""
     from rosbags.rosbag1 import Writer
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
     types, connections = get_typestore(Stores.ROS1_NOETIC), {}
-    transforms = dict.fromkeys(("tf2_msgs/TFMessage", "tf/tfMessage"), "geometry_msgs/TransformStamped[] transforms\n")
+    transforms = dict.fromkeys(
+        ("tf2_msgs/TFMessage", "tf/tfMessage"), "geometry_msgs/TransformStamped[] transforms\n"
+    )
     for name, text in {**transforms, **OTHERS}.items():
         types.register(get_types_from_msg(text, name.replace("/", "/msg/")))
 
@@ -338,30 +434,59 @@ _TYPES = {
     "foxglove.Point2": ["x", "y"],
     "foxglove.KeyValuePair": ["key", "value"],
     "foxglove.PointsAnnotation": [
-        ("timestamp", "google.protobuf.Timestamp"), "type", ("points", "foxglove.Point2"), "outline_color",
-        "outline_colors", "fill_color", "thickness", ("metadata", "foxglove.KeyValuePair"),
+        ("timestamp", "google.protobuf.Timestamp"),
+        "type",
+        ("points", "foxglove.Point2"),
+        "outline_color",
+        "outline_colors",
+        "fill_color",
+        "thickness",
+        ("metadata", "foxglove.KeyValuePair"),
     ],
     "foxglove.TextAnnotation": [
-        ("timestamp", "google.protobuf.Timestamp"), ("position", "foxglove.Point2"), "text",
+        ("timestamp", "google.protobuf.Timestamp"),
+        ("position", "foxglove.Point2"),
+        "text",
     ],
     "foxglove.ImageAnnotations": [
-        "circles", ("points", "foxglove.PointsAnnotation"), ("texts", "foxglove.TextAnnotation"),
+        "circles",
+        ("points", "foxglove.PointsAnnotation"),
+        ("texts", "foxglove.TextAnnotation"),
     ],
     "foxglove.PackedElementField": ["name", "offset", "type"],
-    "foxglove.CompressedImage": [("timestamp", "google.protobuf.Timestamp"), "data", "format", "frame_id"],
+    "foxglove.CompressedImage": [
+        ("timestamp", "google.protobuf.Timestamp"),
+        "data",
+        "format",
+        "frame_id",
+    ],
     "foxglove.CameraCalibration": [
-        ("timestamp", "google.protobuf.Timestamp"), "width", "height", "distortion_model", "D", "K", "R", "P",
+        ("timestamp", "google.protobuf.Timestamp"),
+        "width",
+        "height",
+        "distortion_model",
+        "D",
+        "K",
+        "R",
+        "P",
         "frame_id",
     ],
     "foxglove.FrameTransform": [
-        ("timestamp", "google.protobuf.Timestamp"), "parent_frame_id", "child_frame_id",
-        ("translation", "foxglove.Vector3"), ("rotation", "foxglove.Quaternion"),
+        ("timestamp", "google.protobuf.Timestamp"),
+        "parent_frame_id",
+        "child_frame_id",
+        ("translation", "foxglove.Vector3"),
+        ("rotation", "foxglove.Quaternion"),
     ],
     "foxglove.PointCloud": [
-        ("timestamp", "google.protobuf.Timestamp"), "frame_id", ("pose", "foxglove.Pose"), "point_stride",
-        ("fields", "foxglove.PackedElementField"), "data",
+        ("timestamp", "google.protobuf.Timestamp"),
+        "frame_id",
+        ("pose", "foxglove.Pose"),
+        "point_stride",
+        ("fields", "foxglove.PackedElementField"),
+        "data",
     ],
-}  # fmt: skip
+}
 
 
 def _descriptor() -> bytes:
@@ -400,17 +525,34 @@ def foxglove_messages(world: World, clip: WorldClip) -> list[Sent]:
         return Sent("/tf", "foxglove.FrameTransform", stamp_ns, data)
 
     first = clip.frames[0]
-    sent += [transform("base_link", name, first.timestamp_ns, image.cam2ego) for name, image in first.images.items()]
+    sent += [
+        transform("base_link", name, first.timestamp_ns, image.cam2ego)
+        for name, image in first.images.items()
+    ]
     for frame in clip.frames:
         poses[frame.timestamp_ns] = frame.ego2global
         for name, image in frame.images.items():
             poses[image.timestamp_ns] = image.ego2global
-            data = _stamp(image.timestamp_ns) + part(2, image.jpeg) + part(3, "jpeg") + part(4, name)
-            sent.append(Sent(f"/{name}/image", "foxglove.CompressedImage", image.timestamp_ns, data))
-            k = image.intrinsics.ravel().tolist()
-            data = _stamp(image.timestamp_ns) + _fixed(2, image.size[0]) + _fixed(3, image.size[1]) + _doubles(6, k)
+            data = (
+                _stamp(image.timestamp_ns) + part(2, image.jpeg) + part(3, "jpeg") + part(4, name)
+            )
             sent.append(
-                Sent(f"/{name}/calibration", "foxglove.CameraCalibration", image.timestamp_ns, data + part(9, name))
+                Sent(f"/{name}/image", "foxglove.CompressedImage", image.timestamp_ns, data)
+            )
+            k = image.intrinsics.ravel().tolist()
+            data = (
+                _stamp(image.timestamp_ns)
+                + _fixed(2, image.size[0])
+                + _fixed(3, image.size[1])
+                + _doubles(6, k)
+            )
+            sent.append(
+                Sent(
+                    f"/{name}/calibration",
+                    "foxglove.CameraCalibration",
+                    image.timestamp_ns,
+                    data + part(9, name),
+                )
             )
         for name, sweep in frame.sweeps.items():  # a cloud in base_link, with the lidar's pose
             points = sweep.points[:, :4]
@@ -419,7 +561,11 @@ def foxglove_messages(world: World, clip: WorldClip) -> list[Sent]:
                 for at, column in enumerate(("x", "y", "z", "intensity"))
             )
             data = (
-                _stamp(sweep.timestamp_ns) + part(2, "base_link") + _fixed(4, 16) + fields + part(6, points.tobytes())
+                _stamp(sweep.timestamp_ns)
+                + part(2, "base_link")
+                + _fixed(4, 16)
+                + fields
+                + part(6, points.tobytes())
             )
             sent.append(Sent(f"/{name}/points", "foxglove.PointCloud", sweep.timestamp_ns, data))
     sent += [transform("map", "base_link", stamp_ns, pose) for stamp_ns, pose in poses.items()]
@@ -433,17 +579,35 @@ Box = tuple[float, float, float, float, str, str]
 def detections(stamp_ns: int, boxes: Iterable[Box]):
     """A Detection2DArray of version 4; of each box's hypotheses, the second has the better score."""
     ros, found = Ros(), []
-    point, turned = ros.of("geometry_msgs/Point", 0, 0, 0), ros.of("geometry_msgs/Quaternion", 0, 0, 0, 1)
-    pose = ros.of("geometry_msgs/PoseWithCovariance", ros.of("geometry_msgs/Pose", point, turned), np.zeros(36))
+    point, turned = (
+        ros.of("geometry_msgs/Point", 0, 0, 0),
+        ros.of("geometry_msgs/Quaternion", 0, 0, 0, 1),
+    )
+    pose = ros.of(
+        "geometry_msgs/PoseWithCovariance",
+        ros.of("geometry_msgs/Pose", point, turned),
+        np.zeros(36),
+    )
     for left, top, right, bottom, category, track in boxes:
         names = (("other", 0.2), (category, 0.7)) if category else ()
         results = [
-            ros.of("vision_msgs/ObjectHypothesisWithPose", ros.of("vision_msgs/ObjectHypothesis", *name), pose)
+            ros.of(
+                "vision_msgs/ObjectHypothesisWithPose",
+                ros.of("vision_msgs/ObjectHypothesis", *name),
+                pose,
+            )
             for name in names
         ]
         centre = ros.of("vision_msgs/Point2D", (left + right) / 2, (top + bottom) / 2)
-        box = ros.of("vision_msgs/BoundingBox2D", ros.of("vision_msgs/Pose2D", centre, 0.0), right - left, bottom - top)
-        found.append(ros.of("vision_msgs/Detection2D", ros.header(stamp_ns, "camera"), results, box, track))
+        box = ros.of(
+            "vision_msgs/BoundingBox2D",
+            ros.of("vision_msgs/Pose2D", centre, 0.0),
+            right - left,
+            bottom - top,
+        )
+        found.append(
+            ros.of("vision_msgs/Detection2D", ros.header(stamp_ns, "camera"), results, box, track)
+        )
     return ros.of("vision_msgs/Detection2DArray", ros.header(stamp_ns, "camera"), found)
 
 
@@ -452,7 +616,14 @@ def annotations(stamp_ns: int, boxes: Iterable[Box]):
     ros, boxes = Ros(), list(boxes)
     stamp, texts = ros.time(stamp_ns), []
     loops = (
-        [ros.of("foxglove_msgs/PointsAnnotation", stamp, 3, [ros.of("foxglove_msgs/Point2", 1, 1)] * 2)]
+        [
+            ros.of(
+                "foxglove_msgs/PointsAnnotation",
+                stamp,
+                3,
+                [ros.of("foxglove_msgs/Point2", 1, 1)] * 2,
+            )
+        ]
         if boxes
         else []
     )

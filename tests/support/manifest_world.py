@@ -52,7 +52,9 @@ def pose_columns(prefix: str, matrix: np.ndarray, form: str, order: str = "wxyz"
 
 def camera_columns(prefix: str, image: Any, form: str, pose: str) -> dict[str, Any]:
     k = image.intrinsics
-    found = {name: k[at] for name, at in (("fx", (0, 0)), ("fy", (1, 1)), ("cx", (0, 2)), ("cy", (1, 2)))}
+    found = {
+        name: k[at] for name, at in (("fx", (0, 0)), ("fy", (1, 1)), ("cx", (0, 2)), ("cy", (1, 2)))
+    }
     columns = {"intrinsics": k.tolist()} if form == "jsonl" else {"intrinsics": k.ravel().tolist()}
     columns = found if form == "csv" else columns
     return {
@@ -116,7 +118,11 @@ def write_wide(world: World, root: Path, form: str, paths: str = "file") -> str:
     named = write_files(world, root, paths)
     rows, boxes = [], []
     for clip, number, frame in world.frames():
-        row: dict[str, Any] = {"clip_id": clip.name, "timestamp_ns": frame.timestamp_ns, "weather_code": number}
+        row: dict[str, Any] = {
+            "clip_id": clip.name,
+            "timestamp_ns": frame.timestamp_ns,
+            "weather_code": number,
+        }
         row.update(pose_columns("ego2global", frame.ego2global, form))
         for name, image in frame.images.items():
             prefix = f"cam.{name}."
@@ -128,7 +134,10 @@ def write_wide(world: World, root: Path, form: str, paths: str = "file") -> str:
             row[f"lidar.{name}.path"] = named[clip.name, number, name]
             row.update(pose_columns(f"lidar.{name}.lidar2ego", sweep.lidar2ego, form))
         if form == "csv":
-            boxes += [{"clip_id": clip.name, "timestamp_ns": frame.timestamp_ns, **box} for box in box_rows(frame)]
+            boxes += [
+                {"clip_id": clip.name, "timestamp_ns": frame.timestamp_ns, **box}
+                for box in box_rows(frame)
+            ]
         else:
             row["boxes"] = box_rows(frame)
         rows.append(row)
@@ -153,15 +162,23 @@ def write_long(world: World, root: Path, form: str) -> str:
             else:
                 columns = pose_columns("sensor2ego", one.lidar2ego, form)
             calibration[name] = {"sensor": name, **columns}
-        boxes += [{"clip_id": clip.name, "timestamp_ns": frame.timestamp_ns, **box} for box in box_rows(frame)]
+        boxes += [
+            {"clip_id": clip.name, "timestamp_ns": frame.timestamp_ns, **box}
+            for box in box_rows(frame)
+        ]
     by_clip = sorted(range(len(data)), key=lambda at: (data[at]["clip_id"], data[at]["path"][::-1]))
     write_table(root, "sensor_data", [data[at] for at in by_clip], form)
     write_table(root, "calibration", list(calibration.values()), form)
     write_table(root, "boxes", boxes, form)
-    write_table(root, "ego_pose", [
-        {"clip_id": clip, "timestamp_ns": time, **pose_columns("ego2global", pose, form)}
-        for (clip, time), pose in poses.items()
-    ], form)  # fmt: skip
+    write_table(
+        root,
+        "ego_pose",
+        [
+            {"clip_id": clip, "timestamp_ns": time, **pose_columns("ego2global", pose, form)}
+            for (clip, time), pose in poses.items()
+        ],
+        form,
+    )
     return str(root)
 
 

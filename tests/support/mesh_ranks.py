@@ -25,7 +25,15 @@ TRANSFORMS = {"image": {"height": 64, "width": 96, "resize": 1.0}}
 
 
 def make(root: str, batch_size: int = 2, **options: object) -> DataLoader:
-    return DataLoader(root, batch_size, shuffle=True, drop_last=True, transforms=TRANSFORMS, num_workers=1, **options)
+    return DataLoader(
+        root,
+        batch_size,
+        shuffle=True,
+        drop_last=True,
+        transforms=TRANSFORMS,
+        num_workers=1,
+        **options,
+    )
 
 
 def outcome(loader: DataLoader) -> object:
@@ -59,7 +67,9 @@ def main(root: str, out: str) -> None:
 
     # What goes wrong in real runs, each seen by every rank alike.
     found["other seed"] = outcome(make(root, seed=7 if rank == 2 else 0, check_ranks=True))
-    found["other world"] = outcome(make(root, world=World(0, 1) if rank == 3 else World(rank, 4), check_ranks=True))
+    found["other world"] = outcome(
+        make(root, world=World(0, 1) if rank == 3 else World(rank, 4), check_ranks=True)
+    )
     found["same rank"] = outcome(make(root, world=World(rank // 2, 4), check_ranks=True))
     resumed = make(root, check_ranks=True)
     if rank == 1:

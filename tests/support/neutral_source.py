@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from fuelrail.sharding.sources.adapter.frame import Absent, BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import (
+    Absent,
+    BoxRows,
+    Clip,
+    Frame,
+    Image,
+    Sensors,
+    Sweep,
+)
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 
@@ -36,22 +44,45 @@ def write_neutral(world, root: Path) -> str:
                 (root / file).write_bytes(image.jpeg)
                 blob.write(image.jpeg)
                 images[name] = {
-                    "file": file, "range": f"blob.bin#{at}+{len(image.jpeg)}", "t": image.timestamp_ns,
-                    "k": image.intrinsics.tolist(), "cam2ego": image.cam2ego.tolist(),
-                    "pose": image.ego2global.tolist(), "size": image.size, "bytes": len(image.jpeg),
-                }  # fmt: skip
+                    "file": file,
+                    "range": f"blob.bin#{at}+{len(image.jpeg)}",
+                    "t": image.timestamp_ns,
+                    "k": image.intrinsics.tolist(),
+                    "cam2ego": image.cam2ego.tolist(),
+                    "pose": image.ego2global.tolist(),
+                    "size": image.size,
+                    "bytes": len(image.jpeg),
+                }
                 at += len(image.jpeg)
             sweeps = {}
             for name, sweep in frame.sweeps.items():
                 file = f"{clip.name}/{name}-{number}.npy"
                 np.save(root / file, sweep.points)
-                sweeps[name] = {"file": file, "t": sweep.timestamp_ns, "lidar2ego": sweep.lidar2ego.tolist()}
+                sweeps[name] = {
+                    "file": file,
+                    "t": sweep.timestamp_ns,
+                    "lidar2ego": sweep.lidar2ego.tolist(),
+                }
             boxes = [
-                [box.centre.tolist(), box.size_lwh.tolist(), box.yaw, box.category, box.track, box.num_points]
+                [
+                    box.centre.tolist(),
+                    box.size_lwh.tolist(),
+                    box.yaw,
+                    box.category,
+                    box.track,
+                    box.num_points,
+                ]
                 for box in frame.boxes
             ]
-            rows.append({"t": frame.timestamp_ns, "pose": frame.ego2global.tolist(), "images": images,
-                         "sweeps": sweeps, "boxes": boxes})  # fmt: skip
+            rows.append(
+                {
+                    "t": frame.timestamp_ns,
+                    "pose": frame.ego2global.tolist(),
+                    "images": images,
+                    "sweeps": sweeps,
+                    "boxes": boxes,
+                }
+            )
         clips.append({"name": clip.name, "frames": rows})
     blob.close()
     rig = {"cameras": list(world.cameras), "lidars": list(world.lidars)}
@@ -60,7 +91,9 @@ def write_neutral(world, root: Path) -> str:
 
 
 class NeutralSettings(FrameSettings, frozen=True, kw_only=True):
-    images: Annotated[Literal["file", "range", "made"], msgspec.Meta(description="where images come from")] = "file"
+    images: Annotated[
+        Literal["file", "range", "made"], msgspec.Meta(description="where images come from")
+    ] = "file"
     sizes: Annotated[bool, msgspec.Meta(description="state the size of images")] = False
 
 
@@ -77,7 +110,9 @@ class Neutral(FrameSource[NeutralSettings]):
 
     def sensors(self):
         rig = self._world()["rig"]
-        return Sensors.of(rig["cameras"], dict.fromkeys(rig["lidars"], ("x", "y", "z", "intensity", "ring")))
+        return Sensors.of(
+            rig["cameras"], dict.fromkeys(rig["lidars"], ("x", "y", "z", "intensity", "ring"))
+        )
 
     def clips(self):
         for clip in self._world()["clips"]:
@@ -88,7 +123,11 @@ class Neutral(FrameSource[NeutralSettings]):
         found = {row["t"]: row["pose"] for row in rows}
         for row in rows:
             found.update((image["t"], image["pose"]) for image in row["images"].values() if image)
-        return Trajectory(sorted(found), np.array([found[time] for time in sorted(found)]), f"poses of {clip.name}")
+        return Trajectory(
+            sorted(found),
+            np.array([found[time] for time in sorted(found)]),
+            f"poses of {clip.name}",
+        )
 
     def _rows(self, clip):
         return next(one["frames"] for one in self._world()["clips"] if one["name"] == clip.name)
@@ -103,19 +142,32 @@ class Neutral(FrameSource[NeutralSettings]):
                 made = self.given.images == "made"
                 size = image["size"] if self.given.sizes or made else (0, 0)
                 images[name] = Image(
-                    ref=image["file" if made else self.given.images], timestamp_ns=image["t"],
-                    intrinsics=np.array(image["k"]), cam2ego=np.array(image["cam2ego"]), extension="jpg",
-                    width=size[0], height=size[1], made=made, num_bytes=1000 if made else None,
-                )  # fmt: skip
+                    ref=image["file" if made else self.given.images],
+                    timestamp_ns=image["t"],
+                    intrinsics=np.array(image["k"]),
+                    cam2ego=np.array(image["cam2ego"]),
+                    extension="jpg",
+                    width=size[0],
+                    height=size[1],
+                    made=made,
+                    num_bytes=1000 if made else None,
+                )
             boxes = None
             if row["boxes"] is not None:
                 columns = list(zip(*row["boxes"], strict=True)) or [()] * 6
                 boxes = BoxRows(
-                    centre=columns[0], size_lwh=columns[1], yaw=columns[2], category=columns[3], track=columns[4],
-                    num_lidar_pts=columns[5], in_global=True,
-                )  # fmt: skip
+                    centre=columns[0],
+                    size_lwh=columns[1],
+                    yaw=columns[2],
+                    category=columns[3],
+                    track=columns[4],
+                    num_lidar_pts=columns[5],
+                    in_global=True,
+                )
             sweeps = {
-                name: Sweep(ref=one["file"], timestamp_ns=one["t"], lidar2ego=np.array(one["lidar2ego"]))
+                name: Sweep(
+                    ref=one["file"], timestamp_ns=one["t"], lidar2ego=np.array(one["lidar2ego"])
+                )
                 for name, one in row["sweeps"].items()
             }
             yield Frame(timestamp_ns=row["t"], images=images, sweeps=sweeps, boxes=boxes)

@@ -9,11 +9,28 @@ import numpy as np
 if TYPE_CHECKING:
     from support.nuscenes_tables import Dataroot
 
-ROW = np.dtype([
-    ("x", "<f4"), ("y", "<f4"), ("z", "<f4"), ("dyn_prop", "i1"), ("id", "<i2"), ("rcs", "<f4"), ("vx", "<f4"),
-    ("vy", "<f4"), ("vx_comp", "<f4"), ("vy_comp", "<f4"), ("is_quality_valid", "i1"), ("ambig_state", "i1"),
-    ("x_rms", "i1"), ("y_rms", "i1"), ("invalid_state", "i1"), ("pdh0", "i1"), ("vx_rms", "i1"), ("vy_rms", "i1"),
-])  # fmt: skip
+ROW = np.dtype(
+    [
+        ("x", "<f4"),
+        ("y", "<f4"),
+        ("z", "<f4"),
+        ("dyn_prop", "i1"),
+        ("id", "<i2"),
+        ("rcs", "<f4"),
+        ("vx", "<f4"),
+        ("vy", "<f4"),
+        ("vx_comp", "<f4"),
+        ("vy_comp", "<f4"),
+        ("is_quality_valid", "i1"),
+        ("ambig_state", "i1"),
+        ("x_rms", "i1"),
+        ("y_rms", "i1"),
+        ("invalid_state", "i1"),
+        ("pdh0", "i1"),
+        ("vx_rms", "i1"),
+        ("vy_rms", "i1"),
+    ]
+)
 LETTERS = {"f": "F", "i": "I"}
 
 
@@ -32,7 +49,9 @@ def pcd(rows: np.ndarray, **header: str) -> bytes:
         "POINTS": str(len(rows)),
         "DATA": "binary",
     } | header
-    text = "# .PCD v0.7 - Point Cloud Data file format\n" + "".join(f"{key} {value}\n" for key, value in lines.items())
+    text = "# .PCD v0.7 - Point Cloud Data file format\n" + "".join(
+        f"{key} {value}\n" for key, value in lines.items()
+    )
     return text.encode() + rows.tobytes() + b"\n"  # nuScenes' files end so
 
 

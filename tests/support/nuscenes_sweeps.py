@@ -29,18 +29,29 @@ def add_sweeps(made: Dataroot, per_keyframe: int, num_points: int = 40, seed: in
     lidar2ego = _matrix(calibration)
     poses = {record["token"]: record for record in tables["ego_pose"]}
     tables["sample_data"] = [
-        row for row in tables["sample_data"] if row["is_key_frame"] or row["calibrated_sensor_token"] != lidar
+        row
+        for row in tables["sample_data"]
+        if row["is_key_frame"] or row["calibrated_sensor_token"] != lidar
     ]
     rows = [row for row in tables["sample_data"] if row["calibrated_sensor_token"] == lidar]
     scene_of = {sample["token"]: sample["scene_token"] for sample in tables["sample"]}
     for scene in dict.fromkeys(scene_of.values()):
-        keys = sorted((row for row in rows if scene_of[row["sample_token"]] == scene), key=lambda row: row["timestamp"])
+        keys = sorted(
+            (row for row in rows if scene_of[row["sample_token"]] == scene),
+            key=lambda row: row["timestamp"],
+        )
         chain = []
         for number, key in enumerate(keys):
             for back in range(per_keyframe if number else 0, 0, -1):
                 at_us = key["timestamp"] - 50_000 * back + int(rng.integers(-900, 900))
                 own = token("sweep", key["token"], back)
-                sweep = {**key, "token": own, "ego_pose_token": own, "timestamp": at_us, "is_key_frame": False}
+                sweep = {
+                    **key,
+                    "token": own,
+                    "ego_pose_token": own,
+                    "timestamp": at_us,
+                    "is_key_frame": False,
+                }
                 sweep["filename"] = f"sweeps/LIDAR_TOP/{own}.pcd.bin"
                 tables["ego_pose"].append({"token": own})
                 poses[own] = tables["ego_pose"][-1]
@@ -58,9 +69,14 @@ def add_sweeps(made: Dataroot, per_keyframe: int, num_points: int = 40, seed: in
                 "rotation": yaw_quaternion(0.15 * elapsed_s),
             }
             poses[row["ego_pose_token"]].update(pose)
-            still = np.c_[WALL + origin, np.ones(len(WALL))] @ np.linalg.inv(_matrix(pose) @ lidar2ego).T
+            still = (
+                np.c_[WALL + origin, np.ones(len(WALL))]
+                @ np.linalg.inv(_matrix(pose) @ lidar2ego).T
+            )
             points = np.r_[still[:, :3], rng.normal(0, [6, 6, 1], (num_points, 3))]
-            points = np.c_[points, rng.uniform(0, 255, len(points)), rng.integers(0, 32, len(points))]
+            points = np.c_[
+                points, rng.uniform(0, 255, len(points)), rng.integers(0, 32, len(points))
+            ]
             path = made.root / row["filename"]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(points.astype("<f4").tobytes())

@@ -15,7 +15,14 @@ import simplejpeg
 if TYPE_CHECKING:
     from pathlib import Path
 
-CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
+CAMERAS = (
+    "CAM_FRONT",
+    "CAM_FRONT_RIGHT",
+    "CAM_FRONT_LEFT",
+    "CAM_BACK",
+    "CAM_BACK_LEFT",
+    "CAM_BACK_RIGHT",
+)
 CATEGORIES = ("vehicle.car", "human.pedestrian.adult", "movable_object.barrier", "animal")
 ATTRIBUTES = ("vehicle.moving", "vehicle.parked")
 START_US = 1_600_000_000_000_000
@@ -51,8 +58,14 @@ class Dataroot:
 
     def files(self, channel: str) -> list[Path]:
         """The keyframe files of one channel, in time order."""
-        rows = [row for row in self.tables["sample_data"] if row["is_key_frame"] and f"/{channel}/" in row["filename"]]
-        return [self.root / row["filename"] for row in sorted(rows, key=lambda row: row["timestamp"])]
+        rows = [
+            row
+            for row in self.tables["sample_data"]
+            if row["is_key_frame"] and f"/{channel}/" in row["filename"]
+        ]
+        return [
+            self.root / row["filename"] for row in sorted(rows, key=lambda row: row["timestamp"])
+        ]
 
 
 def opened_by_devkit(root: Path, version: str = "v1.0-mini") -> Any:
@@ -92,59 +105,105 @@ def build_nuscenes(
     lidars = ("LIDAR_TOP",) if num_points else ()
     for number, channel in enumerate((*cameras, *lidars, "RADAR_FRONT")):
         modality = channel.split("_")[0].lower().replace("cam", "camera")
-        tables["sensor"].append({"token": token("sensor", channel), "channel": channel, "modality": modality})
+        tables["sensor"].append(
+            {"token": token("sensor", channel), "channel": channel, "modality": modality}
+        )
         intrinsics = [[40.0 + number, 0.0, size[0] / 2], [0.0, 40.0, size[1] / 2], [0.0, 0.0, 1.0]]
-        tables["calibrated_sensor"].append({
-            "token": token("calibrated", channel), "sensor_token": token("sensor", channel),
-            "translation": [1.0 + number / 8, 0.25 * number, 1.5],
-            "rotation": _camera_rotation(number) if modality == "camera" else yaw_quaternion(-math.pi / 2),
-            "camera_intrinsic": intrinsics if modality == "camera" else [],
-        })  # fmt: skip
-    tables["category"] = [{"token": token("category", n), "name": n, "description": ""} for n in CATEGORIES]
-    tables["attribute"] = [{"token": token("attribute", n), "name": n, "description": ""} for n in ATTRIBUTES]
+        tables["calibrated_sensor"].append(
+            {
+                "token": token("calibrated", channel),
+                "sensor_token": token("sensor", channel),
+                "translation": [1.0 + number / 8, 0.25 * number, 1.5],
+                "rotation": _camera_rotation(number)
+                if modality == "camera"
+                else yaw_quaternion(-math.pi / 2),
+                "camera_intrinsic": intrinsics if modality == "camera" else [],
+            }
+        )
+    tables["category"] = [
+        {"token": token("category", n), "name": n, "description": ""} for n in CATEGORIES
+    ]
+    tables["attribute"] = [
+        {"token": token("attribute", n), "name": n, "description": ""} for n in ATTRIBUTES
+    ]
     tables["visibility"] = [
         {"token": str(n + 1), "level": level, "description": ""}
         for n, level in enumerate(("v0-40", "v40-60", "v60-80", "v80-100"))
     ]
     tables["map"].append(
-        {"token": token("map"), "category": "semantic_prior", "filename": "maps/none.png", "log_tokens": []}
+        {
+            "token": token("map"),
+            "category": "semantic_prior",
+            "filename": "maps/none.png",
+            "log_tokens": [],
+        }
     )
     (root / "maps").mkdir(parents=True, exist_ok=True)
     (root / "maps" / "none.png").touch()  # the devkit asks only whether it is there
     for clip, (name, num_frames) in enumerate(clips.items()):
-        _add_clip(made, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images)
+        _add_clip(
+            made, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images
+        )
     made.write()
     return made
 
 
 _TABLES = (
-    "attribute", "calibrated_sensor", "category", "ego_pose", "instance", "log", "map", "sample", "sample_annotation",
-    "sample_data", "scene", "sensor", "visibility",
-)  # fmt: skip
+    "attribute",
+    "calibrated_sensor",
+    "category",
+    "ego_pose",
+    "instance",
+    "log",
+    "map",
+    "sample",
+    "sample_annotation",
+    "sample_data",
+    "scene",
+    "sensor",
+    "visibility",
+)
 
 
-def _add_clip(made, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images):
+def _add_clip(
+    made, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images
+):
     tables, root = made.tables, made.root
     log = token("log", name)
-    tables["log"].append({
-        "token": log, "logfile": f"n{clip:03d}-2030-01-01", "vehicle": f"n{clip:03d}", "date_captured": "2030-01-01",
-        "location": "testville",
-    })  # fmt: skip
+    tables["log"].append(
+        {
+            "token": log,
+            "logfile": f"n{clip:03d}-2030-01-01",
+            "vehicle": f"n{clip:03d}",
+            "date_captured": "2030-01-01",
+            "location": "testville",
+        }
+    )
     tables["map"][0]["log_tokens"].append(log)
     samples = [token("sample", name, frame) for frame in range(num_frames)]
-    tables["scene"].append({
-        "token": token("scene", name), "log_token": log, "nbr_samples": num_frames,
-        "first_sample_token": samples[0] if samples else "", "last_sample_token": samples[-1] if samples else "",
-        "name": name,
-        "description": "Night, rain, parked cars" if clip % 2 else "A quiet street",
-    })  # fmt: skip
+    tables["scene"].append(
+        {
+            "token": token("scene", name),
+            "log_token": log,
+            "nbr_samples": num_frames,
+            "first_sample_token": samples[0] if samples else "",
+            "last_sample_token": samples[-1] if samples else "",
+            "name": name,
+            "description": "Night, rain, parked cars" if clip % 2 else "A quiet street",
+        }
+    )
     start_us = START_US + clip * 3_600_000_000
     heading = float(rng.uniform(-3, 3))
     for frame, sample in enumerate(samples):
         timestamp = start_us + frame * 500_000 + int(rng.integers(-1000, 1000))
-        tables["sample"].append({
-            "token": sample, "timestamp": timestamp, **_neighbours(samples, frame), "scene_token": token("scene", name),
-        })  # fmt: skip
+        tables["sample"].append(
+            {
+                "token": sample,
+                "timestamp": timestamp,
+                **_neighbours(samples, frame),
+                "scene_token": token("scene", name),
+            }
+        )
         for number, channel in enumerate((*cameras, *lidars, "RADAR_FRONT")):
             shift_us = 0 if channel == "LIDAR_TOP" else -7000 * (number + 1)
             for is_key in (True, False):
@@ -153,25 +212,40 @@ def _add_clip(made, rng, clip, name, num_frames, cameras, lidars, size, num_poin
                 folder = "samples" if is_key else "sweeps"
                 filename = f"{folder}/{channel}/{name}__{channel}__{at_us}.{extension}"
                 own = token("data", name, frame, channel, is_key)
-                tables["ego_pose"].append({
-                    "token": own, "timestamp": at_us, "translation": _ego(clip, heading, at_us - start_us),
-                    "rotation": yaw_quaternion(heading + (at_us - start_us) * 1e-8),
-                })  # fmt: skip
+                tables["ego_pose"].append(
+                    {
+                        "token": own,
+                        "timestamp": at_us,
+                        "translation": _ego(clip, heading, at_us - start_us),
+                        "rotation": yaw_quaternion(heading + (at_us - start_us) * 1e-8),
+                    }
+                )
                 is_camera = channel.startswith("CAM")
-                tables["sample_data"].append({
-                    "token": own, "sample_token": sample, "ego_pose_token": own,
-                    "calibrated_sensor_token": token("calibrated", channel), "timestamp": at_us,
-                    "fileformat": extension.split(".")[0], "is_key_frame": is_key,
-                    "height": size[1] if is_camera else 0, "width": size[0] if is_camera else 0,
-                    "filename": filename, "prev": "", "next": "",
-                })  # fmt: skip
+                tables["sample_data"].append(
+                    {
+                        "token": own,
+                        "sample_token": sample,
+                        "ego_pose_token": own,
+                        "calibrated_sensor_token": token("calibrated", channel),
+                        "timestamp": at_us,
+                        "fileformat": extension.split(".")[0],
+                        "is_key_frame": is_key,
+                        "height": size[1] if is_camera else 0,
+                        "width": size[0] if is_camera else 0,
+                        "filename": filename,
+                        "prev": "",
+                        "next": "",
+                    }
+                )
                 if not is_key or channel.startswith("RADAR"):
                     continue  # tables name far more files than a sharding run needs
                 path = root / filename
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if is_camera:
                     turn = len(tables["sample_data"])
-                    path.write_bytes(images[turn % len(images)] if images else encode_image(turn, *size))
+                    path.write_bytes(
+                        images[turn % len(images)] if images else encode_image(turn, *size)
+                    )
                 else:
                     path.write_bytes(rng.normal(0, 20, (num_points, 5)).astype("<f4").tobytes())
     for track in range(num_tracks):
@@ -182,32 +256,56 @@ def _add_track(tables, clip, name, track, samples, start_us, heading):
     instance = token("instance", name, track)
     category = CATEGORIES[track % len(CATEGORIES)]
     own = [token("annotation", name, track, frame) for frame in range(len(samples))]
-    tables["instance"].append({
-        "token": instance, "category_token": token("category", category), "nbr_annotations": len(own),
-        "first_annotation_token": own[0] if own else "", "last_annotation_token": own[-1] if own else "",
-    })  # fmt: skip
+    tables["instance"].append(
+        {
+            "token": instance,
+            "category_token": token("category", category),
+            "nbr_annotations": len(own),
+            "first_annotation_token": own[0] if own else "",
+            "last_annotation_token": own[-1] if own else "",
+        }
+    )
     rows = tables["sample"][len(tables["sample"]) - len(samples) :]
     for frame, sample in enumerate(rows):
         seconds = (sample["timestamp"] - start_us) * 1e-6
         here = _ego(clip, heading, 0)
-        x, y = here[0] + 8 + 5 * track + seconds * (1 + track), here[1] + 3 - track * 4 + 0.5 * seconds
-        tables["sample_annotation"].append({
-            "token": own[frame], "sample_token": sample["token"], "instance_token": instance,
-            "visibility_token": str(track % 4 + 1) if track else "",
-            "attribute_tokens": [token("attribute", ATTRIBUTES[track % 2])] if track != 1 else [],
-            "translation": [x, y, 0.9], "size": [1.8 + track / 4, 4.2, 1.5],
-            "rotation": yaw_quaternion(heading + 0.3 * track + 0.02 * frame), **_neighbours(own, frame),
-            "num_lidar_pts": 7 * track, "num_radar_pts": 0,
-        })  # fmt: skip
+        x, y = (
+            here[0] + 8 + 5 * track + seconds * (1 + track),
+            here[1] + 3 - track * 4 + 0.5 * seconds,
+        )
+        tables["sample_annotation"].append(
+            {
+                "token": own[frame],
+                "sample_token": sample["token"],
+                "instance_token": instance,
+                "visibility_token": str(track % 4 + 1) if track else "",
+                "attribute_tokens": [token("attribute", ATTRIBUTES[track % 2])]
+                if track != 1
+                else [],
+                "translation": [x, y, 0.9],
+                "size": [1.8 + track / 4, 4.2, 1.5],
+                "rotation": yaw_quaternion(heading + 0.3 * track + 0.02 * frame),
+                **_neighbours(own, frame),
+                "num_lidar_pts": 7 * track,
+                "num_radar_pts": 0,
+            }
+        )
 
 
 def _neighbours(tokens: list[str], at: int) -> dict[str, str]:
-    return {"prev": tokens[at - 1] if at else "", "next": tokens[at + 1] if at + 1 < len(tokens) else ""}
+    return {
+        "prev": tokens[at - 1] if at else "",
+        "next": tokens[at + 1] if at + 1 < len(tokens) else "",
+    }
 
 
 def _ego(clip: int, heading: float, elapsed_us: float) -> list[float]:
     distance = 8e-6 * elapsed_us
-    return [400.0 + 100 * clip + distance * math.cos(heading), 1100.0 + distance * math.sin(heading), 0.0]
+    return [
+        400.0 + 100 * clip + distance * math.cos(heading),
+        1100.0 + distance * math.sin(heading),
+        0.0,
+    ]
 
 
 def _camera_rotation(number: int) -> list[float]:

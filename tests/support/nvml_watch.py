@@ -25,7 +25,13 @@ class Watch:
             return None
         return [
             GpuUse(
-                index=0, kernels=0.9, memory_traffic=0.1, decoder=0.0, jpeg=self.jpeg, peak_memory_bytes=1,
-                mean_sm_clock_mhz=1980.0, num_samples=9,
+                index=0,
+                kernels=0.9,
+                memory_traffic=0.1,
+                decoder=0.0,
+                jpeg=self.jpeg,
+                peak_memory_bytes=1,
+                mean_sm_clock_mhz=1980.0,
+                num_samples=9,
             )
-        ]  # fmt: skip
+        ]

@@ -76,13 +76,22 @@ def losses(outputs, batch):
     for row, boxes in enumerate(batch["gt_boxes_3d"]):
         count = min(len(boxes), there.shape[1])
         wanted[row, :count] = 1
-        distance = distance + (centre[row, :count] - boxes[:count, :2] / 50).square().sum() / len(there)
-    return {"centre": distance, "there": nn.functional.binary_cross_entropy_with_logits(there, wanted)}
+        distance = distance + (centre[row, :count] - boxes[:count, :2] / 50).square().sum() / len(
+            there
+        )
+    return {
+        "centre": distance,
+        "there": nn.functional.binary_cross_entropy_with_logits(there, wanted),
+    }
 
 
 def score(outputs, batch):
     """For each sample the largest logit, and its boxes."""
-    return {"best": outputs["there"].max(dim=1).values, "boxes": list(outputs["centre"]), "frame": batch["frame"]}
+    return {
+        "best": outputs["there"].max(dim=1).values,
+        "boxes": list(outputs["centre"]),
+        "frame": batch["frame"],
+    }
 
 
 def divided(**options):
@@ -100,7 +109,9 @@ def example(name: str, **options):
     """An example of configs/trainers, small and without dropout, divided with its own optimiser."""
     made = importlib.import_module(name)
     small = {"classes": 2, "width": 8, "blocks": (1, 1, 1, 1), "grid": 16, "channels": 16}
-    build = partial(made.Detector, **small) if name == "detector" else partial(made.Vla, dropout=0.0)
+    build = (
+        partial(made.Detector, **small) if name == "detector" else partial(made.Vla, dropout=0.0)
+    )
     return made.divided(build, **options)
 
 
@@ -124,16 +135,29 @@ def forever(loader):
 
 def alike(scores, once) -> bool:
     """Whether scores are of the same samples in the same order, and numbers equal but for rounding errors."""
-    numbers = [name for name, values in once.items() if isinstance(values, torch.Tensor) and values.is_floating_point()]
+    numbers = [
+        name
+        for name, values in once.items()
+        if isinstance(values, torch.Tensor) and values.is_floating_point()
+    ]
     close = [torch.allclose(scores[name], once[name], rtol=1e-6, atol=1e-5) for name in numbers]
     return scores["sample_key"] == once["sample_key"] and all(close)
 
 
-def main(dataset: str, out: str, steps: str, name: str = "", kind: str = "float32", batch_norm: str = "local") -> None:
+def main(
+    dataset: str,
+    out: str,
+    steps: str,
+    name: str = "",
+    kind: str = "float32",
+    batch_norm: str = "local",
+) -> None:
     torch.set_num_threads(1)
     if kind == "float64":
         torch.set_default_dtype(torch.float64)
-        torch.Tensor.float = torch.Tensor.double  # what the examples want in at least single precision
+        torch.Tensor.float = (
+            torch.Tensor.double
+        )  # what the examples want in at least single precision
     dist.init_process_group("gloo")
     made, read, scored = divided, partial(load, dataset), score
     if name:
@@ -156,18 +180,28 @@ def main(dataset: str, out: str, steps: str, name: str = "", kind: str = "float3
         other = made(strategy=strategy, seed=9)
         fr.load_weights(other, file)
         equal = all(
-            map(torch.equal, *([local(one) for one in made.models[0].parameters()] for made in (parallel, other)))
+            map(
+                torch.equal,
+                *(
+                    [local(one) for one in made.models[0].parameters()]
+                    for made in (parallel, other)
+                ),
+            )
         )
         assert equal, f"{strategy}: weights are not those that were saved"
         if dist.get_rank() == 0:
             differences[f"{strategy} evaluated"] = alike(scores, once)
         rows = GLOBAL_BATCH // world
-        with read(batch_size=rows, shuffle=True, drop_last=True, seed=3, world=parallel.mesh) as loader:
+        with read(
+            batch_size=rows, shuffle=True, drop_last=True, seed=3, world=parallel.mesh
+        ) as loader:
             for batch in islice(forever(loader), int(steps)):
                 loss = float(parallel.step([batch]))
                 found.append(parallel.over_ranks({"loss": loss})["loss"])
         pairs = zip(expected, found, strict=False)
-        differences[strategy] = max((abs(one - other) / max(1, abs(one)) for one, other in pairs), default=0.0)
+        differences[strategy] = max(
+            (abs(one - other) / max(1, abs(one)) for one, other in pairs), default=0.0
+        )
         differences[f"{strategy} moved"] = found[0] - found[-1]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(differences))

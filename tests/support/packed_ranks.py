@@ -32,9 +32,15 @@ if TYPE_CHECKING:
 
 GPT = MODELS["gpt-tiny"]
 TOKENS = Channel(
-    name="tokens", kind="tokens", field="tokens.npy", dtype="uint16", axes=("token",), shape=(None,), law=Law("fixed"),
+    name="tokens",
+    kind="tokens",
+    field="tokens.npy",
+    dtype="uint16",
+    axes=("token",),
+    shape=(None,),
+    law=Law("fixed"),
     vocabulary=Vocabulary("words", 64),
-)  # fmt: skip
+)
 LENGTH = fr.Cost(linear={"timestamp_ns": 1}, constant=2 * 500_000_000, divisor=500_000_000)
 """Row r of the dataset has r + 2 tokens."""
 PACK = fr.Pack(budget=33, cost=LENGTH, window=8)
@@ -65,7 +71,9 @@ def words(row: int) -> np.ndarray:
     return np.random.default_rng(row).integers(0, GPT.vocabulary, row + 2, np.uint16)
 
 
-def reference(rows: list[int], state: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(
+    rows: list[int], state: dict[str, torch.Tensor]
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of documents."""
     model = build_model(GPT)
     model.load_state_dict(state)
@@ -75,7 +83,9 @@ def reference(rows: list[int], state: dict[str, torch.Tensor]) -> tuple[float, d
         document = torch.from_numpy(words(row).astype(np.int64))[: GPT.context + 1]
         tokens[0, : len(document)] = document
         _, logits = model.predict(tokens, torch.ones(1))
-        total = total + F.cross_entropy(logits[0, : len(document) - 1], document[1:], reduction="sum")
+        total = total + F.cross_entropy(
+            logits[0, : len(document) - 1], document[1:], reduction="sum"
+        )
         count += len(document) - 1
     (total / count).backward()
     return float(total.detach()) / count, {name: one.grad for name, one in model.named_parameters()}
@@ -86,7 +96,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def differences(dataset: str, order: fr.OrderSpec, accumulation: int, options: dict[str, object]) -> list[float]:
+def differences(
+    dataset: str, order: fr.OrderSpec, accumulation: int, options: dict[str, object]
+) -> list[float]:
     """Train some steps; return the largest differences of the loss and of a gradient that this rank has."""
     from fuelrail.bench.trainer.strategies.parallel import make_mesh
     from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
@@ -111,7 +123,11 @@ def differences(dataset: str, order: fr.OrderSpec, accumulation: int, options: d
             parts = list(islice(batches, accumulation))
             states = [None] * dist.get_world_size()
             own = {name: whole(one) for name, one in named_parameters(parallel.models)}
-            rows = [row for part in parts for row in part["global_index"].tolist()] if parallel.counts else []
+            rows = (
+                [row for part in parts for row in part["global_index"].tolist()]
+                if parallel.counts
+                else []
+            )
             dist.all_gather_object(states, (own, rows))
             loss = parallel.over_ranks({"loss": float(parallel.step(parts))})["loss"]
             joined = {name: one for state, _ in states for name, one in state.items()}
@@ -119,7 +135,8 @@ def differences(dataset: str, order: fr.OrderSpec, accumulation: int, options: d
             worst_loss = max(worst_loss, abs(loss - expected))
             assert found.keys() <= gradients.keys() and found
             worst_gradient = max(
-                worst_gradient, *(float((one - gradients[name]).abs().max()) for name, one in found.items())
+                worst_gradient,
+                *(float((one - gradients[name]).abs().max()) for name, one in found.items()),
             )
     return [worst_loss, worst_gradient]
 

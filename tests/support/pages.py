@@ -28,7 +28,9 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)(?: +title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<code>.*?)^ *```",
     re.MULTILINE | re.DOTALL,
 )
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "optional-dependencies"
+]
 CHECKED_ONLY = ("eval", "torchrun")
 SUBSTITUTES = {"s3://bucket/": "", '"/local/cache"': '"cache"'}
 if not torch.cuda.is_available():
@@ -50,12 +52,19 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = []
     for match in FENCE.finditer(text):
-        outside = re.sub(r"^ *```.*?^ *```", "", text[: match.start()], flags=re.MULTILINE | re.DOTALL)
+        outside = re.sub(
+            r"^ *```.*?^ *```", "", text[: match.start()], flags=re.MULTILINE | re.DOTALL
+        )
         headings = re.findall(r"^#+ (.+)$", outside, re.MULTILINE)
         indent = len(match["indent"])
-        code = "".join(line[indent:] if line.strip() else line for line in match["code"].splitlines(keepends=True))
+        code = "".join(
+            line[indent:] if line.strip() else line
+            for line in match["code"].splitlines(keepends=True)
+        )
         line = text[: match.start("code")].count("\n") + 1
-        found.append(Block(match["language"], match["title"], code, headings[-1] if headings else "", line))
+        found.append(
+            Block(match["language"], match["title"], code, headings[-1] if headings else "", line)
+        )
     return found
 
 
@@ -66,7 +75,9 @@ def follow(page: Path, *headings: str, given: dict[str, Any] | None = None) -> d
     """
     blocks = blocks_of(page)
     known = {block.heading for block in blocks}
-    assert set(headings) <= known, f"{page.name} has no code below {set(headings) - known}; it has {known}"
+    assert set(headings) <= known, (
+        f"{page.name} has no code below {set(headings) - known}; it has {known}"
+    )
     namespace: dict[str, Any] = {"__name__": "page", **(given or {})}
     for block in blocks:
         if not headings or block.heading in headings:

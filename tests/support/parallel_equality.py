@@ -32,7 +32,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision, check_fits, degrees_of
+from fuelrail.bench.trainer.strategies.settings import (
+    ParallelSettings,
+    Precision,
+    check_fits,
+    degrees_of,
+)
 from support.cameras import write_cameras
 from support.ranks import run_ranks
 
@@ -84,14 +89,22 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def holds(self) -> bool:
         """Whether it is within the bound."""
-        return self.same_samples and self.difference <= (EXACT if self.case.precision == "fp32" else LOW)
+        return self.same_samples and self.difference <= (
+            EXACT if self.case.precision == "fp32" else LOW
+        )
 
 
 def cases_of(world: int) -> Iterator[Case]:
     """All cases of a world."""
     meshes = {
         2: [],
-        4: ["pp=2,dp_shard=2", "pp=2,tp=2", "dp_shard=2,tp=2", "dp_replicate=2,tp=2", "pp=2,dp_replicate=2"],
+        4: [
+            "pp=2,dp_shard=2",
+            "pp=2,tp=2",
+            "dp_shard=2,tp=2",
+            "dp_replicate=2,tp=2",
+            "pp=2,dp_replicate=2",
+        ],
         8: [
             *("pp=2,dp_shard=2,tp=2", "pp=2,dp_replicate=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2"),
             *("pp=2,dp_replicate=2,dp_shard=2", "pp=4,dp_shard=2", "pp=2,tp=4", "dp_shard=4,tp=2"),
@@ -110,7 +123,14 @@ def cases_of(world: int) -> Iterator[Case]:
 
 def _variations() -> Iterator[Case]:
     """Schedules, recomputation, offload, compilation, clipping and optimisers, each once; and low precision."""
-    for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+    for schedule in (
+        "GPipe",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ):
         for model in ("gpt-tiny", "vit-tiny"):
             pipeline = divided(strategy="pipeline", pipeline_schedule=schedule, micro_batches=8)
             yield Case(model=model, parallel=pipeline)
@@ -168,10 +188,17 @@ class Comparison:
         batches = self._load(place.rank, place.size)
         started_s = time.perf_counter()
         parallel = parallelise(
-            partial(build_model, MODELS[case.model]), case.parallel, mesh=mesh,
-            micro_batches=case.parallel.micro_batches or rows, learning_rate=case.rate, precision=case.precision,
-        )  # fmt: skip
-        losses = [train_step(parallel, batch) for batch in itertools.islice(itertools.cycle(batches), case.steps)]
+            partial(build_model, MODELS[case.model]),
+            case.parallel,
+            mesh=mesh,
+            micro_batches=case.parallel.micro_batches or rows,
+            learning_rate=case.rate,
+            precision=case.precision,
+        )
+        losses = [
+            train_step(parallel, batch)
+            for batch in itertools.islice(itertools.cycle(batches), case.steps)
+        ]
         seconds = time.perf_counter() - started_s
         keys: list[Any] = [None] * self._world
         dist.all_gather_object(keys, (place.rank, [batch["sample_key"] for batch in batches]))
@@ -181,12 +208,21 @@ class Comparison:
             expected = self._train_alone(case, degrees.data * micro)
             difference = _difference(losses, expected, case)
             ranks = dict(keys)
-            found = [[key for rank in sorted(ranks) for key in ranks[rank][step]] for step in range(self._num_batches)]
+            found = [
+                [key for rank in sorted(ranks) for key in ranks[rank][step]]
+                for step in range(self._num_batches)
+            ]
             same = found == [batch["sample_key"] for batch in self._load(0, 1)]
         return Compared(
-            world=self._world, degrees=str(degrees), case=case, same_samples=same, difference=difference,
-            first_loss=losses[0], last_loss=losses[-1], seconds=round(seconds, 2),
-        )  # fmt: skip
+            world=self._world,
+            degrees=str(degrees),
+            case=case,
+            same_samples=same,
+            difference=difference,
+            first_loss=losses[0],
+            last_loss=losses[-1],
+            seconds=round(seconds, 2),
+        )
 
     def _load(self, rank: int, size: int) -> list[Mapping[str, Any]]:
         from fuelrail import DataLoader, ImageAugment, Transforms
@@ -194,14 +230,26 @@ class Comparison:
 
         if (rank, size) not in self._batches:
             own = ImageAugment(
-                height=_IMAGE[0], width=_IMAGE[1], train=True, resize_range=(0.08, 0.4), crop_y="random",
-                flip_prob=0.5, rotate_deg=(-45.0, 45.0),
-            )  # fmt: skip
+                height=_IMAGE[0],
+                width=_IMAGE[1],
+                train=True,
+                resize_range=(0.08, 0.4),
+                crop_y="random",
+                flip_prob=0.5,
+                rotate_deg=(-45.0, 45.0),
+            )
             transforms = Transforms(image=own)
             with DataLoader(
-                self._dataset, GLOBAL_BATCH // size, shuffle=True, drop_last=True, seed=7, num_workers=1,
-                transforms=transforms, world=World(rank, size), check_ranks=False,
-            ) as loader:  # fmt: skip
+                self._dataset,
+                GLOBAL_BATCH // size,
+                shuffle=True,
+                drop_last=True,
+                seed=7,
+                num_workers=1,
+                transforms=transforms,
+                world=World(rank, size),
+                check_ranks=False,
+            ) as loader:
                 self._batches[rank, size] = list(itertools.islice(loader, self._num_batches))
         return self._batches[rank, size]
 
@@ -210,15 +258,26 @@ class Comparison:
         from fuelrail.bench.trainer.models.build import build_model
         from fuelrail.bench.trainer.strategies.parallel import parallelise
 
-        kept = {name: getattr(case.parallel, name) for name in ("clip_norm", "optimiser", "rate_warmup")}
+        kept = {
+            name: getattr(case.parallel, name) for name in ("clip_norm", "optimiser", "rate_warmup")
+        }
         key = msgspec.json.encode([case.model, case.rate, case.steps, kept, num_parts])
         if key not in self._alone:
             model = partial(build_model, MODELS[case.model])
-            alone = parallelise(model, ParallelSettings(**kept, alone=True, learning_rate=case.rate))
+            alone = parallelise(
+                model, ParallelSettings(**kept, alone=True, learning_rate=case.rate)
+            )
             losses = []
             for batch in itertools.islice(itertools.cycle(self._load(0, 1)), case.steps):
-                parts = zip(*(tensor.chunk(num_parts) for tensor in alone.inputs(batch)), strict=True)
-                losses.append(sum(float(alone.forward_backward(part, accumulation=num_parts)) for part in parts))
+                parts = zip(
+                    *(tensor.chunk(num_parts) for tensor in alone.inputs(batch)), strict=True
+                )
+                losses.append(
+                    sum(
+                        float(alone.forward_backward(part, accumulation=num_parts))
+                        for part in parts
+                    )
+                )
                 alone.update()
             self._alone[key] = losses
         return self._alone[key]
@@ -270,10 +329,22 @@ def run_rank(cases: Path, dataset: str, out: Path) -> None:
 
 def measure(world: int, cases: Sequence[Case], folder: Path) -> list[Compared]:
     """Run the cases on this number of ranks."""
-    write_cameras(folder / "cameras", GLOBAL_BATCH * _num_batches(cases), channels=("cam_front", "cam_front_right"))
+    write_cameras(
+        folder / "cameras",
+        GLOBAL_BATCH * _num_batches(cases),
+        channels=("cam_front", "cam_front_right"),
+    )
     listed, out = folder / "cases.json", folder / "compared.jsonl"
     listed.write_bytes(msgspec.json.encode(list(cases)))
-    said = run_ranks(world, "-m", "support.parallel_equality", listed, folder / "cameras", out, timeout_s=_PATIENCE_S)
+    said = run_ranks(
+        world,
+        "-m",
+        "support.parallel_equality",
+        listed,
+        folder / "cameras",
+        out,
+        timeout_s=_PATIENCE_S,
+    )
     (folder / "ranks.log").write_text(said)
     return [msgspec.json.decode(line, type=Compared) for line in out.read_text().splitlines()]
 

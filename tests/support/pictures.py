@@ -34,22 +34,31 @@ def encode(picture: NDArray[np.uint8], kind: str = "jpeg", **options: Any) -> by
         return file.getvalue()
 
 
-def blobs(width: int, height: int, places: Sequence[tuple[float, float]], sigma_px: float) -> NDArray[np.uint8]:
+def blobs(
+    width: int, height: int, places: Sequence[tuple[float, float]], sigma_px: float
+) -> NDArray[np.uint8]:
     """Bright Gaussian spots on a dark ground, each centred on its place to a thousandth of a pixel."""
     x, y = np.arange(width), np.arange(height)
     picture = np.full((height, width), float(BACKGROUND))
     for u, v in places:
-        across, down = np.exp(-((x - u) ** 2) / (2 * sigma_px**2)), np.exp(-((y - v) ** 2) / (2 * sigma_px**2))
+        across, down = (
+            np.exp(-((x - u) ** 2) / (2 * sigma_px**2)),
+            np.exp(-((y - v) ** 2) / (2 * sigma_px**2)),
+        )
         picture += 200.0 * down[:, None] * across
     gray = np.clip(np.rint(picture), 0, 255).astype(np.uint8)
     return np.repeat(gray[..., None], 3, axis=2)
 
 
-def blob_place(planes: NDArray[np.uint8], near: tuple[float, float], radius_px: int) -> tuple[float, float]:
+def blob_place(
+    planes: NDArray[np.uint8], near: tuple[float, float], radius_px: int
+) -> tuple[float, float]:
     """Centre of gravity of the spot within a square about ``near``, from the mean of the planes."""
     u0, v0 = round(near[0]), round(near[1])
     top, left = max(0, v0 - radius_px), max(0, u0 - radius_px)
-    window = planes[:, top : v0 + radius_px + 1, left : u0 + radius_px + 1].mean(axis=0) - BACKGROUND
+    window = (
+        planes[:, top : v0 + radius_px + 1, left : u0 + radius_px + 1].mean(axis=0) - BACKGROUND
+    )
     window[window < 4.0] = 0.0  # ringing of the JPEG far from the spot
     y, x = np.mgrid[: window.shape[0], : window.shape[1]]
     mass = window.sum()
@@ -84,8 +93,13 @@ def natural(width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
     picture = np.stack(channels, axis=-1)
     for _ in range(12):  # things with edges, as cars and buildings have
         x, y = rng.integers(0, width), rng.integers(0, height)
-        w, h = rng.integers(width // 20 + 1, width // 6 + 2), rng.integers(height // 20 + 1, height // 5 + 2)
-        picture[y : y + h, x : x + w] = 0.4 * picture[y : y + h, x : x + w] + 0.6 * rng.uniform(20, 235, 3)
+        w, h = (
+            rng.integers(width // 20 + 1, width // 6 + 2),
+            rng.integers(height // 20 + 1, height // 5 + 2),
+        )
+        picture[y : y + h, x : x + w] = 0.4 * picture[y : y + h, x : x + w] + 0.6 * rng.uniform(
+            20, 235, 3
+        )
     return np.clip(np.rint(picture), 0, 255).astype(np.uint8)
 
 
@@ -94,7 +108,9 @@ def open_with_pillow(encoded: bytes) -> NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
 
 
-def reference(encoded: bytes, image_map: ImageMap, interpolation: str = "bilinear") -> NDArray[np.uint8]:
+def reference(
+    encoded: bytes, image_map: ImageMap, interpolation: str = "bilinear"
+) -> NDArray[np.uint8]:
     """What the map makes of the file by Pillow alone: full decode, antialiased resize, one affine transform.
 
     Independent of the backends: the whole source is resized to whole pixels, and the rest is one transform.
@@ -103,24 +119,32 @@ def reference(encoded: bytes, image_map: ImageMap, interpolation: str = "bilinea
     a, b, _, c, d, _ = image_map.coefficients
     width = max(1, round(source.size[0] * min(1.0, math.hypot(a, c))))
     height = max(1, round(source.size[1] * min(1.0, math.hypot(b, d))))
-    resample = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[interpolation]
+    resample = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[
+        interpolation
+    ]
     small = source.resize((width, height), resample)
     a, b, tx, c, d, ty = image_map.inverse_coefficients()
     sx, sy = width / source.size[0], height / source.size[1]
     # Rounded: Pillow's transforms cut fractions off, so that -0.9999999999 for -1 would change grey levels by one.
     affine = tuple(round(x, 9) for x in (a * sx, b * sx, tx * sx, c * sy, d * sy, ty * sy))
-    image = small.transform(image_map.out_wh, Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR)
+    image = small.transform(
+        image_map.out_wh, Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR
+    )
     return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
-def psnr_db(a: NDArray[np.uint8], b: NDArray[np.uint8], where: NDArray[np.bool_] | None = None) -> float:
+def psnr_db(
+    a: NDArray[np.uint8], b: NDArray[np.uint8], where: NDArray[np.bool_] | None = None
+) -> float:
     """Peak signal to noise ratio over all pixels, or those ``where`` (height, width) says."""
     error = np.square(a.astype(np.int32) - b)
     mean = float((error if where is None else error[:, where]).mean())
     return 99.0 if mean == 0.0 else float(10 * np.log10(255.0**2 / mean))
 
 
-def shift_px(a: NDArray[np.uint8], b: NDArray[np.uint8], where: NDArray[np.bool_]) -> tuple[float, float]:
+def shift_px(
+    a: NDArray[np.uint8], b: NDArray[np.uint8], where: NDArray[np.bool_]
+) -> tuple[float, float]:
     """The displacement (du, dv) of ``b`` against ``a`` that explains their difference best (Lucas and Kanade 1981).
 
     Least squares on the brightness of the pixels ``where``; good to about a hundredth of a pixel when it is small.
@@ -143,6 +167,9 @@ def seen(image_map: ImageMap, margin_px: float = 0.0) -> NDArray[np.bool_]:
     x, y = a * u + b * v + tx, c * u + d * v + ty
     left, top, right, bottom = image_map.visible
     inside: NDArray[np.bool_] = (
-        (x >= left + margin_px) & (x <= right - margin_px) & (y >= top + margin_px) & (y <= bottom - margin_px)
+        (x >= left + margin_px)
+        & (x <= right - margin_px)
+        & (y >= top + margin_px)
+        & (y <= bottom - margin_px)
     )
     return inside

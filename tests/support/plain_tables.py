@@ -53,15 +53,28 @@ def check_files(root: Path, manifest: dict[str, Any]) -> None:
         assert (root / shard["idx"]).exists() is bool(shard["idx_bytes"])
         if shard["idx_bytes"]:
             data = (root / shard["idx"]).read_bytes()
-            assert (len(data), hashlib.sha256(data).digest()) == (shard["idx_bytes"], shard["idx_sha256"])
+            assert (len(data), hashlib.sha256(data).digest()) == (
+                shard["idx_bytes"],
+                shard["idx_sha256"],
+            )
     blocks = b""
     named = {entry["name"] for entry in manifest["files"]}
     for name in ("shards.arrow", "index.arrow", "keys.arrow", "attributes.parquet"):
         data = (root / name).read_bytes() if name in named else b""
-        blocks += b"".join(hashlib.sha256(data[at : at + 2**20]).digest() for at in range(0, len(data), 2**20))
+        blocks += b"".join(
+            hashlib.sha256(data[at : at + 2**20]).digest() for at in range(0, len(data), 2**20)
+        )
     assert (root / "blocks.sha256").read_bytes() == blocks
     entries = sorted(
-        (xxhash.xxh3_64_intdigest(row["key"].encode()), number, row["offset"], row["length"], row["shard"])
+        (
+            xxhash.xxh3_64_intdigest(row["key"].encode()),
+            number,
+            row["offset"],
+            row["length"],
+            row["shard"],
+        )
         for number, row in enumerate(rows_of(root / "index.arrow"))
     )
-    assert [row["entry"] for row in rows_of(root / "keys.arrow")] == [struct.pack("<QQQII", *one) for one in entries]
+    assert [row["entry"] for row in rows_of(root / "keys.arrow")] == [
+        struct.pack("<QQQII", *one) for one in entries
+    ]

@@ -85,16 +85,24 @@ def pairs() -> Iterator[Pair]:
             yield Pair(model=model, world=1, parallel=ParallelSettings(recompute=recompute))
         for strategy in ("ddp", "zero1", "zero2", "fsdp2"):
             yield Pair(model=model, world=2, parallel=ParallelSettings(strategy=strategy))
-        yield Pair(model=model, world=2, parallel=ParallelSettings(strategy="fsdp2", recompute="full"))
+        yield Pair(
+            model=model, world=2, parallel=ParallelSettings(strategy="fsdp2", recompute="full")
+        )
         yield Pair(model=model, world=4, parallel=ParallelSettings(strategy="hsdp"))
     for model in ("gpt", "vit"):
         pipeline = ParallelSettings(strategy="pipeline", micro_batches=4)
         yield Pair(model=model, world=2, parallel=ParallelSettings(strategy="tensor"))
         yield Pair(model=model, world=2, parallel=pipeline)
         yield Pair(model=model, world=4, parallel=ParallelSettings(mesh="dp_shard=2,tp=2"))
-        yield Pair(model=model, world=4, parallel=ParallelSettings(mesh="pp=2,dp_shard=2", micro_batches=4))
+        yield Pair(
+            model=model, world=4, parallel=ParallelSettings(mesh="pp=2,dp_shard=2", micro_batches=4)
+        )
         yield Pair(model=model, world=8, parallel=ParallelSettings(strategy="fsdp2"))
-        yield Pair(model=model, world=8, parallel=ParallelSettings(mesh="pp=2,dp_shard=2,tp=2", micro_batches=4))
+        yield Pair(
+            model=model,
+            world=8,
+            parallel=ParallelSettings(mesh="pp=2,dp_shard=2,tp=2", micro_batches=4),
+        )
 
 
 def _batch() -> dict[str, Any]:
@@ -118,7 +126,9 @@ def real(pair: Pair, rank: int) -> Real:
     from fuelrail.bench.trainer.models.build import build_model
     from fuelrail.bench.trainer.strategies.parallel import parallelise
 
-    options = msgspec.structs.replace(pair.parallel, micro_batches=pair.parallel.micro_batches or _ROWS)
+    options = msgspec.structs.replace(
+        pair.parallel, micro_batches=pair.parallel.micro_batches or _ROWS
+    )
     parallel = parallelise(partial(build_model, SIZES[pair.model]), options)
     inputs = parallel.inputs(_batch())
     for _ in range(2):
@@ -136,13 +146,19 @@ def real(pair: Pair, rank: int) -> Real:
         whole.append(_peak(tree, scratch=True))
         sent.append(counter.collectives())
     assert all(one == sent[0] for one in sent), "every step sends the same"
-    tensors = [tensor for part in parallel.models for tensor in (*part.parameters(), *part.buffers())]
+    tensors = [
+        tensor for part in parallel.models for tensor in (*part.parameters(), *part.buffers())
+    ]
     held = sum(_local(tensor).nbytes for tensor in tensors) + sum(one.nbytes for one in inputs)
     if parallel.mesh is None and pair.world > 1:
         held += sum(parameter.nbytes for part in parallel.models for parameter in part.parameters())
     assert torch.get_num_threads() == 1, "one thread, so that scratch memory is of one"
     return Real(
-        pair=pair, rank=rank, peak_bytes=min(peaks) + held, allocator_bytes=min(whole) + held, collectives=sent[0]
+        pair=pair,
+        rank=rank,
+        peak_bytes=min(peaks) + held,
+        allocator_bytes=min(whole) + held,
+        collectives=sent[0],
     )
 
 
@@ -153,7 +169,9 @@ def _peak(tree: Sequence[Any], *, scratch: bool) -> int:
     that was there before and is freed meanwhile counts as negative. The profiler does not see what a thread of gloo
     frees: such a block ends where its address is allocated again.
     """
-    found: list[tuple[int, int, int, bool, int]] = []  # time, address, size, ours, number of the convolution within
+    found: list[
+        tuple[int, int, int, bool, int]
+    ] = []  # time, address, size, ours, number of the convolution within
     waiting = [(event, 0, event.start_tid == 1) for event in tree]
     while waiting:
         event, within, mine = waiting.pop()
@@ -201,7 +219,9 @@ def run_rank(cases: Path, out: Path) -> None:
     found = []
     for pair in msgspec.json.decode(cases.read_bytes(), type=list[Pair]):
         found.append(real(pair, dist.get_rank()))
-        for forget in private_parts().forget:  # or the next mesh of these ranks would send over this one's groups
+        for forget in (
+            private_parts().forget
+        ):  # or the next mesh of these ranks would send over this one's groups
             forget()
     (out / f"rank-{dist.get_rank()}.json").write_bytes(msgspec.json.encode(found))
     dist.barrier()  # or ZeRO's end aborts the process
@@ -214,7 +234,9 @@ def measure(world: int, asked: Sequence[Pair], folder: Path) -> list[Real]:
     cases.write_bytes(msgspec.json.encode(list(asked)))
     run_ranks(world, "-m", "support.planner_truth", cases, folder, timeout_s=_PATIENCE_S)
     written = [folder / f"rank-{rank}.json" for rank in range(world)]
-    return [real for one in written for real in msgspec.json.decode(one.read_bytes(), type=list[Real])]
+    return [
+        real for one in written for real in msgspec.json.decode(one.read_bytes(), type=list[Real])
+    ]
 
 
 def compare(one: Real) -> Compared:
@@ -223,11 +245,17 @@ def compare(one: Real) -> Compared:
     degrees = degrees_of(pair.parallel, pair.world)
     parts = pair.parallel.micro_batches or 1
     inputs = Inputs(
-        micro_batch=_ROWS // parts, micro_batches=parts, cameras=_CAMERAS, height=_HEIGHT, width=_WIDTH
-    )  # fmt: skip
+        micro_batch=_ROWS // parts,
+        micro_batches=parts,
+        cameras=_CAMERAS,
+        height=_HEIGHT,
+        width=_WIDTH,
+    )
     shape = shape_of(SIZES[pair.model], pair.parallel, degrees, inputs, rank=one.rank)
     predicted = shape.peak_bytes - shape.memory["moments"]
-    expected = {(each.kind, each.axis): each for each in shape.collectives if each.kind in _COMPARED}
+    expected = {
+        (each.kind, each.axis): each for each in shape.collectives if each.kind in _COMPARED
+    }
     counted = {(each.kind, each.axis): each for each in one.collectives if each.kind in _COMPARED}
     if set(counted) == {("all_reduce", "world")}:  # DDP's, which has no mesh
         counted = {("all_reduce", "dp_replicate"): counted["all_reduce", "world"]}
@@ -239,10 +267,16 @@ def compare(one: Real) -> Compared:
     error = predicted / one.peak_bytes - 1
     limit = ALONE if pair.world == 1 else SHARDED
     return Compared(
-        pair=pair, rank=one.rank, real_bytes=one.peak_bytes,
-        allocator_bytes=one.allocator_bytes, predicted_bytes=predicted, error=error,
-        within=abs(error) <= limit, same_collectives=not differences, differences=differences,
-    )  # fmt: skip
+        pair=pair,
+        rank=one.rank,
+        real_bytes=one.peak_bytes,
+        allocator_bytes=one.allocator_bytes,
+        predicted_bytes=predicted,
+        error=error,
+        within=abs(error) <= limit,
+        same_collectives=not differences,
+        differences=differences,
+    )
 
 
 _COMPARED = ("all_reduce", "all_gather", "reduce_scatter")

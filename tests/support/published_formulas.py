@@ -46,7 +46,13 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layer_activation_bytes(
-    model: Transformer, micro_batch: int, tp: int, *, recompute: Recompute, sequence_parallel: bool, flash: bool = False
+    model: Transformer,
+    micro_batch: int,
+    tp: int,
+    *,
+    recompute: Recompute,
+    sequence_parallel: bool,
+    flash: bool = False,
 ) -> float:
     """Bytes of one layer's 16-bit activations on a rank (Korthikanti et al., arXiv 2205.05198, table 2).
 
@@ -55,7 +61,9 @@ def layer_activation_bytes(
     sbh = model.seq * micro_batch * model.hidden
     if recompute == "full":
         return 2.0 * sbh / (tp if sequence_parallel else 1)
-    scores = 0.0 if flash or recompute == "selective" else 5 * model.heads * model.seq / model.hidden
+    scores = (
+        0.0 if flash or recompute == "selective" else 5 * model.heads * model.seq / model.hidden
+    )
     return sbh * ((34 + scores) / tp if sequence_parallel else 10 + (24 + scores) / tp)
 
 

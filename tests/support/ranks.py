@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parents[1]
 _POLL_S = 0.02
 _LOADED = [
-    "support.checkpoint_ranks", "fuelrail.bench.studies.train.worker", "torch.distributed.launcher.api",
+    "support.checkpoint_ranks",
+    "fuelrail.bench.studies.train.worker",
+    "torch.distributed.launcher.api",
     "torch._dynamo",  # an optimiser imports it at its first step, which takes each fork a second
-]  # fmt: skip
+]
 
 
 def warm() -> ForkServerContext:
@@ -31,7 +33,9 @@ def warm() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
     before, own = dict(os.environ), environment()
-    os.environ.update(own)  # older versions of Python do not give the server `sys.path`, and load nothing without it
+    os.environ.update(
+        own
+    )  # older versions of Python do not give the server `sys.path`, and load nothing without it
     try:
         forkserver.ensure_running()
     finally:
@@ -48,19 +52,28 @@ def run_ranks(num_ranks: int, *arguments: object, timeout_s: float = 280) -> str
     with socket.socket() as free, TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         log = Path(folder, "log")
-        shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
+        shared = {
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+            "MASTER_ADDR": "127.0.0.1",
+        }
         shared |= {"MASTER_PORT": free.getsockname()[1], "GLOO_SOCKET_IFNAME": "lo"}
         free.close()
         words = list(map(str, arguments))
         ranks = [
-            warm().Process(target=run_program, args=(words, shared | {"RANK": rank, "LOCAL_RANK": rank}, str(log)))
+            warm().Process(
+                target=run_program,
+                args=(words, shared | {"RANK": rank, "LOCAL_RANK": rank}, str(log)),
+            )
             for rank in range(num_ranks)
         ]
         for process in ranks:
             process.start()
         ends_s = time.monotonic() + timeout_s
         try:
-            while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
+            while any(process.is_alive() for process in ranks) and not any(
+                process.exitcode for process in ranks
+            ):
                 assert time.monotonic() < ends_s, f"{words} did not end; {_said(log)}"
                 time.sleep(_POLL_S)
         finally:

@@ -31,7 +31,9 @@ def main(num_nodes: int) -> None:
         limits: dict[str, Any] = {"num_cpus": 1, "memory": 2 << 30, "object_store_memory": 80 << 20}
         return {**limits, "include_dashboard": False, "dashboard_port": None} if is_head else limits
 
-    cluster = Cluster(initialize_head=True, head_node_args=node(is_head=True), shutdown_at_exit=True)
+    cluster = Cluster(
+        initialize_head=True, head_node_args=node(is_head=True), shutdown_at_exit=True
+    )
     nodes = [cluster.add_node(**node(is_head=False)) for _ in range(num_nodes - 1)]
     print(cluster.address, flush=True)
     for command in sys.stdin:
@@ -82,8 +84,12 @@ def ray_cluster(num_nodes: int) -> Iterator[RayCluster]:
     environment = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(
         [sys.executable, "-m", "support.ray_cluster", str(num_nodes)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -91,23 +91,43 @@ def formula(case: Case) -> float:
     given, quantity = case.given, case.expect.quantity
     if quantity == "model_state_bytes_per_gpu" and "data_parallel" in given:
         sizes = (given["param_bytes"], given["grad_bytes"], given["optimiser_bytes"])
-        return zero_state_bytes(given["parameters"], given["data_parallel"], given["zero_stage"], *sizes) / 1e9
+        return (
+            zero_state_bytes(
+                given["parameters"], given["data_parallel"], given["zero_stage"], *sizes
+            )
+            / 1e9
+        )
     if quantity == "model_state_bytes_per_gpu":
         each = given["param_bytes"] + given["grad_bytes"] + given["optimiser_bytes"]
-        return float(12 * given["layers"] * given["hidden"] ** 2 * each / given["tp"] / given["pp"] / GIB)
+        return float(
+            12 * given["layers"] * given["hidden"] ** 2 * each / given["tp"] / given["pp"] / GIB
+        )
     if quantity == "activation_bytes_first_stage":
         layer = layer_activation_bytes(
-            transformer(given), given["micro_batch"], given["tp"],
-            recompute=given["recompute"], sequence_parallel=given["sequence_parallel"],
-        )  # fmt: skip
-        return layer * first_stage_layers(given["layers"], given["pp"], given["virtual_stages"]) / GIB
+            transformer(given),
+            given["micro_batch"],
+            given["tp"],
+            recompute=given["recompute"],
+            sequence_parallel=given["sequence_parallel"],
+        )
+        return (
+            layer * first_stage_layers(given["layers"], given["pp"], given["virtual_stages"]) / GIB
+        )
     if quantity in ("mfu", "hfu") and "iteration_time_s" in given:
         model, count = transformer(given), given["global_batch"]
-        flop = model_flop(model, count) if quantity == "mfu" else hardware_flop(model, count, given["recompute"])
-        return 100 * utilisation(flop, given["iteration_time_s"], given["gpus"], given["peak_tflops"] * 1e12)
+        flop = (
+            model_flop(model, count)
+            if quantity == "mfu"
+            else hardware_flop(model, count, given["recompute"])
+        )
+        return 100 * utilisation(
+            flop, given["iteration_time_s"], given["gpus"], given["peak_tflops"] * 1e12
+        )
     if quantity == "mfu":
         token = 6 * given["parameters"] + 12 * given["layers"] * given["hidden"] * given["seq"]
-        return 100 * utilisation(token * given["tokens_per_s_per_gpu"], 1.0, 1, given["peak_tflops"] * 1e12)
+        return 100 * utilisation(
+            token * given["tokens_per_s_per_gpu"], 1.0, 1, given["peak_tflops"] * 1e12
+        )
     if quantity == "parameters":
         return parameters(transformer(given)) / 1e9
     if quantity == "training_days":
@@ -135,9 +155,17 @@ def resnet(case: Case) -> tuple[Scenario, float]:
     given, rate = case.given, case.expect.quantity == "images_per_s"
     batch = given["batch"]
     asked = Scenario(
-        name=case.id, model="resnet50", cluster="none", cameras=1, height=224, width=224, global_batch=batch,
-        micro_batch=batch, precision="fp16" if rate else "tf32", parallel=ParallelSettings(optimiser="sgd"),
-    )  # fmt: skip
+        name=case.id,
+        model="resnet50",
+        cluster="none",
+        cameras=1,
+        height=224,
+        width=224,
+        global_batch=batch,
+        micro_batch=batch,
+        precision="fp16" if rate else "tf32",
+        parallel=ParallelSettings(optimiser="sgd"),
+    )
     return asked, batch / case.expect.value if rate else case.expect.value
 
 
@@ -150,7 +178,12 @@ def timed(case: Case) -> tuple[choice.Fit, Any, Any, float]:
     else:
         (asked, seconds), gpus = resnet(case), 1
     gpu = case.given["gpu"]
-    return planned(asked, gpu, gpus), cluster_of({"gpu": gpu, "gpus": gpus}), asked.precision, seconds
+    return (
+        planned(asked, gpu, gpus),
+        cluster_of({"gpu": gpu, "gpus": gpus}),
+        asked.precision,
+        seconds,
+    )
 
 
 def step(case: Case, by_id: dict[str, Case]) -> Predicted:
@@ -167,10 +200,16 @@ def step(case: Case, by_id: dict[str, Case]) -> Predicted:
         fitted = predicted / seconds - 1
         inside = abs(math.log(1 + fitted)) <= _DEVIATIONS * deviation
     return Predicted(
-        id=case.id, role="step", error=error, within=abs(error) <= case.expect.tolerance["relative"],
-        in_range=abs(math.log(1 + error)) <= _DEVIATIONS * used.spread, fitted=fitted, fitted_in_range=inside,
-        peak_gib=choice.peak(found.stages) / GIB, usable_gib=choice.USABLE * cluster.device.memory_gib.value,
-    )  # fmt: skip
+        id=case.id,
+        role="step",
+        error=error,
+        within=abs(error) <= case.expect.tolerance["relative"],
+        in_range=abs(math.log(1 + error)) <= _DEVIATIONS * used.spread,
+        fitted=fitted,
+        fitted_in_range=inside,
+        peak_gib=choice.peak(found.stages) / GIB,
+        usable_gib=choice.USABLE * cluster.device.memory_gib.value,
+    )
 
 
 def ratio(case: Case) -> float:
@@ -185,10 +224,14 @@ def ratio(case: Case) -> float:
             sized = {**given, "gpus": gpus, "dp_shard": gpus}
             totals.append(planned(scenario_of(case.id, sized), given["gpu"], gpus).time.total)
         return totals[0] / totals[1]
-    assert quantity == "layer_time_full_recompute_over_none", f"{case.id}: nothing predicts {quantity}"
+    assert quantity == "layer_time_full_recompute_over_none", (
+        f"{case.id}: nothing predicts {quantity}"
+    )
     parts = []
     for recompute in ("none", "full"):
-        time = planned(scenario_of(case.id, {**given, "recompute": recompute}), given["gpu"], given["gpus"]).time
+        time = planned(
+            scenario_of(case.id, {**given, "recompute": recompute}), given["gpu"], given["gpus"]
+        ).time
         parts.append(time.compute + time.memory + time.tensor)
     return parts[1] / parts[0]
 
@@ -200,13 +243,25 @@ def predict(cases: Sequence[Case]) -> list[Predicted]:
     for case in cases:
         if case.id in NOT_EXPRESSIBLE:
             continue
-        if not case.kind.startswith("formula") and case.expect.quantity in (*TIMED, "compute_time", "images_per_s"):
+        if not case.kind.startswith("formula") and case.expect.quantity in (
+            *TIMED,
+            "compute_time",
+            "images_per_s",
+        ):
             found.append(step(case, by_id))
             continue
-        role, value = ("formula", formula(case)) if case.kind.startswith("formula") else ("ratio", ratio(case))
+        role, value = (
+            ("formula", formula(case))
+            if case.kind.startswith("formula")
+            else ("ratio", ratio(case))
+        )
         difference, limit = value - case.expect.value, case.expect.tolerance
-        within = abs(difference) <= limit.get("absolute", limit.get("relative", 0.0) * case.expect.value)
-        found.append(Predicted(id=case.id, role=role, error=difference / case.expect.value, within=within))
+        within = abs(difference) <= limit.get(
+            "absolute", limit.get("relative", 0.0) * case.expect.value
+        )
+        found.append(
+            Predicted(id=case.id, role=role, error=difference / case.expect.value, within=within)
+        )
     return found
 
 

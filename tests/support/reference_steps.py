@@ -26,12 +26,19 @@ _GPT_VOCABULARY = 51200  # Megatron's, padded
 
 def transformer(given: Mapping[str, Any]) -> Transformer:
     """Shape of a case's model; Llama's perceptrons are gated, and are the only ones with a width of their own."""
-    vocabulary = _MPT_VOCABULARY if str(given.get("model", "")).startswith("MPT") else _GPT_VOCABULARY
+    vocabulary = (
+        _MPT_VOCABULARY if str(given.get("model", "")).startswith("MPT") else _GPT_VOCABULARY
+    )
     return Transformer(
-        layers=given["layers"], hidden=given["hidden"], heads=given.get("heads", given["hidden"] // 128),
-        seq=given["seq"], vocab=given.get("vocab", vocabulary), ffn=given.get("ffn"), gated="ffn" in given,
+        layers=given["layers"],
+        hidden=given["hidden"],
+        heads=given.get("heads", given["hidden"] // 128),
+        seq=given["seq"],
+        vocab=given.get("vocab", vocabulary),
+        ffn=given.get("ffn"),
+        gated="ffn" in given,
         kv_heads=given.get("kv_heads"),
-    )  # fmt: skip
+    )
 
 
 def precision_of(given: Mapping[str, Any]) -> ComputeType:
@@ -42,17 +49,28 @@ def precision_of(given: Mapping[str, Any]) -> ComputeType:
 def cluster_of(given: Mapping[str, Any]) -> ClusterSettings:
     """The shipped cluster of a case's device, with as many nodes as it ran on and the memory it had."""
     gpu = str(given["gpu"])
-    name = "8x8-h200" if gpu.startswith("H200") else "8x8-h100" if gpu.startswith("H100") else "64x8-a100"
+    name = (
+        "8x8-h200"
+        if gpu.startswith("H200")
+        else "8x8-h100"
+        if gpu.startswith("H100")
+        else "64x8-a100"
+    )
     found = load_cluster(name)
     gpus = given["gpus"]
     memory = next((size for size in (96, 40) if f"{size}GB" in gpu), None)
     device = found.device
     if memory is not None:
-        device = msgspec.structs.replace(device, memory_gib=Sourced(value=memory, source="the case's device"))
+        device = msgspec.structs.replace(
+            device, memory_gib=Sourced(value=memory, source="the case's device")
+        )
     if "500 W" in gpu:
         device = msgspec.structs.replace(device, **limited(device))
     return msgspec.structs.replace(
-        found, nodes=-(-gpus // 8), devices_per_node=min(gpus, found.devices_per_node), device=device
+        found,
+        nodes=-(-gpus // 8),
+        devices_per_node=min(gpus, found.devices_per_node),
+        device=device,
     )
 
 
@@ -63,7 +81,10 @@ def limited(device: Device) -> dict[str, Any]:
     """
     source = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, hardware and second footnote"
     share = (1 + 1671 / 1979) / 2
-    peaks = {kind: Sourced(value=share * peak.value, source=source) for kind, peak in device.peak_tflops.items()}
+    peaks = {
+        kind: Sourced(value=share * peak.value, source=source)
+        for kind, peak in device.peak_tflops.items()
+    }
     return {"memory_gb_per_s": Sourced(value=2400, source=source), "peak_tflops": peaks}
 
 
@@ -75,7 +96,9 @@ def scenario_of(identity: str, given: Mapping[str, Any], step_s: float | None = 
     if "tokens_per_batch" in given:
         batch = round(given["tokens_per_batch"] / given["seq"] / data / pp) * data * pp
     else:
-        local = given.get("local_batch") or given.get("micro_batch", 1) * given.get("accumulation", 1)
+        local = given.get("local_batch") or given.get("micro_batch", 1) * given.get(
+            "accumulation", 1
+        )
         batch = given.get("global_batch") or local * data // cp
     micro = given.get("micro_batch") or (1 if pp > 1 else given.get("local_batch", 1))
     virtual = given.get("virtual_stages") or (8 if "tokens_per_batch" in given else 1)
@@ -83,18 +106,31 @@ def scenario_of(identity: str, given: Mapping[str, Any], step_s: float | None = 
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
     model = transformer(given)
     return Scenario(
-        name=identity, cluster=cluster_of(given).name, global_batch=batch, micro_batch=micro,
+        name=identity,
+        cluster=cluster_of(given).name,
+        global_batch=batch,
+        micro_batch=micro,
         model=TransformerShape(
-            layers=model.layers, width=model.hidden, heads=model.heads, kv_heads=model.kv_heads, ffn=model.ffn,
-            gated=model.gated, vocabulary=model.vocab,
+            layers=model.layers,
+            width=model.hidden,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            ffn=model.ffn,
+            gated=model.gated,
+            vocabulary=model.vocab,
         ),
-        sequence=given["seq"], precision=precision_of(given), weights="bf16", context_parallel=cp,
-        virtual_stages=virtual, measured_step_s=step_s,
+        sequence=given["seq"],
+        precision=precision_of(given),
+        weights="bf16",
+        context_parallel=cp,
+        virtual_stages=virtual,
+        measured_step_s=step_s,
         parallel=ParallelSettings(
-            mesh=mesh or None, recompute=str(given.get("recompute", "none")).split(" ")[0].strip(","),
+            mesh=mesh or None,
+            recompute=str(given.get("recompute", "none")).split(" ")[0].strip(","),
             pipeline_schedule="Interleaved1F1B" if virtual > 1 and pp > 1 else "1F1B",
         ),
-    )  # fmt: skip
+    )
 
 
 def seconds_of(given: Mapping[str, Any], quantity: str, value: float, batch: int) -> float:
@@ -104,8 +140,17 @@ def seconds_of(given: Mapping[str, Any], quantity: str, value: float, batch: int
         return value
     if quantity == "tokens_per_s_per_gpu":
         return batch * model.seq / given["gpus"] / value
-    flop = hardware_flop(model, batch, "full") if quantity == "hardware_tflops_per_gpu" else model_flop(model, batch)
+    flop = (
+        hardware_flop(model, batch, "full")
+        if quantity == "hardware_tflops_per_gpu"
+        else model_flop(model, batch)
+    )
     return flop / given["gpus"] / value / 1e12
 
 
-TIMED = ("iteration_time", "tokens_per_s_per_gpu", "hardware_tflops_per_gpu", "model_tflops_per_gpu")
+TIMED = (
+    "iteration_time",
+    "tokens_per_s_per_gpu",
+    "hardware_tflops_per_gpu",
+    "model_tflops_per_gpu",
+)

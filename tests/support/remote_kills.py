@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 _ACTORS_A_NODE = 7  # that are killed between two nodes
 
 
-def batches_through_kills(loader: DataLoader, cluster: RayCluster, num_kills: int, seed: int) -> tuple[list[Any], Any]:
+def batches_through_kills(
+    loader: DataLoader, cluster: RayCluster, num_kills: int, seed: int
+) -> tuple[list[Any], Any]:
     """Take whole epochs until that many actors and nodes are dead; return the batches, and a count of the dead.
 
     An actor's process gets SIGKILL, so does a node's raylet with all its processes; another node takes its place.

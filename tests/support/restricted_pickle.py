@@ -27,7 +27,9 @@ _ALLOWED = {
 class _Restricted(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"the pickle asks for {module}.{name}, which is not allowed")
+            raise pickle.UnpicklingError(
+                f"the pickle asks for {module}.{name}, which is not allowed"
+            )
         return _ALLOWED[module, name]
 
 

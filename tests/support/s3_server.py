@@ -48,9 +48,11 @@ def upload(source: Path, bucket: str) -> str:
 def s3_environment(url: str) -> Iterator[None]:
     """Clients of this process and of its children find the server at ``url`` while the block runs."""
     ours = {
-        "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
+    }
     with mock.patch.dict(os.environ, ours):
         yield
 

@@ -63,7 +63,9 @@ def train(file: Path, world: World, first: int, spec: OrderSpec) -> None:
     torch.set_num_threads(1)
     sampler = make_sampler(spec, world)
     loader = sampler.count(
-        DataLoader(Rows(), batch_sampler=sampler, num_workers=2, prefetch_factor=3, persistent_workers=True)
+        DataLoader(
+            Rows(), batch_sampler=sampler, num_workers=2, prefetch_factor=3, persistent_workers=True
+        )
     )
     states = [json.loads(line)["state"] for line in lines_of(file)]
     if states:
@@ -72,7 +74,12 @@ def train(file: Path, world: World, first: int, spec: OrderSpec) -> None:
     with file.open("ab", buffering=0) as out:
         while step < NUM_STEPS:
             for batch in loader:
-                line = {"step": step, "rank": world.rank, "world": world.size, "rows": batch.tolist()}
+                line = {
+                    "step": step,
+                    "rank": world.rank,
+                    "world": world.size,
+                    "rows": batch.tolist(),
+                }
                 out.write(json.dumps(line | {"state": loader.state_dict()}).encode() + b"\n")
                 step += 1
                 if step == NUM_STEPS:

@@ -47,7 +47,14 @@ def shard_nuscenes(
     """Shard a nuScenes dataroot; ``values`` are those of the recipe, and of the source what `_OF_SOURCE` names."""
     options = {name: values.pop(name) for name in _OF_SOURCE if name in values}
     recipe = make_recipe(**{"seed": 7, **values})
-    return shard(SourceSpec("nuscenes", str(root), options), out, recipe, num_workers, progress or Quiet(), engine)
+    return shard(
+        SourceSpec("nuscenes", str(root), options),
+        out,
+        recipe,
+        num_workers,
+        progress or Quiet(),
+        engine,
+    )
 
 
 def reshard(sources: Path | str | list, out: Path, num_workers: int = 1, **values) -> Manifest:
@@ -68,10 +75,21 @@ def write_job(work: Path, out: str, source: str) -> WriteJob:
     for name in ("scan.arrow", "plan.npy", "selection.npy"):
         (work / name).write_bytes(name.encode())
     return WriteJob(
-        out=out, scan_table=work / "scan.arrow", plan_rows=work / "plan.npy", selection=work / "selection.npy",
-        shards=(), stamps=(), source=SourceSpec("nuscenes", source, {}), recipe=make_recipe(), dataset="d",
-        rig=Rig.make((), (), (), ()), license=None, lidars=(), clip_ids=(), dictionary=None,
-    )  # fmt: skip
+        out=out,
+        scan_table=work / "scan.arrow",
+        plan_rows=work / "plan.npy",
+        selection=work / "selection.npy",
+        shards=(),
+        stamps=(),
+        source=SourceSpec("nuscenes", source, {}),
+        recipe=make_recipe(),
+        dataset="d",
+        rig=Rig.make((), (), (), ()),
+        license=None,
+        lidars=(),
+        clip_ids=(),
+        dictionary=None,
+    )
 
 
 class Scanned(NamedTuple):
@@ -93,7 +111,10 @@ def scanned(kind: str, location: Path | str, folder: Path, **options) -> Scanned
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file under a folder, by relative name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def members_of(root: Path) -> dict[str, dict]:
@@ -105,7 +126,9 @@ def members_of(root: Path) -> dict[str, dict]:
         span = path.read_bytes()[row.offset :][: row.length]
         check_span(row, span, path.name)
         members = read_members(row, span, path.name, dictionary=dataset.dictionary)
-        meta = msgspec.structs.replace(decode_meta(members[META]), dataset="", split="", license=None)
+        meta = msgspec.structs.replace(
+            decode_meta(members[META]), dataset="", split="", license=None
+        )
         found[row.key] = {**{name: bytes(data) for name, data in members.items()}, META: meta}
     return found
 

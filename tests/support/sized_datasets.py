@@ -59,22 +59,34 @@ def write_synthetic_index(
             shard, within = divmod(place, samples_per_shard)
             members = (MemberEntry("meta.json", 512, 1000, 2000, "zstd", 0),)
             key, offset = f"{clip_id}-{at:06d}", within * _SPAN_BYTES
-            yield IndexRow(key, clip_id, at, at * 500_000_000, shard, offset, _SPAN_BYTES, 0, members)
+            yield IndexRow(
+                key, clip_id, at, at * 500_000_000, shard, offset, _SPAN_BYTES, 0, members
+            )
 
     write_index(folder / INDEX_FILE, rows(), ["meta.json"], ["zstd"])
     if attributes is not None:
         keys = [f"clip-{c:07d}-{f:06d}" for c, f in zip(clip.tolist(), frame.tolist(), strict=True)]
         pq.write_table(pa.table({"key": keys, **attributes}).take(stored), folder / ATTRIBUTES_FILE)
-    lengths = [min(samples_per_shard, num_samples - first) for first in range(0, num_samples, samples_per_shard)]
+    lengths = [
+        min(samples_per_shard, num_samples - first)
+        for first in range(0, num_samples, samples_per_shard)
+    ]
     return write_manifest(
-        folder, lengths, num_clips=len(clip_lengths), seed=shuffle_seed or 0, split=split,
+        folder,
+        lengths,
+        num_clips=len(clip_lengths),
+        seed=shuffle_seed or 0,
+        split=split,
         order_unit="clip" if shuffle_seed is None else "frame",
-    )  # fmt: skip
+    )
 
 
 def even_lengths(num_samples: int, samples_per_shard: int) -> list[int]:
     """Shards of this number of samples each, the last one of the rest."""
-    return [min(samples_per_shard, num_samples - first) for first in range(0, num_samples, samples_per_shard)]
+    return [
+        min(samples_per_shard, num_samples - first)
+        for first in range(0, num_samples, samples_per_shard)
+    ]
 
 
 MEMBER_BYTES = {"meta.json": 2500, "geometry.safetensors": 3500, "boxes.safetensors": 6000} | {
@@ -83,7 +95,9 @@ MEMBER_BYTES = {"meta.json": 2500, "geometry.safetensors": 3500, "boxes.safetens
 """A sample of six cameras as nuScenes has it; content is random, for nothing here decodes it."""
 
 
-def make_dataset(folder: Path, num_samples: int, samples_per_shard: int, scale: float = 1.0) -> Dataset:
+def make_dataset(
+    folder: Path, num_samples: int, samples_per_shard: int, scale: float = 1.0
+) -> Dataset:
     """A dataset of random members, all stored raw, sizes varying by a fifth."""
     rng = np.random.default_rng(0)
 

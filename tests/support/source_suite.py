@@ -36,7 +36,10 @@ class Made(NamedTuple):
     scan: Scanned
 
     def geometries(self) -> list[Geometry]:
-        return [decode_arrays(self.scan.table.row(at).geometry, Geometry) for at in range(len(self.scan.table))]
+        return [
+            decode_arrays(self.scan.table.row(at).geometry, Geometry)
+            for at in range(len(self.scan.table))
+        ]
 
 
 _MADE: dict[type, Made] = {}
@@ -79,9 +82,13 @@ class SourceSuite:
         if type(self) not in _MADE:
             folder, world = tmp_path_factory.mktemp("made"), self.world(noise=True)
             spec = self.spec(folder, world)
-            assert self.make(spec, folder / "out").num_written > 1, "one shard cannot be interrupted in between"
+            assert self.make(spec, folder / "out").num_written > 1, (
+                "one shard cannot be interrupted in between"
+            )
             _MADE.clear()
-            _MADE[type(self)] = Made(folder, world, spec, scanned(spec.kind, spec.location, folder, **spec.options))
+            _MADE[type(self)] = Made(
+                folder, world, spec, scanned(spec.kind, spec.location, folder, **spec.options)
+            )
         return _MADE[type(self)]
 
     def test_the_samples_are_those_of_the_world(self, made):
@@ -94,7 +101,9 @@ class SourceSuite:
         with pytest.raises(KeyboardInterrupt):
             self.make(made.spec, tmp_path / "out", workers=4, progress=Interrupt(1))
         assert self.make(made.spec, tmp_path / "out", workers=4).num_kept
-        assert digests(made.folder / "out") == digests(tmp_path / "out"), "other bytes, or something is left behind"
+        assert digests(made.folder / "out") == digests(tmp_path / "out"), (
+            "other bytes, or something is left behind"
+        )
 
     def test_references_open_to_their_stated_bytes(self, made):
         source, _, table = made.scan
@@ -116,7 +125,9 @@ class SourceSuite:
         _, info, table = made.scan
         assert info.num_samples == len(table) > 0
         for clip in info.clips:
-            metas = [decode_meta(table.row(clip.first_row + at).meta) for at in range(clip.num_samples)]
+            metas = [
+                decode_meta(table.row(clip.first_row + at).meta) for at in range(clip.num_samples)
+            ]
             assert [meta.key for meta in metas] == sorted({meta.key for meta in metas})
             assert all(meta.clip_id == clip.clip_id for meta in metas)
             times = [meta.timestamp_ns for meta in metas]
@@ -129,7 +140,12 @@ class SourceSuite:
 
     def test_one_camera_alone_is_that_of_the_whole_rig(self, made, tmp_path):
         rig = [camera.channel for camera in made.scan.info.cameras]
-        some = scanned(made.spec.kind, made.spec.location, tmp_path, **(made.spec.options | {"cameras": rig[-1:]}))
+        some = scanned(
+            made.spec.kind,
+            made.spec.location,
+            tmp_path,
+            **(made.spec.options | {"cameras": rig[-1:]}),
+        )
         assert [camera.channel for camera in some.info.cameras] == rig[-1:]
         on_others = {one.field for one in made.scan.info.channels if one.law.camera in rig[:-1]}
         assert not on_others & {one.field for one in some.info.channels}
@@ -142,7 +158,11 @@ class SourceSuite:
                 continue
             mine = kept[key]
             assert (mine.boxes, mine.geometry) == (row.boxes, encode_arrays(geometry))
-            left_out = [one for one in row.members if one.name.partition(".")[0] in rig[:-1] or one.name in on_others]
+            left_out = [
+                one
+                for one in row.members
+                if one.name.partition(".")[0] in rig[:-1] or one.name in on_others
+            ]
             assert mine.members == tuple(one for one in row.members if one not in left_out)
             assert decode_meta(mine.meta).cameras.keys() == {rig[-1]}
         with pytest.raises(ConfigError, match=f"has no camera 'cam_x'.*; it has: .*{rig[0]}"):
@@ -154,7 +174,9 @@ class SourceSuite:
                 for matrix in getattr(geometry, name).reshape(-1, 4, 4):
                     if np.isnan(matrix).all():
                         continue
-                    np.testing.assert_allclose(matrix[:3, :3] @ matrix[:3, :3].T, np.eye(3), atol=1e-6, err_msg=name)
+                    np.testing.assert_allclose(
+                        matrix[:3, :3] @ matrix[:3, :3].T, np.eye(3), atol=1e-6, err_msg=name
+                    )
                     assert np.linalg.det(matrix[:3, :3]) > 0, name
                     assert matrix[3].tolist() == [0, 0, 0, 1], name
 
@@ -165,11 +187,15 @@ class SourceSuite:
             assert ((geometry.img_wh[absent] == -1) | (geometry.img_wh[absent] > 0)).all()
             for name in (*MATRICES, "intrinsics"):
                 values = getattr(geometry, name)
-                assert np.any(values.reshape(-1, values.shape[-1] ** 2), axis=1).all(), f"zeros in {name}"
+                assert np.any(values.reshape(-1, values.shape[-1] ** 2), axis=1).all(), (
+                    f"zeros in {name}"
+                )
             if made.scan.info.time_base == "unix":  # else the first frame of a clip may be at 0
                 assert (geometry.cam_timestamp_ns != 0).all()
                 assert (geometry.lidar_timestamp_ns != 0).all()
-            assert not (geometry.dist == 0).all(1).any(), "coefficients of a lens that has none are NaN"
+            assert not (geometry.dist == 0).all(1).any(), (
+                "coefficients of a lens that has none are NaN"
+            )
             for name in ("ego_velocity", "ego_accel", "ego_rates"):
                 assert np.any(getattr(geometry, name)), f"zeros in {name}: unknown is NaN"
 
@@ -183,9 +209,16 @@ class SourceSuite:
         assert unrecorded <= {"root", *OF_DAMAGED}
         if unrecorded:
             kept = make_source(spec._replace(options={**options, "damaged_image": "mask"})).options
-            assert kept.keys() >= OF_DAMAGED, "bytes depend on them where damaged images are left out"
-        plain = {name: value for name, value in options.items() if isinstance(value, bool | int | str)}
-        texts = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in plain.items()]
+            assert kept.keys() >= OF_DAMAGED, (
+                "bytes depend on them where damaged images are left out"
+            )
+        plain = {
+            name: value for name, value in options.items() if isinstance(value, bool | int | str)
+        }
+        texts = [
+            f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+            for name, value in plain.items()
+        ]
         assert options_of_texts(self.kind, texts) == plain
         with pytest.raises(ConfigError, match=r"colour.*allowed"):
             make_source(spec._replace(options={"colour": 1}))
@@ -198,16 +231,22 @@ class SourceSuite:
             with pytest.raises((SourceError, ConfigError), match=name):
                 scan_source(SourceSpec(self.kind, str(tmp_path / name), dict(self.options)))
 
-    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes read are counted in /proc")
+    @pytest.mark.skipif(
+        not sys.platform.startswith("linux"), reason="bytes read are counted in /proc"
+    )
     @pytest.mark.costly
-    def test_the_scan_reads_no_pixel_beyond_heads(self, made, tmp_path):  # modules that it needs are imported by `made`
+    def test_the_scan_reads_no_pixel_beyond_heads(
+        self, made, tmp_path
+    ):  # modules that it needs are imported by `made`
         if not self.reads_heads:
             pytest.skip("the scan of this format must read what holds its images")
         world = self.world(noise=True, cameras=dict.fromkeys(self.world().cameras, (480, 360)))
         spec = self.spec(tmp_path, world)
         before = bytes_read()
         scan_source(spec)
-        num_bytes = sum(len(image.jpeg) for _, _, frame in world.frames() for image in frame.images.values())
+        num_bytes = sum(
+            len(image.jpeg) for _, _, frame in world.frames() for image in frame.images.values()
+        )
         assert bytes_read() - before < num_bytes / 4
 
 

@@ -107,7 +107,9 @@ def ego_at(clip: int, timestamp_ns: int) -> np.ndarray:
 def turn(angle: float, axis: str) -> np.ndarray:
     """Rotation about an axis."""
     c, s = math.cos(angle), math.sin(angle)
-    return np.array({"z": [[c, -s, 0], [s, c, 0], [0, 0, 1]], "y": [[c, 0, s], [0, 1, 0], [-s, 0, c]]}[axis])
+    return np.array(
+        {"z": [[c, -s, 0], [s, c, 0], [0, 0, 1]], "y": [[c, 0, s], [0, 1, 0], [-s, 0, c]]}[axis]
+    )
 
 
 def make_world(
@@ -128,14 +130,16 @@ def make_world(
         for frame in range(num_frames):
             time_ns = START_NS + number * 60_000_000_000 + frame * PERIOD_NS
             images = {
-                name: _image(rng, number, time_ns, at, size, noise) for at, (name, size) in enumerate(sizes.items())
+                name: _image(rng, number, time_ns, at, size, noise)
+                for at, (name, size) in enumerate(sizes.items())
             }
             sweeps = {}
             for name in lidars:
                 lidar2ego = np.eye(4)
                 lidar2ego[:3, :3], lidar2ego[:3, 3] = turn(-math.pi / 2, "z"), (0.9, 0.0, 1.8)
                 points = np.concatenate(
-                    [rng.uniform(-30, 30, (num_points, 3)), rng.integers(0, 255, (num_points, 2))], 1
+                    [rng.uniform(-30, 30, (num_points, 3)), rng.integers(0, 255, (num_points, 2))],
+                    1,
                 ).astype(np.float32)
                 sweeps[name] = WorldSweep(points, time_ns, lidar2ego, ego_at(number, time_ns))
             boxes = [_box(number, track, time_ns) for track in range(num_boxes)]
@@ -149,11 +153,18 @@ def _image(
     width, height = size
     pixels = rng.integers(0, 255, (height, width, 3), np.uint8)
     if not noise:
-        pixels = np.kron(pixels[: height // 8 + 1, : width // 8 + 1], np.ones((8, 8, 1), np.uint8))[:height, :width]
+        pixels = np.kron(pixels[: height // 8 + 1, : width // 8 + 1], np.ones((8, 8, 1), np.uint8))[
+            :height, :width
+        ]
     jpeg = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), 100 if noise else 90, "RGB", "444")
-    intrinsics = np.array([[width * 0.8, 0, width / 2 - 0.5], [0, width * 0.8, height / 2 - 0.5], [0, 0, 1]])
+    intrinsics = np.array(
+        [[width * 0.8, 0, width / 2 - 0.5], [0, width * 0.8, height / 2 - 0.5], [0, 0, 1]]
+    )
     cam2ego = np.eye(4)
-    cam2ego[:3, :3], cam2ego[:3, 3] = turn(at * math.pi / 2, "z") @ OPTICAL, (1.5 - at, 0.3 * at, 1.6)
+    cam2ego[:3, :3], cam2ego[:3, 3] = (
+        turn(at * math.pi / 2, "z") @ OPTICAL,
+        (1.5 - at, 0.3 * at, 1.6),
+    )
     exposed_ns = time_ns + (at * 7 - 5) * 1_000_000
     return WorldImage(jpeg, exposed_ns, intrinsics, cam2ego, ego_at(clip, exposed_ns), size)
 
@@ -161,11 +172,20 @@ def _image(
 def _box(clip: int, track: int, time_ns: int) -> WorldBox:
     elapsed_s, yaw = (time_ns - START_NS) * 1e-9 - 60 * clip, 0.4 * track - 1
     velocity = (track - 1) * 2.0 * np.array([math.cos(yaw), math.sin(yaw), 0.0])
-    start = ego_at(clip, time_ns - int(elapsed_s * 1e9))[:3, 3] + (8.0 + 3 * track, 4.0 * track - 5, 0.5)
+    start = ego_at(clip, time_ns - int(elapsed_s * 1e9))[:3, 3] + (
+        8.0 + 3 * track,
+        4.0 * track - 5,
+        0.5,
+    )
     return WorldBox(
-        start + velocity * elapsed_s, np.array([4.0 + track, 1.8, 1.5]), yaw, CATEGORIES[track % len(CATEGORIES)],
-        f"track-{track}", 5 + track, velocity,
-    )  # fmt: skip
+        start + velocity * elapsed_s,
+        np.array([4.0 + track, 1.8, 1.5]),
+        yaw,
+        CATEGORIES[track % len(CATEGORIES)],
+        f"track-{track}",
+        5 + track,
+        velocity,
+    )
 
 
 def samples_of(root) -> dict[str, Sample]:
@@ -177,8 +197,12 @@ def samples_of(root) -> dict[str, Sample]:
         path = dataset.shard_path(row)
         span = path.read_bytes()[row.offset : row.offset + row.length]
         members = read_members(row, span, path.name, dictionary=dataset.dictionary)
-        fields = {channel.field for channel in dataset.manifest.extra_channels if channel.kind != "points"}
-        found[row.key] = decode_sample(row.key, {name: bytes(data) for name, data in members.items()}, fields)
+        fields = {
+            channel.field for channel in dataset.manifest.extra_channels if channel.kind != "points"
+        }
+        found[row.key] = decode_sample(
+            row.key, {name: bytes(data) for name, data in members.items()}, fields
+        )
     return found
 
 
@@ -199,7 +223,9 @@ def check_same(
     assert channels == list(world.cameras)
     samples = samples_of(root)
     assert len(samples) == sum(len(clip.frames) for clip in world.clips)
-    by_time = {(sample.meta.clip_name, sample.meta.timestamp_ns): sample for sample in samples.values()}
+    by_time = {
+        (sample.meta.clip_name, sample.meta.timestamp_ns): sample for sample in samples.values()
+    }
     for clip, number, frame in world.frames():
         sample = by_time[clip.name, frame.timestamp_ns]
         geometry = sample.geometry
@@ -211,12 +237,16 @@ def check_same(
             assert tuple(geometry.img_wh[at]) == image.size
             np.testing.assert_allclose(geometry.intrinsics[at], image.intrinsics, atol=1e-6, rtol=0)
             np.testing.assert_allclose(geometry.cam2ego[at], image.cam2ego, atol=pose_m, rtol=0)
-            np.testing.assert_allclose(geometry.cam_ego2global[at], image.ego2global, atol=pose_m, rtol=0)
+            np.testing.assert_allclose(
+                geometry.cam_ego2global[at], image.ego2global, atol=pose_m, rtol=0
+            )
             true2seen = np.linalg.inv(geometry.cam_ego2global[at] @ geometry.cam2ego[at]) @ (
                 image.ego2global @ image.cam2ego
             )
             wanted = _pixels(image.intrinsics, np.eye(4))
-            np.testing.assert_allclose(_pixels(geometry.intrinsics[at], true2seen), wanted, atol=pixels, rtol=0)
+            np.testing.assert_allclose(
+                _pixels(geometry.intrinsics[at], true2seen), wanted, atol=pixels, rtol=0
+            )
             if same_bytes:
                 assert bytes(sample.images[name]) == image.jpeg
         for at, lidar in enumerate(manifest.lidars):
@@ -233,7 +263,9 @@ def _pixels(intrinsics: np.ndarray, true2seen: np.ndarray) -> np.ndarray:
     """Pixels (P, 2) of points 5 to 50 m in front of the true camera, as the camera of the dataset sees them."""
     rng = np.random.default_rng(1)
     depth = rng.uniform(5, 50, 20)
-    in_cam = np.stack([rng.uniform(-0.5, 0.5, 20) * depth, rng.uniform(-0.4, 0.4, 20) * depth, depth, np.ones(20)])
+    in_cam = np.stack(
+        [rng.uniform(-0.5, 0.5, 20) * depth, rng.uniform(-0.4, 0.4, 20) * depth, depth, np.ones(20)]
+    )
     seen = intrinsics @ (true2seen @ in_cam)[:3]
     return (seen[:2] / seen[2]).T
 
@@ -243,7 +275,9 @@ def _check_boxes(sample: Sample, frame: WorldFrame, classes: list[str], box_m: f
     assert boxes is not None
     assert len(boxes.label) == len(frame.boxes)
     to_ego = np.linalg.inv(frame.ego2global)
-    wanted = np.array([to_ego[:3, :3] @ box.centre + to_ego[:3, 3] for box in frame.boxes]).reshape(-1, 3)
+    wanted = np.array([to_ego[:3, :3] @ box.centre + to_ego[:3, 3] for box in frame.boxes]).reshape(
+        -1, 3
+    )
     distance = np.linalg.norm(boxes.boxes3d[:, None, :3] - wanted[None], axis=2)
     order = distance.argmin(0)
     assert sorted(order) == list(range(len(frame.boxes)))
@@ -256,4 +290,6 @@ def _check_boxes(sample: Sample, frame: WorldFrame, classes: list[str], box_m: f
         assert classes[boxes.label[row]] == box.category
         assert boxes.num_lidar_pts[row] in (-1, box.num_points)
         if not np.isnan(boxes.velocity[row]).any():
-            np.testing.assert_allclose(boxes.velocity[row], to_ego[:3, :3] @ box.velocity, atol=1e-3, rtol=0)
+            np.testing.assert_allclose(
+                boxes.velocity[row], to_ego[:3, :3] @ box.velocity, atol=1e-3, rtol=0
+            )

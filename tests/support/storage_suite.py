@@ -25,7 +25,10 @@ def rows_of(dataset: Dataset):
 def spans_of(root):
     """Every span by plain file reading."""
     dataset = open_dataset(root)
-    return [dataset.shard_path(row).read_bytes()[row.offset :][: row.length] for _, row in rows_of(dataset)]
+    return [
+        dataset.shard_path(row).read_bytes()[row.offset :][: row.length]
+        for _, row in rows_of(dataset)
+    ]
 
 
 def spoil(root, row, at=None, *, keep_mtime=False):
@@ -58,7 +61,9 @@ class StorageSuite:
 
     def test_spans_one_by_one(self, opened, pristine):
         dataset, storage = opened(pristine)
-        assert [bytes(storage.span(index, row)) for index, row in rows_of(dataset)] == spans_of(pristine)
+        assert [bytes(storage.span(index, row)) for index, row in rows_of(dataset)] == spans_of(
+            pristine
+        )
         assert storage.stats().spans == 25
 
     def test_spans_asked_for_ahead_in_any_order_and_twice(self, opened, pristine):
@@ -109,8 +114,10 @@ class StorageSuite:
         with pytest.raises(ChecksumError) as caught:
             storage.span(index, row)
         assert (caught.value.shard, caught.value.offset, caught.value.key) == (
-            "train-000001.tar", row.offset, row.key,
-        )  # fmt: skip
+            "train-000001.tar",
+            row.offset,
+            row.key,
+        )
 
     def test_unverified_wrong_bytes_are_handed_out(self, opened, own):
         dataset, storage = opened(own, verify=False)

@@ -98,10 +98,19 @@ def synth_with_channels(out: Path, **options: Any) -> None:
                 )
                 _write(out, RADAR, sample, radar_points(clip, solids, capture.timestamp_us))
                 for camera in clip.rig.cameras:
-                    cam2global = clip.ego2global(capture.timestamp_us - camera.lead_us) @ camera.sensor2ego
+                    cam2global = (
+                        clip.ego2global(capture.timestamp_us - camera.lead_us) @ camera.sensor2ego
+                    )
                     found, _ = owners(camera, cam2global, solids, camera.size[0])
-                    _write(out, _mask_channel(camera.channel.lower()), sample, (found + 1).astype(np.uint16))
-                    _write(out, _depth_channel(camera), sample, depth_map(camera, cam2global, solids))
+                    _write(
+                        out,
+                        _mask_channel(camera.channel.lower()),
+                        sample,
+                        (found + 1).astype(np.uint16),
+                    )
+                    _write(
+                        out, _depth_channel(camera), sample, depth_map(camera, cam2global, solids)
+                    )
 
 
 def synth_with_occupancy(out: Path, **options: Any) -> None:
@@ -117,7 +126,12 @@ def synth_with_occupancy(out: Path, **options: Any) -> None:
             row = table.row(number)
             boxes = None if row.boxes is None else decode_arrays(row.boxes, Boxes)
             points, age_s = _points(source, row, lidars)
-            _write(out, OCCUPANCY, decode_meta(row.meta).sample_token, occupancy_grid(points, age_s, boxes))
+            _write(
+                out,
+                OCCUPANCY,
+                decode_meta(row.meta).sample_token,
+                occupancy_grid(points, age_s, boxes),
+            )
     _write_table(out / VERSION, [OCCUPANCY])
 
 
@@ -161,7 +175,9 @@ def _mask_channel(camera: str) -> Channel:
     )
 
 
-def depth_map(camera: RigSensor, cam2global: NDArray[np.float64], solids: list[Solid]) -> NDArray[np.float32]:
+def depth_map(
+    camera: RigSensor, cam2global: NDArray[np.float64], solids: list[Solid]
+) -> NDArray[np.float32]:
     """Cast a ray through the centre of each pixel of the map, against the ground and the bodies that the lidar hits."""
     height, width = _depth_channel(camera).shape
     assert height is not None and width is not None
@@ -203,7 +219,9 @@ def radar_points(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArr
     return np.array(rows, np.float32).reshape(-1, len(RADAR.columns))
 
 
-def _points(source: NuScenesSource, row: ScanRow, lidars: list[str]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _points(
+    source: NuScenesSource, row: ScanRow, lidars: list[str]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Places (P, 3) in ego at the sample's time of all lidar points, and how long ago [s] each was measured (P,)."""
     geometry = decode_arrays(row.geometry, Geometry)
     global2ego = invert_rigid(geometry.ego2global)
@@ -217,7 +235,9 @@ def _points(source: NuScenesSource, row: ScanRow, lidars: list[str]) -> tuple[ND
         if f"{lidar}{SWEEPS_FIELD}" in refs:
             sweeps = decode_arrays(source.open(refs[f"{lidar}{SWEEPS_FIELD}"]), Sweeps)
             pieces = np.split(sweeps.points, np.cumsum(sweeps.num_points)[:-1])
-            for piece, time_ns, lidar2global in zip(pieces, sweeps.timestamp_ns, sweeps.lidar2global, strict=True):
+            for piece, time_ns, lidar2global in zip(
+                pieces, sweeps.timestamp_ns, sweeps.lidar2global, strict=True
+            ):
                 parts.append(_moved(piece, global2ego @ lidar2global))
                 ages.append(np.full(len(piece), (row.timestamp_ns - time_ns) * 1e-9))
     return np.concatenate(parts), np.concatenate(ages)
@@ -228,7 +248,9 @@ def _moved(points: NDArray[np.float32], matrix: NDArray[np.float64]) -> NDArray[
     return moved
 
 
-def occupancy_grid(points: NDArray[np.float64], age_s: NDArray[np.float64], boxes: Boxes | None) -> NDArray[np.uint8]:
+def occupancy_grid(
+    points: NDArray[np.float64], age_s: NDArray[np.float64], boxes: Boxes | None
+) -> NDArray[np.uint8]:
     """The grid (X, Y, Z) of points (P, 3) in ego, measured ``age_s`` ago, and boxes at age 0.
 
     A cell is of a box's class where its centre is in the box, or where a point of age 0 in the box is. Other points
@@ -241,19 +263,31 @@ def occupancy_grid(points: NDArray[np.float64], age_s: NDArray[np.float64], boxe
     for row in range(0 if boxes is None else len(boxes.label)):
         assert boxes is not None, "there are rows"
         turn = rotation_matrices(boxes.rotation_wxyz[row].astype(np.float64))
-        centre, half = boxes.boxes3d[row, :3].astype(np.float64), boxes.boxes3d[row, 3:6].astype(np.float64) / 2
+        centre, half = (
+            boxes.boxes3d[row, :3].astype(np.float64),
+            boxes.boxes3d[row, 3:6].astype(np.float64) / 2,
+        )
         velocity = np.nan_to_num(boxes.velocity[row].astype(np.float64))
         inside = _inside(points - (centre - age_s[:, None] * velocity), turn, half)
         is_static &= ~inside
         value = STATIC if boxes.label[row] < 0 else FIRST_CLASS + int(boxes.label[row])
-        of_boxes.append((np.concatenate([_centres_inside(centre, turn, half), points[inside & (age_s == 0)]]), value))
+        of_boxes.append(
+            (
+                np.concatenate(
+                    [_centres_inside(centre, turn, half), points[inside & (age_s == 0)]]
+                ),
+                value,
+            )
+        )
     _mark(grid, points[is_static], STATIC)
     for places, value in of_boxes:
         _mark(grid, places, value)
     return grid
 
 
-def _inside(offset: NDArray[np.float64], turn: NDArray[np.float64], half: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _inside(
+    offset: NDArray[np.float64], turn: NDArray[np.float64], half: NDArray[np.float64]
+) -> NDArray[np.bool_]:
     """Which offsets (P, 3) from a box's centre are in it."""
     return np.asarray((np.abs(offset @ turn) <= half).all(1), np.bool_)
 

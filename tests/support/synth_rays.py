@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def first_met(
-    origin: np.ndarray, ray: np.ndarray, solids: Sequence[Solid], nearest: float, farthest: float = np.inf
+    origin: np.ndarray,
+    ray: np.ndarray,
+    solids: Sequence[Solid],
+    nearest: float,
+    farthest: float = np.inf,
 ) -> tuple[float, Solid | None]:
     """Where a ray in global coordinates first enters a block, in multiples of it, and whose block that is."""
     found: Solid | None = None
@@ -24,7 +28,9 @@ def first_met(
         for block in solid.blocks:
             enter, leave = 0.0, np.inf
             for axis in range(3):
-                sides = sorted((side[axis] - start[axis]) / along[axis] for side in (block.low, block.high))
+                sides = sorted(
+                    (side[axis] - start[axis]) / along[axis] for side in (block.low, block.high)
+                )
                 enter, leave = max(enter, sides[0]), min(leave, sides[1])
             if nearest < enter < leave and enter < farthest:
                 farthest, found = enter, solid

@@ -24,7 +24,11 @@ import torch.distributed.checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "configs" / "trainers"
 NUM_RANKS = 2
-WORLD = {"WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1"}
+WORLD = {
+    "WORLD_SIZE": str(NUM_RANKS),
+    "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+    "MASTER_ADDR": "127.0.0.1",
+}
 WORLD |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "run"}
 # Of eight steps, with a save after every two: what ends a phase.
 PHASES = {
@@ -76,7 +80,9 @@ def run_rank(module, arguments: list[str], options: dict[str, int], file: Path) 
         os._exit(code)
 
 
-def launch(module, arguments: list[str], options: dict[str, int], end: str | None, files: list[Path]) -> None:
+def launch(
+    module, arguments: list[str], options: dict[str, int], end: str | None, files: list[Path]
+) -> None:
     """Run all ranks of a phase, and wait for them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -90,7 +96,12 @@ def launch(module, arguments: list[str], options: dict[str, int], end: str | Non
                 "GROUP_RANK": 0,
                 "TORCHELASTIC_RUN_ID": "run",
             }
-            own = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            own = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             os.environ.update({name: str(value) for name, value in {**same, **own}.items()})
             hooked(module, end, rank)
             run_rank(module, arguments, options, file)
@@ -104,7 +115,9 @@ def launch(module, arguments: list[str], options: dict[str, int], end: str | Non
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
     killed = signal.SIGKILL in failed  # the other one may end first, of a lost connection
-    assert killed if end and "kill" in end else not failed, f"{files[0].name}: the ranks ended with {failed}"
+    assert killed if end and "kill" in end else not failed, (
+        f"{files[0].name}: the ranks ended with {failed}"
+    )
 
 
 def main(dataset: str, out: str, *examples: str) -> None:
@@ -120,9 +133,15 @@ def main(dataset: str, out: str, *examples: str) -> None:
         for phase, end in PHASES.items():
             folder = place.with_name(f"{place.name}-{'whole' if phase == 'whole' else 'killed'}")
             arguments = [dataset, "--steps", "8", "--every", "2", "--checkpoint", str(folder)]
-            files = [place.with_name(f"{place.name}-{phase}-{rank}.txt") for rank in range(NUM_RANKS)]
+            files = [
+                place.with_name(f"{place.name}-{phase}-{rank}.txt") for rank in range(NUM_RANKS)
+            ]
             launch(module, arguments, {key: int(value)} if key else {}, end, files)
-            checkpoints = [path for path in folder.glob("*/*") if path.name.startswith(("step-", "unfinished-"))]
+            checkpoints = [
+                path
+                for path in folder.glob("*/*")
+                if path.name.startswith(("step-", "unfinished-"))
+            ]
             left[phase] = sorted(path.name for path in checkpoints)
         place.with_name(f"{place.name}.json").write_text(json.dumps(left))
 

@@ -24,7 +24,9 @@ def everything(sample: dict[str, Any]) -> dict[str, Any]:
     """Change each kind of entry: images in place, tensors of other shapes and dtypes, texts, arrays, numbers."""
     images = sample["img"].values() if isinstance(sample["img"], dict) else [sample["img"]]
     for image in images:
-        image += torch.randint(0, 9, image.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+        image += torch.randint(
+            0, 9, image.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5)
+        )
     return {
         **sample,
         "turned": sample["intrinsics"].transpose(-1, -2),

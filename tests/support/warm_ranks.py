@@ -49,8 +49,12 @@ class _Started:
 class Launcher(_Started):
     """``python -m fuelrail.bench.ranks.elastic ...`` in a fork of the server's."""
 
-    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], env: dict[str, str], **_: Any) -> None:
-        self._process = warm().Process(target=_launch, args=(command[1:], stdout.name, env, Path.cwd()))
+    def __init__(
+        self, command: Sequence[str], *, stdout: IO[bytes], env: dict[str, str], **_: Any
+    ) -> None:
+        self._process = warm().Process(
+            target=_launch, args=(command[1:], stdout.name, env, Path.cwd())
+        )
         self._process.start()
         self.pid = self._process.pid
 
@@ -73,7 +77,11 @@ class Rank(_Started):
     def __init__(self, *, args: Sequence[str], env: dict[str, str], **_: Any) -> None:
         def work() -> None:
             os.setsid()
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the launcher's, which a program never has
+            for number in (
+                signal.SIGTERM,
+                signal.SIGHUP,
+                signal.SIGQUIT,
+            ):  # the launcher's, which a program never has
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             run_program(args[1:], env, None)

@@ -12,7 +12,13 @@ from scipy.spatial.transform import Rotation
 
 from support.source_world import OPTICAL, WorldSweep
 
-CAMERAS = {"cam_front": 1, "cam_front_left": 2, "cam_front_right": 3, "cam_side_left": 4, "cam_side_right": 5}
+CAMERAS = {
+    "cam_front": 1,
+    "cam_front_left": 2,
+    "cam_front_right": 3,
+    "cam_side_left": 4,
+    "cam_side_right": 5,
+}
 TYPES = {"vehicle": 1, "pedestrian": 2}
 
 
@@ -65,14 +71,23 @@ def context(name, frame, without=()) -> bytes:
         k = image.intrinsics
         lens = [k[0, 0], k[1, 1], k[0, 2] + 0.5, k[1, 2] + 0.5, 0.04, -0.3, 1e-3, -1e-3, 0.0]
         if camera not in without:
-            calibrations.append(message(
-                (1, CAMERAS[camera]), *((2, float(value)) for value in lens),
-                (3, transform(to_camera_axes(image.cam2ego))), (4, image.size[0]), (5, image.size[1]), (6, 2),
-            ))  # fmt: skip
+            calibrations.append(
+                message(
+                    (1, CAMERAS[camera]),
+                    *((2, float(value)) for value in lens),
+                    (3, transform(to_camera_axes(image.cam2ego))),
+                    (4, image.size[0]),
+                    (5, image.size[1]),
+                    (6, 2),
+                )
+            )
     stats = message((2, "Night"), (3, "location_sf"), (4, "rain"))
     return message(
-        (1, name), *((2, one) for one in calibrations), *((3, one) for one in LASERS.values()), (4, stats)
-    )  # fmt: skip
+        (1, name),
+        *((2, one) for one in calibrations),
+        *((3, one) for one in LASERS.values()),
+        (4, stats),
+    )
 
 
 TOP_MOUNT, FRONT_MOUNT = np.eye(4), np.eye(4)
@@ -97,16 +112,24 @@ def add_sweep(frame) -> None:
         yaw, pitch, roll = Rotation.from_matrix(late[:3, :3]).as_euler("ZYX")
         poses = np.tile(np.array([roll, pitch, yaw, *late[:3, 3]], np.float32), (rows, columns, 1))
         for row in range(rows):
-            inclination = INCLINATIONS[rows - 1 - row] if number == 1 else -0.4 + 0.6 * (rows - row - 0.5) / rows
+            inclination = (
+                INCLINATIONS[rows - 1 - row]
+                if number == 1
+                else -0.4 + 0.6 * (rows - row - 0.5) / rows
+            )
             for column in range(columns):
                 distance = float(image[row, column, 0])
                 if distance < 0:
                     continue
-                azimuth = math.pi * (2 * (columns - column - 0.5) / columns - 1) - math.atan2(mount[1, 0], mount[0, 0])
+                azimuth = math.pi * (2 * (columns - column - 0.5) / columns - 1) - math.atan2(
+                    mount[1, 0], mount[0, 0]
+                )
                 in_lidar = [
                     distance * math.cos(azimuth) * math.cos(inclination),
-                    distance * math.sin(azimuth) * math.cos(inclination), distance * math.sin(inclination), 1,
-                ]  # fmt: skip
+                    distance * math.sin(azimuth) * math.cos(inclination),
+                    distance * math.sin(inclination),
+                    1,
+                ]
                 in_ego = mount @ in_lidar
                 if number == 1:
                     in_ego = np.linalg.inv(frame.ego2global) @ late @ in_ego
@@ -114,7 +137,11 @@ def add_sweep(frame) -> None:
         frame.range_images[number] = image, poses if number == 1 else None
         images = [(2, matrix(image)), *([(4, matrix(poses))] if number == 1 else [])]
         frame.lasers.append(message((1, number), (2, message(*images))))
-    frame.sweeps = {"lidar": WorldSweep(np.array(points, np.float32), frame.timestamp_ns, np.eye(4), frame.ego2global)}
+    frame.sweeps = {
+        "lidar": WorldSweep(
+            np.array(points, np.float32), frame.timestamp_ns, np.eye(4), frame.ego2global
+        )
+    }
 
 
 def matrix(values) -> bytes:
@@ -126,9 +153,15 @@ def matrix(values) -> bytes:
 def image_message(camera, image) -> bytes:
     seconds = image.timestamp_ns / 1e9
     return message(
-        (1, CAMERAS[camera]), (2, image.jpeg), (3, transform(image.ego2global)), (4, b"\x0d\0\0\0\0"), (5, seconds),
-        (6, 0.0025), (7, seconds - 0.02), (8, seconds + 0.025),
-    )  # fmt: skip
+        (1, CAMERAS[camera]),
+        (2, image.jpeg),
+        (3, transform(image.ego2global)),
+        (4, b"\x0d\0\0\0\0"),
+        (5, seconds),
+        (6, 0.0025),
+        (7, seconds - 0.02),
+        (8, seconds + 0.025),
+    )
 
 
 def box_message(box, ego2global) -> bytes:
@@ -142,34 +175,60 @@ def box_message(box, ego2global) -> bytes:
 
 def camera_labels(camera, boxes) -> bytes:
     """Labels in one image: of each the centre and the sides along x and y, a type and a track."""
-    return message((1, CAMERAS[camera]), *(
-        (2, message((1, message((1, x), (2, y), (4, high), (5, wide))), (3, TYPES[kind]), (4, track)))
-        for x, y, wide, high, kind, track in boxes
-    ))  # fmt: skip
+    return message(
+        (1, CAMERAS[camera]),
+        *(
+            (
+                2,
+                message(
+                    (1, message((1, x), (2, y), (4, high), (5, wide))), (3, TYPES[kind]), (4, track)
+                ),
+            )
+            for x, y, wide, high, kind, track in boxes
+        ),
+    )
 
 
-IMAGE_BOXES = {"cam_front": [(20.5, 10.5, 8.0, 4.0, "vehicle", "a"), (5.5, 6.5, 2.0, 3.0, "pedestrian", "b")]}
+IMAGE_BOXES = {
+    "cam_front": [(20.5, 10.5, 8.0, 4.0, "vehicle", "a"), (5.5, 6.5, 2.0, 3.0, "pedestrian", "b")]
+}
 """Of every frame: centre x and y, width, height [px], whose pixel 0 is the left edge of the first one."""
 
 
 def frame_message(name, frame, *, boxes=True, **options) -> bytes:
     labels = [
-        message((1, box_message(box, frame.ego2global)), (3, TYPES[box.category]), (4, box.track), (7, box.num_points),
-                *([(12, box_message(box, frame.ego2global))] if at else []))
+        message(
+            (1, box_message(box, frame.ego2global)),
+            (3, TYPES[box.category]),
+            (4, box.track),
+            (7, box.num_points),
+            *([(12, box_message(box, frame.ego2global))] if at else []),
+        )
         for at, box in enumerate(frame.boxes if boxes else ())
-    ]  # fmt: skip
+    ]
     return message(
-        (1, context(name, frame, **options)), (2, frame.timestamp_ns // 1000), (3, transform(frame.ego2global)),
+        (1, context(name, frame, **options)),
+        (2, frame.timestamp_ns // 1000),
+        (3, transform(frame.ego2global)),
         *((4, image_message(camera, image)) for camera, image in frame.images.items()),
-        *((5, laser) for laser in getattr(frame, "lasers", ())), *((6, label) for label in labels),
-        *((8, camera_labels(camera, found)) for camera, found in IMAGE_BOXES.items() if boxes), (9, bytes(500)),
+        *((5, laser) for laser in getattr(frame, "lasers", ())),
+        *((6, label) for label in labels),
+        *((8, camera_labels(camera, found)) for camera, found in IMAGE_BOXES.items() if boxes),
+        (9, bytes(500)),
         *((10, feature) for feature in getattr(frame, "map_features", ())),
         *([(11, map_point(frame.map_offset))] if hasattr(frame, "map_offset") else []),
-    )  # fmt: skip
+    )
 
 
-MAP_KINDS = {"lane": (3, 8), "road_line": (4, 2), "road_edge": (5, 2), "stop_sign": (7, 2), "crosswalk": (8, 1),
-             "speed_bump": (9, 1), "driveway": (10, 1)}  # fmt: skip
+MAP_KINDS = {
+    "lane": (3, 8),
+    "road_line": (4, 2),
+    "road_edge": (5, 2),
+    "stop_sign": (7, 2),
+    "crosswalk": (8, 1),
+    "speed_bump": (9, 1),
+    "driveway": (10, 1),
+}
 """Of a feature its field, and that of its points."""
 
 
@@ -182,11 +241,17 @@ def map_feature(number, kind, points) -> bytes:
     at, own = MAP_KINDS[kind]
     before, behind = ((1, 25.0), (2, 2)), ((9, varint(7)), (13, message((1, 0), (2, 5), (3, 9))))
     is_lane = kind == "lane"
-    pairs = (*(before if is_lane else ()), *((own, map_point(one)) for one in points), *(behind if is_lane else ()))
+    pairs = (
+        *(before if is_lane else ()),
+        *((own, map_point(one)) for one in points),
+        *(behind if is_lane else ()),
+    )
     return message((1, number), (at, message(*pairs)))
 
 
 def write_segment(path, clip, **options) -> None:
     """One file for one clip."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(record(frame_message(clip.name, frame, **options)) for frame in clip.frames))
+    path.write_bytes(
+        b"".join(record(frame_message(clip.name, frame, **options)) for frame in clip.frames)
+    )

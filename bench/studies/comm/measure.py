@@ -38,7 +38,11 @@ def measure(options: CommOptions) -> CommReport:
     """
     cuda = torch.cuda.is_available()
     backend = options.backend if options.backend != "auto" else "nccl" if cuda else "gloo"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if backend == "nccl" else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if backend == "nccl"
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
@@ -62,16 +66,26 @@ def measure(options: CommOptions) -> CommReport:
                 "training with nccl is far faster. Use --backend nccl."
             )
         return CommReport(
-            schema=SCHEMA, version=VERSION, created=created_now(), machine=machine_facts(), backend=backend,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", nodes=len(uses),
-            ranks=world, options=options, timed=found, warnings=warnings,
+            schema=SCHEMA,
+            version=VERSION,
+            created=created_now(),
+            machine=machine_facts(),
+            backend=backend,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            nodes=len(uses),
+            ranks=world,
+            options=options,
+            timed=found,
+            warnings=warnings,
             disturbed=next((use.disturbed for use in uses if use.disturbed is not None), None),
-        )  # fmt: skip
+        )
     finally:
         dist.destroy_process_group()
 
 
-def _groups(options: CommOptions, world: int, device: torch.device) -> Iterator[tuple[str, dist.ProcessGroup]]:
+def _groups(
+    options: CommOptions, world: int, device: torch.device
+) -> Iterator[tuple[str, dist.ProcessGroup]]:
     everyone = dist.group.WORLD
     assert everyone is not None, "the process group is initialised"
     if options.mesh is None:
@@ -96,7 +110,12 @@ def _sizes(options: CommOptions) -> Iterator[int]:
 
 
 def _timed(
-    kind: Kind, axis: str, group: dist.ProcessGroup, size: int, device: torch.device, options: CommOptions
+    kind: Kind,
+    axis: str,
+    group: dist.ProcessGroup,
+    size: int,
+    device: torch.device,
+    options: CommOptions,
 ) -> TimedCollective:
     ranks = group.size()
     elements = max(1, size // 4 // ranks) * ranks

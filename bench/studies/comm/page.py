@@ -15,11 +15,16 @@ def describe(report: CommReport, _: Mapping[str, str]) -> Document:
     rate, latency = link_of(report.timed)
     rows = [
         [
-            one.kind, one.axis, str(one.ranks), f"{one.num_bytes:,}", f"{one.microseconds:,.1f}",
-            f"{one.algorithm_gb_per_s:.3f}", f"{one.bus_gb_per_s:.3f}",
+            one.kind,
+            one.axis,
+            str(one.ranks),
+            f"{one.num_bytes:,}",
+            f"{one.microseconds:,.1f}",
+            f"{one.algorithm_gb_per_s:.3f}",
+            f"{one.bus_gb_per_s:.3f}",
         ]
         for one in report.timed
-    ]  # fmt: skip
+    ]
     parts: list[Block | Section] = [
         Hero(
             f"{rate:.2f}",
@@ -32,5 +37,11 @@ def describe(report: CommReport, _: Mapping[str, str]) -> Document:
     about = f"{report.ranks} ranks on {report.nodes} nodes, {report.backend} on {report.device}"
     title = "How fast do ranks communicate?"
     return Document(
-        "Fuelrail bench comm", title, about, when(report.created), doubts(None, report.disturbed), parts, {}
+        "Fuelrail bench comm",
+        title,
+        about,
+        when(report.created),
+        doubts(None, report.disturbed),
+        parts,
+        {},
     )

@@ -20,7 +20,9 @@ KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send_r
 class CommOptions(Settings, frozen=True, kw_only=True):
     """Options of ``fuelrail bench comm``."""
 
-    ranks: Annotated[Positive, flag("number of ranks on this host; inside torchrun its own count")] = 2
+    ranks: Annotated[
+        Positive, flag("number of ranks on this host; inside torchrun its own count")
+    ] = 2
     mesh: Annotated[
         str | None,
         flag(
@@ -32,7 +34,9 @@ class CommOptions(Settings, frozen=True, kw_only=True):
     largest: Annotated[Positive, flag("largest tensor in bytes")] = 1 << 26
     repeats: Annotated[Positive, flag("collectives of each size; the median counts")] = 10
     warmup: Annotated[NotNegative, flag("collectives of each size before that")] = 3
-    backend: Annotated[Literal["auto", "nccl", "gloo"], flag("collective library; auto: nccl on a GPU")] = "auto"
+    backend: Annotated[
+        Literal["auto", "nccl", "gloo"], flag("collective library; auto: nccl on a GPU")
+    ] = "auto"
     base: Annotated[
         str | None,
         flag(
@@ -82,9 +86,14 @@ def timed(kind: Kind, axis: str, ranks: int, num_bytes: int, seconds: float) -> 
     factor = 1.0 if kind == "send_recv" else sent_bytes(kind, ranks, 1)
     rate = num_bytes / seconds / 1e9
     return TimedCollective(
-        kind=kind, axis=axis, ranks=ranks, num_bytes=num_bytes, microseconds=seconds * 1e6, algorithm_gb_per_s=rate,
+        kind=kind,
+        axis=axis,
+        ranks=ranks,
+        num_bytes=num_bytes,
+        microseconds=seconds * 1e6,
+        algorithm_gb_per_s=rate,
         bus_gb_per_s=rate * factor,
-    )  # fmt: skip
+    )
 
 
 def link_of(found: Sequence[TimedCollective]) -> tuple[float, float]:
@@ -94,6 +103,7 @@ def link_of(found: Sequence[TimedCollective]) -> tuple[float, float]:
     """
     ranks = max(one.ranks for one in found)
     reduced = sorted(
-        (one for one in found if one.kind == "all_reduce" and one.ranks == ranks), key=lambda one: one.num_bytes
+        (one for one in found if one.kind == "all_reduce" and one.ranks == ranks),
+        key=lambda one: one.num_bytes,
     )
     return reduced[-1].bus_gb_per_s, reduced[0].microseconds

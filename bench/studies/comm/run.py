@@ -77,7 +77,9 @@ def _on_this_host(options: CommOptions) -> CommReport:
         if outcome.interrupted:
             raise KeyboardInterrupt
         if outcome.exit_code:
-            raise FuelrailError(f"a rank ended early; the end of its log:\n{log.read_text()[-900:]}")
+            raise FuelrailError(
+                f"a rank ended early; the end of its log:\n{log.read_text()[-900:]}"
+            )
         return msgspec.json.decode(made.read_bytes(), type=CommReport)
 
 
@@ -87,7 +89,9 @@ def with_link(base: ClusterSettings, report: CommReport) -> ClusterSettings:
     source = f"`fuelrail bench comm`, {report.created}: {report.ranks} ranks, {report.backend} on {report.device}"
     name = "between" if report.nodes > 1 else "inside"
     link = base.between or base.inside if name == "between" else base.inside
-    if name == "between":  # a node's ports are shared by its ranks; the file says one device's share
+    if (
+        name == "between"
+    ):  # a node's ports are shared by its ranks; the file says one device's share
         rate /= max(1, report.ranks // report.nodes)
     measured = msgspec.structs.replace(
         link,

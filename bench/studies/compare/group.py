@@ -28,7 +28,12 @@ def process_group(
         with ctrl_c_waits():  # one that came during the start would leave the process running
             # In this session: only such a group is looked after when its parent ends.
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, process_group=0
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=environment,
+                process_group=0,
             )
             ends.callback(_end, process)
         yield process

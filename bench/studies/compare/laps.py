@@ -92,7 +92,12 @@ class LapProcess:
     def lap(self, seconds: float) -> None:
         """Resume it for this time."""
         pid = self._process.pid
-        jump_s, own_s, all_s, stolen_s = clock_jump_s(), tree_cpu_s(pid), all_cpu_s(), stolen_cpu_s()
+        jump_s, own_s, all_s, stolen_s = (
+            clock_jump_s(),
+            tree_cpu_s(pid),
+            all_cpu_s(),
+            stolen_cpu_s(),
+        )
         begin_s = time.monotonic()
         signal_group(self._process, signal.SIGCONT)
         time.sleep(seconds)
@@ -101,10 +106,15 @@ class LapProcess:
         all_s, stolen_s = _since(all_s, all_cpu_s()), _since(stolen_s, stolen_cpu_s())
         self._laps.append(
             _Lap(
-                begin_s, end_s, tree_cpu_s(pid) - own_s, all_s, stolen_s, clock_jump_s() - jump_s,
+                begin_s,
+                end_s,
+                tree_cpu_s(pid) - own_s,
+                all_s,
+                stolen_s,
+                clock_jump_s() - jump_s,
                 tree_memory_bytes(pid),
             )
-        )  # fmt: skip
+        )
 
     def timed(self, first_lap: int = 0) -> Timed:
         """Return the measurements from ``first_lap`` on; there must be at least one lap."""
@@ -112,7 +122,9 @@ class LapProcess:
         asked_s, first_s, *later_s = self._times()
         arrival_s, ran_s = [], 0.0
         for lap in laps:
-            arrival_s += [ran_s + at_s - lap.begin_s for at_s in later_s if lap.begin_s <= at_s < lap.end_s]
+            arrival_s += [
+                ran_s + at_s - lap.begin_s for at_s in later_s if lap.begin_s <= at_s < lap.end_s
+            ]
             ran_s += lap.end_s - lap.begin_s
         cpu_s = sum(lap.cpu_s for lap in laps)
         all_s = _sum([lap.all_cpu_s for lap in laps])

@@ -5,13 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fuelrail.bench.peers.peer import OURS, Work
-from fuelrail.bench.report.page import Block, Document, Figure, Hero, Items, Section, Table, Text, document
-from fuelrail.bench.studies.compare.report import REFERENCE, CompareReport, ContestantResult, ranking
+from fuelrail.bench.report.page import (
+    Block,
+    Document,
+    Figure,
+    Hero,
+    Items,
+    Section,
+    Table,
+    Text,
+    document,
+)
+from fuelrail.bench.studies.compare.report import (
+    REFERENCE,
+    CompareReport,
+    ContestantResult,
+    ranking,
+)
 
 HEADER = (
-    "loader:recipe", "images/s", "lowest to highest", f"speed-up of {REFERENCE}", "95 % interval",
-    "CPU-s per 1,000 images", "peak MB", "first batch [s]", "PSNR dB, mean (lowest)", "runs",
-)  # fmt: skip
+    "loader:recipe",
+    "images/s",
+    "lowest to highest",
+    f"speed-up of {REFERENCE}",
+    "95 % interval",
+    "CPU-s per 1,000 images",
+    "peak MB",
+    "first batch [s]",
+    "PSNR dB, mean (lowest)",
+    "runs",
+)
 _METHOD = (
     "Every loader runs in a process of its own, all pinned to the same CPUs, with its data in the page cache (up to 4 "
     f"GiB). {REFERENCE} runs during the whole round. Every other loader is started once per round and runs four laps, "
@@ -39,18 +62,29 @@ def describe(report: CompareReport, plots: Mapping[str, str]) -> Document:
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     about = f"{describe_work(report.work)}, {report.num_rounds} rounds"
     packages = {**report.machine.packages, **report.packages}
-    return document(report, "Fuelrail comparison", "The same images through every loader", about, parts, packages)
+    return document(
+        report,
+        "Fuelrail comparison",
+        "The same images through every loader",
+        about,
+        parts,
+        packages,
+    )
 
 
 def _hero(report: CompareReport) -> list[Hero]:
     others = [entry for entry in ranking(report) if entry.peer != OURS]
-    best = next((entry for entry in others if entry.figures and entry.figures.ours_times_as_fast), None)
+    best = next(
+        (entry for entry in others if entry.figures and entry.figures.ours_times_as_fast), None
+    )
     if best is None or best.figures is None or best.figures.ours_times_as_fast is None:
         return []
     times = best.figures.ours_times_as_fast
     interval = f" (95 % interval {times.low:.2f} to {times.high:.2f})" if times.has_interval else ""
     holds_one = times.has_interval and times.low <= 1 <= times.high
-    undecided = " The interval contains 1: these rounds do not show which is faster." if holds_one else ""
+    undecided = (
+        " The interval contains 1: these rounds do not show which is faster." if holds_one else ""
+    )
     return [
         Hero(
             f"{times.median:.2f} x",
@@ -73,7 +107,9 @@ def _row(entry: ContestantResult) -> list[str]:
     rate, times = figures.images_per_s, figures.ours_times_as_fast
     # A ratio of something to itself, or a single one, has no interval.
     interval = (
-        f"{times.low:.2f} to {times.high:.2f}" if times and times.has_interval and entry.name != REFERENCE else ""
+        f"{times.low:.2f} to {times.high:.2f}"
+        if times and times.has_interval and entry.name != REFERENCE
+        else ""
     )
     return [
         entry.name,

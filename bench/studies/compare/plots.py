@@ -9,7 +9,12 @@ from pathlib import Path
 
 from fuelrail.bench.peers.peer import OURS, PEERS
 from fuelrail.bench.report.plots import BLUE, new_figure, style, to_svg
-from fuelrail.bench.studies.compare.report import CompareReport, ContestantResult, load_compare_report, ranking
+from fuelrail.bench.studies.compare.report import (
+    CompareReport,
+    ContestantResult,
+    load_compare_report,
+    ranking,
+)
 
 _GREEN = "#009e73"
 _BARS = "Images a second of each loader"
@@ -29,23 +34,32 @@ def picture(report: CompareReport) -> str:
         if len(entry.runs) > len(best.runs):
             chosen[entry.peer] = entry
     shown = [entry for entry in ranking(report) if entry is chosen[entry.peer]]
-    svg = _bars(shown, ["Fuelrail" if entry.peer == OURS else PEERS[entry.peer].packages[0] for entry in shown])
+    svg = _bars(
+        shown,
+        ["Fuelrail" if entry.peer == OURS else PEERS[entry.peer].packages[0] for entry in shown],
+    )
     spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     ground = f'<title>{_BARS}</title><rect width="100%" height="100%" fill="#ffffff"/>'
     return re.sub(r"<svg ([^>]*)>", rf"<svg {spaces} \1>{ground}", svg, count=1)
 
 
 def _bars(timed: Sequence[ContestantResult], names: Sequence[str]) -> str:
-    gap = 0.01 * max(entry.figures.images_per_s.high for entry in timed if entry.figures is not None)
+    gap = 0.01 * max(
+        entry.figures.images_per_s.high for entry in timed if entry.figures is not None
+    )
     with style():
         drawn, axes = new_figure(0.6 + 0.25 * len(timed))
         for row, entry in enumerate(timed):
             assert entry.figures is not None
             rate = entry.figures.images_per_s
-            axes.barh(row, rate.median, 0.68, color=_GREEN if entry.peer == OURS else BLUE, linewidth=0)
+            axes.barh(
+                row, rate.median, 0.68, color=_GREEN if entry.peer == OURS else BLUE, linewidth=0
+            )
             if rate.has_interval:
                 axes.plot([rate.low, rate.high], [row, row], color="#222222", linewidth=1.0)
-            axes.text(rate.high + gap, row, f"{rate.median:.0f}", va="center", fontsize=8, color="#333333")
+            axes.text(
+                rate.high + gap, row, f"{rate.median:.0f}", va="center", fontsize=8, color="#333333"
+            )
         axes.set_yticks(range(len(timed)), names)
         axes.invert_yaxis()
         axes.set_xlim(left=0)

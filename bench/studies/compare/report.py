@@ -113,12 +113,20 @@ def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None
     """
     gaps = np.diff(timed.arrival_s)
     if abs(timed.clock_jump_s) > CLOCK_JUMP_S:
-        return None, f"the wall clock jumped by {timed.clock_jump_s:+.1f} s: it was set, or the machine slept"
+        return (
+            None,
+            f"the wall clock jumped by {timed.clock_jump_s:+.1f} s: it was set, or the machine slept",
+        )
     if len(timed.arrival_s) < MIN_BATCHES:
-        return None, f"{len(timed.arrival_s)} batches are too few: {MIN_BATCHES} are needed; give it more --seconds"
+        return (
+            None,
+            f"{len(timed.arrival_s)} batches are too few: {MIN_BATCHES} are needed; give it more --seconds",
+        )
     if gaps.max() > max(_PAUSE_S, _PAUSE_FACTOR * float(np.median(gaps))):
         return None, f"nothing came for {gaps.max():.1f} s: something stopped the process"
-    return float(np.polyfit(timed.arrival_s, np.arange(len(timed.arrival_s)), 1)[0]) * images_per_batch, None
+    return float(
+        np.polyfit(timed.arrival_s, np.arange(len(timed.arrival_s)), 1)[0]
+    ) * images_per_batch, None
 
 
 def _figures(contestant: ContestantResult) -> ContestantFigures | None:
@@ -184,7 +192,11 @@ def _median(entry: ContestantResult) -> float:
 def _warnings(contestants: Sequence[ContestantResult]) -> list[str]:
     warnings = []
     runs = [(entry.name, run) for entry in contestants for run in entry.runs]
-    excluded = [f"{name} in round {run.round + 1}: {run.doubt}" for name, run in runs if run.doubt is not None]
+    excluded = [
+        f"{name} in round {run.round + 1}: {run.doubt}"
+        for name, run in runs
+        if run.doubt is not None
+    ]
     if excluded:
         warnings.append(f"{len(excluded)} of {len(runs)} runs do not count: {'; '.join(excluded)}.")
     return warnings

@@ -67,7 +67,9 @@ class _Done(msgspec.Struct, frozen=True):
 class Workshop:
     """Prepares the peers' data and runs their processes. ``cpus`` are those that each may use."""
 
-    def __init__(self, data: Path, dataset: Dataset, work: Work, cpus: tuple[int, ...], seconds: float) -> None:
+    def __init__(
+        self, data: Path, dataset: Dataset, work: Work, cpus: tuple[int, ...], seconds: float
+    ) -> None:
         self._data, self._dataset, self._work = data, dataset, work
         self._cpus, self._seconds = cpus, seconds
 
@@ -135,7 +137,9 @@ class Workshop:
                     reference = pacer = None
             for contestant in others:
                 if pacer is not None:
-                    read_through(self._dataset.root)  # it was idle while the one before started and ran
+                    read_through(
+                        self._dataset.root
+                    )  # it was idle while the one before started and ran
                 yield self._race(contestant, pacer)
             if reference is not None and pacer is not None:
                 if not others:
@@ -157,7 +161,11 @@ class Workshop:
                     one.process.lap(self._lap_s)
             if not runner.process.is_alive():
                 return Measured(contestant, None, failure=_failure(runner.files))
-            beside = pacer.process.timed(first) if pacer is not None and pacer.process.is_alive() else None
+            beside = (
+                pacer.process.timed(first)
+                if pacer is not None and pacer.process.is_alive()
+                else None
+            )
             return Measured(contestant, runner.process.timed(), beside)
 
     @property
@@ -190,8 +198,16 @@ class Workshop:
         try:
             folder.rmdir()
             (split,) = self._dataset.manifest.splits
-            recipe = make_recipe(jpeg=RESTART, splits={split: 1.0}, name=self._dataset.manifest.name)
-            shard(parse_source(f"fuelrail:{self._dataset.root}", {}), folder, recipe, len(self._cpus), Quiet())
+            recipe = make_recipe(
+                jpeg=RESTART, splits={split: 1.0}, name=self._dataset.manifest.name
+            )
+            shard(
+                parse_source(f"fuelrail:{self._dataset.root}", {}),
+                folder,
+                recipe,
+                len(self._cpus),
+                Quiet(),
+            )
         except FuelrailError as error:
             return str(error)
         return None
@@ -206,10 +222,17 @@ class Workshop:
             return _answer(files)
 
     @contextlib.contextmanager
-    def _files(self, contestant: Contestant, action: Action, *, whole_epoch: bool = False) -> Iterator[_Files]:
+    def _files(
+        self, contestant: Contestant, action: Action, *, whole_epoch: bool = False
+    ) -> Iterator[_Files]:
         self._data.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".task-", dir=self._data) as folder:
-            files = _Files(*(Path(folder) / name for name in ("task.json", "result.json", "arrivals", "output.log")))
+            files = _Files(
+                *(
+                    Path(folder) / name
+                    for name in ("task.json", "result.json", "arrivals", "output.log")
+                )
+            )
             task = Task(
                 action=action,
                 peer=contestant.peer,
@@ -255,12 +278,20 @@ def _done_path(folder: Path) -> Path:
 
 
 def _why_not(answer: Answer) -> str:
-    return answer.message if isinstance(answer, Failure) else f"its process answered with {type(answer).__name__}"
+    return (
+        answer.message
+        if isinstance(answer, Failure)
+        else f"its process answered with {type(answer).__name__}"
+    )
 
 
 def affinity(text: str | None) -> tuple[int, ...]:
     """Return the CPUs of a list such as "0,1" or "0-3"; None: all that this process may use. Raise ConfigError."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    usable = (
+        os.sched_getaffinity(0)
+        if hasattr(os, "sched_getaffinity")
+        else set(range(os.cpu_count() or 1))
+    )
     if text is None:
         return tuple(sorted(usable))
     chosen: set[int] = set()
@@ -270,5 +301,7 @@ def affinity(text: str | None) -> tuple[int, ...]:
             raise ConfigError(f"--cpus {text!r} must be a list such as 0,1 or 0-3")
         chosen |= set(range(int(first), int(last or first) + 1))
     if not chosen or not chosen <= usable:
-        raise ConfigError(f"--cpus {text}: this process may use {', '.join(map(str, sorted(usable)))}")
+        raise ConfigError(
+            f"--cpus {text}: this process may use {', '.join(map(str, sorted(usable)))}"
+        )
     return tuple(sorted(chosen))

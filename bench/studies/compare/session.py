@@ -31,7 +31,14 @@ from fuelrail.bench.studies.compare.report import (
 from fuelrail.bench.studies.compare.run import Measured, Workshop, affinity
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
-from fuelrail.pipeline.settings import Above0, CheckedSettings, NotNegative, Positive, flag, make_options
+from fuelrail.pipeline.settings import (
+    Above0,
+    CheckedSettings,
+    NotNegative,
+    Positive,
+    flag,
+    make_options,
+)
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import make_progress
 from fuelrail.sharding.run import shard
@@ -62,16 +69,22 @@ class CompareOptions(CheckedSettings, frozen=True, kw_only=True):
             metavar="FOLDER",
         ),
     ] = None
-    split: Annotated[str | None, flag("split to load (default: the only one of the dataset)")] = None
+    split: Annotated[str | None, flag("split to load (default: the only one of the dataset)")] = (
+        None
+    )
     version: Annotated[
-        str | None, flag("nuScenes version folder of a nuscenes: source, e.g. v1.0-mini", metavar="FOLDER")
+        str | None,
+        flag("nuScenes version folder of a nuscenes: source, e.g. v1.0-mini", metavar="FOLDER"),
     ] = None
     batch_size: Annotated[Positive, flag("samples in a batch")] = 8
     height: Annotated[Positive, flag("height of the images delivered")] = 256
     width: Annotated[Positive, flag("width of the images delivered")] = 704
     cpus: Annotated[
         str | None,
-        flag("CPUs that every loader is pinned to, such as 0,1 or 0-3 (default: all usable)", metavar="LIST"),
+        flag(
+            "CPUs that every loader is pinned to, such as 0,1 or 0-3 (default: all usable)",
+            metavar="LIST",
+        ),
     ] = None
     rounds: Annotated[NotNegative, flag("runs of each loader, in turns; 0: prepare and check")] = 5
     seconds: Annotated[Above0, flag("measured time per run in seconds, without warm-up")] = 4.0
@@ -144,9 +157,18 @@ class _Session:
         self._given, self._output, self._work = options, output, work
         path = output.folder / REPORT_JSON
         before = load_compare_report(path) if options.resume and path.exists() else None
-        self._facts, self._machine = dataset_facts(dataset, next(iter(dataset.manifest.splits))), machine_facts()
-        self._options: dict[str, Any] = {"seconds": options.seconds, "psnr_db": options.psnr, "cpus": list(cpus)}
-        self._packages = package_versions(sorted({name for peer in PEERS.values() for name in peer.packages}))
+        self._facts, self._machine = (
+            dataset_facts(dataset, next(iter(dataset.manifest.splits))),
+            machine_facts(),
+        )
+        self._options: dict[str, Any] = {
+            "seconds": options.seconds,
+            "psnr_db": options.psnr,
+            "cpus": list(cpus),
+        }
+        self._packages = package_versions(
+            sorted({name for peer in PEERS.values() for name in peer.packages})
+        )
         self._rounds = before.num_rounds if before else 0
         self._entries = {entry.name: entry for entry in before.contestants} if before else {}
         self._cut_off: str | None = None
@@ -159,7 +181,9 @@ class _Session:
         self._entrants = []
         for number, contestant in enumerate(entrants):
             name = contestant.name
-            with Progress(f"{name} ({number + 1} of {len(entrants)}): data", self._console) as progress:
+            with Progress(
+                f"{name} ({number + 1} of {len(entrants)}): data", self._console
+            ) as progress:
                 known = self._entries.get(name)
                 check, reason = (known.check, known.left_out) if known else (None, None)
                 if known is None or known.left_out is not None:
@@ -167,14 +191,21 @@ class _Session:
                     if reason is None:
                         progress.update(f"{name} ({number + 1} of {len(entrants)}): images")
                         counts = contestant.recipe == PEERS[contestant.peer].recipes[-1]
-                        check, reason = workshop.check(contestant, self._given.psnr, whole_epoch=counts)
+                        check, reason = workshop.check(
+                            contestant, self._given.psnr, whole_epoch=counts
+                        )
                 else:
                     reason = workshop.prepare(contestant)
             runs = known.runs if known else []
             self._entries[name] = ContestantResult(
-                name=name, peer=contestant.peer, recipe=contestant.recipe, check=check, left_out=reason, runs=runs,
+                name=name,
+                peer=contestant.peer,
+                recipe=contestant.recipe,
+                check=check,
+                left_out=reason,
+                runs=runs,
                 figures=None,
-            )  # fmt: skip
+            )
             if reason is not None:
                 self._console.print(f"left out: {name}: {reason}", highlight=False, markup=False)
             else:
@@ -208,10 +239,15 @@ class _Session:
     def report(self) -> CompareReport:
         """Return the report of what is known so far."""
         return build_compare_report(
-            machine=self._machine, packages=self._packages, dataset=self._facts, work=self._work,
-            options=self._options, num_rounds=self._rounds, contestants=list(self._entries.values()),
+            machine=self._machine,
+            packages=self._packages,
+            dataset=self._facts,
+            work=self._work,
+            options=self._options,
+            num_rounds=self._rounds,
+            contestants=list(self._entries.values()),
             cut_off=self._cut_off,
-        )  # fmt: skip
+        )
 
     def publish(self, cut_off: str | None) -> None:
         """Write the report's files; the page only of what is finished."""
@@ -225,7 +261,10 @@ class _Session:
             "work": (before.work, self._work),
             "options": (before.options, self._options),
             "processor": (before.machine.cpu, self._machine.cpu),
-            "packages": ((before.packages, before.machine.packages), (self._packages, self._machine.packages)),
+            "packages": (
+                (before.packages, before.machine.packages),
+                (self._packages, self._machine.packages),
+            ),
         }
         for name, (old, new) in pairs.items():
             if old != new:
@@ -242,11 +281,19 @@ def _dataset(place: str | os.PathLike[str], options: CompareOptions, data: Path)
         dataset = open_dataset(place)
         return dataset if options.split is None else _one_split(dataset, options.split, data)
     if options.split is not None:
-        raise ConfigError("--split is for datasets; of a source, compare loads all samples as one split")
+        raise ConfigError(
+            "--split is for datasets; of a source, compare loads all samples as one split"
+        )
     named = {} if options.version is None else {"version": options.version}
     out = data / "fuelrail"
     with make_progress(as_json=False) as progress:
-        shard(parse_source(os.fspath(place), named), out, make_recipe(splits={"train": 1.0}), 1, progress)
+        shard(
+            parse_source(os.fspath(place), named),
+            out,
+            make_recipe(splits={"train": 1.0}),
+            1,
+            progress,
+        )
     return open_dataset(out)
 
 
@@ -263,7 +310,9 @@ def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
     return open_dataset(out)
 
 
-def _run(arguments: argparse.Namespace, options: CompareOptions, out: Path, html: bool) -> CompareReport:
+def _run(
+    arguments: argparse.Namespace, options: CompareOptions, out: Path, html: bool
+) -> CompareReport:
     return compare(arguments.source, options, out=out, html=html)
 
 
@@ -278,7 +327,9 @@ COMPARE = command(
         CompareOptions,
         _run,
         lambda parser: parser.add_argument(
-            "source", metavar="DATASET_OR_SOURCE", help="a Fuelrail dataset, or a source as in `shard`"
+            "source",
+            metavar="DATASET_OR_SOURCE",
+            help="a Fuelrail dataset, or a source as in `shard`",
         ),
     ),
 )

@@ -110,7 +110,8 @@ def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis
     """Judge rounds of runs, all over the same samples and with figures."""
     first, figures = rounds[0], _figures(rounds[0].as_it_is)
     found = {
-        name: _over_rounds(name, [(each.as_it_is, each.without[name]) for each in rounds]) for name in first.without
+        name: _over_rounds(name, [(each.as_it_is, each.without[name]) for each in rounds])
+        for name in first.without
     }
     again = _over_rounds("again", [(each.as_it_is, each.again) for each in rounds])
     noise = abs(again.gain)
@@ -185,7 +186,9 @@ def counterfactual(name: str, as_it_is: Report, other: Report) -> Counterfactual
     )
 
 
-def _judge(first: Round, counting: Mapping[LeaveOut, Counterfactual], *, is_remote: bool) -> _Verdict:
+def _judge(
+    first: Round, counting: Mapping[LeaveOut, Counterfactual], *, is_remote: bool
+) -> _Verdict:
     figures = _figures(first.as_it_is)
     slow = next((one for one in figures.occupancy.ranks if one.is_slow), None)
     if slow is not None and "all-reduce" in counting and _is_slow_alone(first, slow.rank):
@@ -232,7 +235,11 @@ def _judge(first: Round, counting: Mapping[LeaveOut, Counterfactual], *, is_remo
 
 
 def _in_the_loader(
-    base: Report, counting: Mapping[LeaveOut, Counterfactual], loading: Counterfactual, *, is_remote: bool
+    base: Report,
+    counting: Mapping[LeaveOut, Counterfactual],
+    loading: Counterfactual,
+    *,
+    is_remote: bool,
 ) -> _Verdict:
     stages = [counting[name] for name in _IN_THE_LOADER if name in counting]
     worst = max(stages, key=lambda entry: entry.gain, default=None)
@@ -269,7 +276,12 @@ def _in_the_loader(
 def _was_cold(runs: Round, again: Counterfactual) -> bool:
     """Return whether the second run was faster because reading was: then the runs between differ by that too."""
     first, second = _fetch_busy(runs.as_it_is), _fetch_busy(runs.again)
-    return again.is_above(0.0) and again.gain > _SLOWER and first > _READING and second < _WARMED * first
+    return (
+        again.is_above(0.0)
+        and again.gain > _SLOWER
+        and first > _READING
+        and second < _WARMED * first
+    )
 
 
 def _fetch_busy(report: Report) -> float:
@@ -325,16 +337,19 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
             copy / (1 - copy),
         )
     if other > _SLOWER:
-        finding = (
-            f"Neither loading nor all-reduce slows the run down, but {other:.0%} of its time is spent on the host."
-        )
+        finding = f"Neither loading nor all-reduce slows the run down, but {other:.0%} of its time is spent on the host."  # noqa: E501
         advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
         return _Verdict("host", finding, advice, other / (1 - other))
     finding = (
         "Healthy: leaving anything out gains nothing beyond noise, and the accelerators compute "
         f"{figures.occupancy.mean:.1%} of the time."
     )
-    return _Verdict("compute", finding, "Only a faster accelerator or a cheaper model makes this run faster.", 0.0)
+    return _Verdict(
+        "compute",
+        finding,
+        "Only a faster accelerator or a cheaper model makes this run faster.",
+        0.0,
+    )
 
 
 def _is_slow_alone(runs: Round, rank: int) -> bool:
@@ -350,7 +365,10 @@ def _is_shorter(runs: Round, without: LeaveOut, *phases: str) -> bool:
     """Return whether leaving out a part shortens these phases, by more than the wait for data."""
     there, left_out = runs.as_it_is, runs.without[without]
     before, waited = _phases_ms(there, *phases), _phases_ms(there, "data_wait")
-    saved, waited_less = before - _phases_ms(left_out, *phases), waited - _phases_ms(left_out, "data_wait")
+    saved, waited_less = (
+        before - _phases_ms(left_out, *phases),
+        waited - _phases_ms(left_out, "data_wait"),
+    )
     return saved > max(2 * NOTABLE * before, waited_less)
 
 
@@ -392,7 +410,9 @@ def _busiest_stage(report: Report) -> str:
 
 def _threads_advice(report: Report, gain: float) -> str:
     cpus = report.machine.num_cpus
-    threads = next((stage.num_threads for stage in _figures(report).stages if stage.name == "decode"), 0)
+    threads = next(
+        (stage.num_threads for stage in _figures(report).stages if stage.name == "decode"), 0
+    )
     if report.cpu is not None and report.cpu.disturbed:
         return (
             f"Other processes take {report.cpu.others:.1f} of the {cpus:g} CPUs: stop those, or give the ranks more "

@@ -41,15 +41,21 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
     emulated = "emulated " if report.accelerator["kind"] == "emulated" else ""
     about = marked(
         "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one {emulated}{device}",
-        name=report.dataset.name, samples=report.dataset.num_samples, split=report.dataset.split,
-        ranks=counted(report.num_ranks, "rank"), emulated=emulated, device=report.accelerator["device"],
-    )  # fmt: skip
+        name=report.dataset.name,
+        samples=report.dataset.num_samples,
+        split=report.dataset.split,
+        ranks=counted(report.num_ranks, "rank"),
+        emulated=emulated,
+        device=report.accelerator["device"],
+    )
     parts: list[Block | Section] = []
     diagnosis = report.diagnosis
     if diagnosis is None:
         parts.append(Note("No diagnosis: not all runs were made."))
     else:
-        gain = f"; without it {diagnosis.expected_gain:.0%} faster" if diagnosis.expected_gain else ""
+        gain = (
+            f"; without it {diagnosis.expected_gain:.0%} faster" if diagnosis.expected_gain else ""
+        )
         rounds = f"; {diagnosis.num_rounds} rounds" if diagnosis.num_rounds > 1 else ""
         what = "the bound of this run" if diagnosis.bound == "undecided" else "bounds this run"
         meaning = f"{what}{gain}; occupancy {diagnosis.occupancy:.1%}{rounds}"
@@ -58,16 +64,32 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
             "How much faster the run is without each; lines: 95% intervals. Grey band: what two runs that differ in "
             "nothing differ by. Blue: significant. Grey: noise, or too small."
         )
-        rows = [[title_of(run), f"{run.step_ms:.2f}", *_gain_cells(run)] for run in diagnosis.counterfactuals]
-        table = Table(("run", "step ms", *_GAIN), [["baseline", f"{diagnosis.step_ms:.2f}", "", ""], *rows])
-        parts.append(Section("What if it cost nothing?", [Figure(plots.get("gains", ""), caption), table]))
+        rows = [
+            [title_of(run), f"{run.step_ms:.2f}", *_gain_cells(run)]
+            for run in diagnosis.counterfactuals
+        ]
+        table = Table(
+            ("run", "step ms", *_GAIN), [["baseline", f"{diagnosis.step_ms:.2f}", "", ""], *rows]
+        )
+        parts.append(
+            Section("What if it cost nothing?", [Figure(plots.get("gains", ""), caption), table])
+        )
     if report.tried is not None:
         rows = [
-            [one.name, f"{one.samples_per_s:.1f}", *_gain_cells(one), verdict_on(one, report.tried_noise)]
+            [
+                one.name,
+                f"{one.samples_per_s:.1f}",
+                *_gain_cells(one),
+                verdict_on(one, report.tried_noise),
+            ]
             for one in report.tried
         ]
         tried = [Table(("settings tried", "samples/s", *_GAIN, ""), rows)] if rows else []
-        parts.append(Section("What was tried", [*tried, Items([conclusion(report.tried, report.tried_noise)])]))
+        parts.append(
+            Section(
+                "What was tried", [*tried, Items([conclusion(report.tried, report.tried_noise)])]
+            )
+        )
     if report.runs:
         links = [Span(f"{run} ", file=f"{run}/{REPORT_HTML}") for run in report.runs]
         parts.append(Text((Span("Reports of the runs: "), *links), small=True))

@@ -51,9 +51,19 @@ def verdict_on(entry: Counterfactual, noise: float) -> str:
 def conclusion(tried: Sequence[Counterfactual], noise: float) -> str:
     """Return what to use; ``noise``: by how much a repeat differed."""
     if not tried:
-        return "nothing was tried: no setting of this command removes this bottleneck; see the advice"
-    winner = max((entry for entry in tried if entry.is_above(noise)), key=lambda entry: entry.gain, default=None)
-    return "none of the settings tried helped; see the advice" if winner is None else f"use: {winner.name}"
+        return (
+            "nothing was tried: no setting of this command removes this bottleneck; see the advice"
+        )
+    winner = max(
+        (entry for entry in tried if entry.is_above(noise)),
+        key=lambda entry: entry.gain,
+        default=None,
+    )
+    return (
+        "none of the settings tried helped; see the advice"
+        if winner is None
+        else f"use: {winner.name}"
+    )
 
 
 class Suggestion(NamedTuple):
@@ -72,18 +82,30 @@ def suggestions(
 ) -> list[Suggestion]:
     """Return what may remove a bottleneck, within the options of `bench train`; empty if no option does."""
     workers = settings.workers or max(1, default_num_workers() // num_ranks)
-    more = [Suggestion(f"--workers {count}", {"workers": count}) for count in (workers + 1, 2 * workers + 1)]
+    more = [
+        Suggestion(f"--workers {count}", {"workers": count})
+        for count in (workers + 1, 2 * workers + 1)
+    ]
     ahead = Suggestion("look_ahead_bytes=512 MiB", {"look_ahead_bytes": _LOOK_AHEAD_BYTES})
-    window = [Suggestion("--window 4", {"window": 4})] if settings.window is None and num_shards > 1 else []
+    window = (
+        [Suggestion("--window 4", {"window": 4})]
+        if settings.window is None and num_shards > 1
+        else []
+    )
     cache = Suggestion(
-        "--cache-dir OUT/cache", {"cache_dir": str((out / "cache").absolute()), "storage": "auto"}, twice=True
+        "--cache-dir OUT/cache",
+        {"cache_dir": str((out / "cache").absolute()), "storage": "auto"},
+        twice=True,
     )
     doubled = 2 * settings.accumulation
     known: dict[str, list[Suggestion]] = {
         "CPU decode": more,
         "decompression": more,
         "loader": more,
-        "Python": [*([Suggestion("--workers 1", {"workers": 1})] if workers > 1 else []), *more[:1]],
+        "Python": [
+            *([Suggestion("--workers 1", {"workers": 1})] if workers > 1 else []),
+            *more[:1],
+        ],
         "storage": [*more[1:], ahead, *window, *([] if settings.cache_dir else [cache])],
         "cold cache": [Suggestion("nothing changed, the same samples again", {}, twice=True)],
         "network": [ahead, *([] if settings.cache_dir else [cache])],
@@ -91,7 +113,9 @@ def suggestions(
         if settings.decoder == "dali"
         else [],
         "kernel launches": [
-            Suggestion(f"--batch-size {2 * settings.batch_size}", {"batch_size": 2 * settings.batch_size})
+            Suggestion(
+                f"--batch-size {2 * settings.batch_size}", {"batch_size": 2 * settings.batch_size}
+            )
         ],
         "all-reduce": [Suggestion(f"--accumulation {doubled}", {"accumulation": doubled})],
     }

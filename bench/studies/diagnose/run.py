@@ -13,7 +13,13 @@ from fuelrail.bench.measure.processes import NOTHING_MEASURED, WAS_INTERRUPTED
 from fuelrail.bench.report.files import created_now, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
-from fuelrail.bench.studies.diagnose.judge import Counterfactual, Diagnosis, Round, counterfactual, find_bound
+from fuelrail.bench.studies.diagnose.judge import (
+    Counterfactual,
+    Diagnosis,
+    Round,
+    counterfactual,
+    find_bound,
+)
 from fuelrail.bench.studies.diagnose.report import (
     SCHEMA,
     VERSION,
@@ -22,7 +28,14 @@ from fuelrail.bench.studies.diagnose.report import (
     suggestions,
 )
 from fuelrail.bench.studies.train.run import measure_all
-from fuelrail.bench.studies.train.settings import RECORDS, Asked, LeaveOut, TrainOptions, TrainSettings, ask
+from fuelrail.bench.studies.train.settings import (
+    RECORDS,
+    Asked,
+    LeaveOut,
+    TrainOptions,
+    TrainSettings,
+    ask,
+)
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import Positive, flag, make_options
 from fuelrail.pipeline.storage.filesystem import is_url
@@ -40,7 +53,8 @@ class DiagnoseOptions(TrainOptions, frozen=True, kw_only=True):
     leave_out: tuple[LeaveOut, ...] = ()
     apply: Annotated[bool, flag("try the settings that may help, and report their effect")] = False
     max_rounds: Annotated[
-        Positive, flag("maximum number of rounds; all runs are repeated while noise hides their differences")
+        Positive,
+        flag("maximum number of rounds; all runs are repeated while noise hides their differences"),
     ] = 5
 
 
@@ -75,7 +89,9 @@ def diagnose(
 
 def _check(options: DiagnoseOptions) -> None:
     if options.leave_out or options.trace:
-        raise ConfigError("leave_out and trace are for `train`: diagnose chooses itself what to leave out")
+        raise ConfigError(
+            "leave_out and trace are for `train`: diagnose chooses itself what to leave out"
+        )
     num_measured = None if options.steps is None else options.steps - options.warmup
     if num_measured is not None and num_measured < MIN_MEASURED_STEPS:
         raise ConfigError(
@@ -87,11 +103,15 @@ def _check(options: DiagnoseOptions) -> None:
 class _Examination:
     """The runs of one diagnosis; ``made`` holds the reports of those that are complete."""
 
-    def __init__(self, dataset: str | os.PathLike[str], options: DiagnoseOptions, out: Path, *, html: bool) -> None:
+    def __init__(
+        self, dataset: str | os.PathLike[str], options: DiagnoseOptions, out: Path, *, html: bool
+    ) -> None:
         self._dataset, self._options, self._out, self._html = dataset, options, out, html
         self._made: dict[str, Report] = {}
         self._settings = self._run(_AS_IT_IS).settings
-        self._left_out = {f"without-{name}": name for name in _what_to_leave_out(self._settings, options.ranks)}
+        self._left_out = {
+            f"without-{name}": name for name in _what_to_leave_out(self._settings, options.ranks)
+        }
 
     def run(self) -> DiagnoseReport:
         """Make the runs, judge them and write the report; see :func:`diagnose`."""
@@ -122,12 +142,25 @@ class _Examination:
         # A cold cache is warm now, so trials are compared with the very first run.
         noise = 0.0 if diagnosis is None or diagnosis.bound == "cold cache" else diagnosis.noise
         report = DiagnoseReport(
-            schema=SCHEMA, version=VERSION, created=created_now(), cut_off=cut_off, interrupted=interrupted,
-            machine=base.machine, dataset=base.dataset, accelerator=base.accelerator, options=base.options,
-            num_ranks=base.num_ranks, diagnosis=diagnosis, tried=tried, tried_noise=noise, runs=list(self._made),
+            schema=SCHEMA,
+            version=VERSION,
+            created=created_now(),
+            cut_off=cut_off,
+            interrupted=interrupted,
+            machine=base.machine,
+            dataset=base.dataset,
+            accelerator=base.accelerator,
+            options=base.options,
+            num_ranks=base.num_ranks,
+            diagnosis=diagnosis,
+            tried=tried,
+            tried_noise=noise,
+            runs=list(self._made),
             warnings=base.warnings,
-            disturbed=next((one.disturbed for one in self._made.values() if one.disturbed is not None), None),
-        )  # fmt: skip
+            disturbed=next(
+                (one.disturbed for one in self._made.values() if one.disturbed is not None), None
+            ),
+        )
         write_report(report, self._out, html=self._html)
         return report
 
@@ -141,7 +174,9 @@ class _Examination:
             **{name: (what,) for name, what in self._left_out.items()},
             _AGAIN: (),
         }
-        return {prefix + name: self._run(prefix + name, leave_out=what) for name, what in plan.items()}
+        return {
+            prefix + name: self._run(prefix + name, leave_out=what) for name, what in plan.items()
+        }
 
     def _judge(self, num_rounds: int) -> Diagnosis:
         rounds = [
@@ -168,7 +203,10 @@ class _Examination:
                 raise FuelrailError(f"the run '{name}' is too short: {report.window.too_short}")
             self._made[name] = report
         if cut_off is not None:
-            raise _CutOff(f"the runs after '{list(runs)[len(reports) - 1]}': {cut_off}", interrupted=interrupted)
+            raise _CutOff(
+                f"the runs after '{list(runs)[len(reports) - 1]}': {cut_off}",
+                interrupted=interrupted,
+            )
 
     def _try(self, diagnosis: Diagnosis) -> list[Counterfactual]:
         """Run what may help, after one more unchanged run: the machine may have drifted since the first."""
@@ -185,12 +223,16 @@ class _Examination:
         plan: list[tuple[str, Suggestion]] = []
         for number, one in enumerate(found):
             plan += [
-                (f"trial-{number}{'-first-time' if first else ''}", one) for first in ((1, 0) if one.twice else (0,))
+                (f"trial-{number}{'-first-time' if first else ''}", one)
+                for first in ((1, 0) if one.twice else (0,))
             ]
         runs = {"before-trials": self._run("before-trials")}
         self._measure(runs | {name: self._run(name, **one.changes) for name, one in plan})
         base = self._made[_AS_IT_IS if diagnosis.bound == "cold cache" else "before-trials"]
-        return [counterfactual(one.options, base, self._made[f"trial-{number}"]) for number, one in enumerate(found)]
+        return [
+            counterfactual(one.options, base, self._made[f"trial-{number}"])
+            for number, one in enumerate(found)
+        ]
 
 
 def _training(options: DiagnoseOptions) -> TrainOptions:

@@ -48,9 +48,14 @@ def bench_loader(
         )
     if out is not None:
         prepare_folder(Path(out), html=html)
-    from fuelrail.bench.studies.loader.run import measure_rounds  # needs torch, and the checks above do not
+    from fuelrail.bench.studies.loader.run import (
+        measure_rounds,
+    )  # needs torch, and the checks above do not
 
-    image, workers = options.image or Transforms().image, options.workers or max(1, int(usable_cpus()))
+    image, workers = (
+        options.image or Transforms().image,
+        options.workers or max(1, int(usable_cpus())),
+    )
     options = msgspec.structs.replace(options, image=image, workers=workers)
     with Progress("starting") as progress:
         rounds, peak_rss_bytes, cut_off = measure_rounds(opened, options, progress.update)

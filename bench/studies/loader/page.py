@@ -49,35 +49,59 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     threads, where = report.options["workers"], report.options.get("where")
     about = marked(
         "Loading **{name}** ({samples:,} samples, split {split}) with {threads}{where}, {batch} samples a batch",
-        name=report.dataset.name, samples=report.dataset.num_samples, split=report.dataset.split,
-        threads=counted(threads, "decoding thread"), batch=report.options["batch_size"],
+        name=report.dataset.name,
+        samples=report.dataset.num_samples,
+        split=report.dataset.split,
+        threads=counted(threads, "decoding thread"),
+        batch=report.options["batch_size"],
         where=f", where='{where}'" if where else "",
-    )  # fmt: skip
+    )
     figures = report.figures
-    parts: list[Block | Section] = _figures(figures) if figures else [Note(f"No figures: {report.too_short}.")]
+    parts: list[Block | Section] = (
+        _figures(figures) if figures else [Note(f"No figures: {report.too_short}.")]
+    )
     rates = _rows([*report.stages, *report.limits])
     parts += [
         Section("Loader stages", [Figure(plots.get("stages", ""), _STAGES)]),
-        Section("What a sample costs", [
-            Table(("what", "threads", "samples/s", "CPU time a sample [ms]"), rates), Text(_ALONE, small=True),
-        ]),
+        Section(
+            "What a sample costs",
+            [
+                Table(("what", "threads", "samples/s", "CPU time a sample [ms]"), rates),
+                Text(_ALONE, small=True),
+            ],
+        ),
         Section("How these figures are made", [Text(_METHOD)]),
-    ]  # fmt: skip
-    return document(report, "Fuelrail loader report", "How fast can this dataset be loaded here?", about, parts)
+    ]
+    return document(
+        report, "Fuelrail loader report", "How fast can this dataset be loaded here?", about, parts
+    )
 
 
 def _figures(figures: LoaderFigures) -> list[Block | Section]:
     images, bound = figures.images_per_s, figures.bound
     gain = "" if bound.gain is None else f" At best {bound.gain:.1f} times as fast."
     return [
-        Hero(f"{images.median:.0f}", f"images/s; {images.shown('.0f')}", f"{bound.finding} {bound.advice}{gain}"),
+        Hero(
+            f"{images.median:.0f}",
+            f"images/s; {images.shown('.0f')}",
+            f"{bound.finding} {bound.advice}{gain}",
+        ),
         Tiles(
             [
-                (f"{figures.samples_per_s.median:.1f}", f"samples/s{_range(figures.samples_per_s)}"),
+                (
+                    f"{figures.samples_per_s.median:.1f}",
+                    f"samples/s{_range(figures.samples_per_s)}",
+                ),
                 (f"{figures.cpu_s_per_1000_images:.2f} s", "CPU time per 1,000 images"),
-                (f"{figures.trainer_cpu_ms_per_sample.median:.2f} ms", "of CPU time a sample in this process"),
+                (
+                    f"{figures.trainer_cpu_ms_per_sample.median:.2f} ms",
+                    "of CPU time a sample in this process",
+                ),
                 (f"{figures.stored_mb_per_s:.0f} MB/s", "as stored"),
-                (f"{figures.first_batch_s.median:.2f} s", f"to the first batch{_range(figures.first_batch_s, 2)}"),
+                (
+                    f"{figures.first_batch_s.median:.2f} s",
+                    f"to the first batch{_range(figures.first_batch_s, 2)}",
+                ),
                 (f"{figures.peak_rss_bytes / GIB:.2f} GiB", "peak memory of the process"),
             ]
         ),
@@ -85,11 +109,20 @@ def _figures(figures: LoaderFigures) -> list[Block | Section]:
 
 
 def _range(interval: Interval, digits: int = 1) -> str:
-    return f" ({interval.low:.{digits}f} to {interval.high:.{digits}f})" if interval.has_interval else ""
+    return (
+        f" ({interval.low:.{digits}f} to {interval.high:.{digits}f})"
+        if interval.has_interval
+        else ""
+    )
 
 
 def _rows(rates: Sequence[Rate]) -> list[list[str]]:
     return [
-        [rate.name, str(rate.num_threads), f"{rate.samples_per_s:,.1f}", f"{rate.cpu_ms_per_sample:.3f}"]
+        [
+            rate.name,
+            str(rate.num_threads),
+            f"{rate.samples_per_s:,.1f}",
+            f"{rate.cpu_ms_per_sample:.3f}",
+        ]
         for rate in rates
     ]

@@ -14,7 +14,10 @@ def plots(report: LoaderReport) -> dict[str, str]:
     """Return the stages' clocks, summed over all runs, as an ``<svg>`` element."""
     rows = []
     for clocks in zip(*(run.stages for run in report.runs), strict=True):
-        parts = [sum(getattr(clock, name) for clock in clocks) for name in ("busy_s", "starved_s", "blocked_s")]
+        parts = [
+            sum(getattr(clock, name) for clock in clocks)
+            for name in ("busy_s", "starved_s", "blocked_s")
+        ]
         busy, starved, blocked = (part / (sum(parts) or 1.0) for part in parts)
         rows.append((f"{clocks[0].name} x{clocks[0].num_threads}", busy, starved, blocked))
     with style():

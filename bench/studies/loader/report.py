@@ -45,22 +45,28 @@ class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
     split: Annotated[str, flag("split to load")] = "train"
     batch_size: Annotated[Positive, flag("samples in a batch")] = 8
     workers: Annotated[
-        Positive | None, flag("decoding threads, or actors with --where remote (default: one per usable CPU)")
+        Positive | None,
+        flag("decoding threads, or actors with --where remote (default: one per usable CPU)"),
     ] = None
     where: Annotated[
         Literal["process", "node", "remote"] | None,
-        flag("where batches are made, as in the DataLoader: measured in turns with threads of this process"),
+        flag(
+            "where batches are made, as in the DataLoader: measured in turns with threads of this process"
+        ),
     ] = None
     ray_address: RayAddress = None
     image: Annotated[
-        ImageAugment | None, flag("image settings (default: crop 704x256 from the bottom of the image)")
+        ImageAugment | None,
+        flag("image settings (default: crop 704x256 from the bottom of the image)"),
     ] = None
     decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
     points: Annotated[bool, flag("also decode the lidar sweep")] = False
     verify: Annotated[bool, flag("skip checksum verification")] = True
     seed: Annotated[NotNegative, flag("random seed for the order")] = 0
     repeats: Annotated[Positive, flag("rounds of measurement")] = 5
-    seconds: Annotated[Above0, flag("seconds of one run of the loader, from its first batch on")] = 3.0
+    seconds: Annotated[
+        Above0, flag("seconds of one run of the loader, from its first batch on")
+    ] = 3.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,12 +189,20 @@ def _figures(
         first_batch_s=interval_of([run.first_batch_s for run in steady]),
         peak_rss_bytes=peak_rss_bytes,
         bound=find_bound(
-            middle.samples_per_s, middle.cpu_ms_per_sample, middle.cpu, middle.stages, stages, jpeg_limit(limits), where
+            middle.samples_per_s,
+            middle.cpu_ms_per_sample,
+            middle.cpu,
+            middle.stages,
+            stages,
+            jpeg_limit(limits),
+            where,
         ),
     )
 
 
-def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: LoaderFigures | None) -> list[str]:
+def _warnings(
+    runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: LoaderFigures | None
+) -> list[str]:
     warnings = []
     faults = max(run.num_storage_faults for run in runs)
     if faults > _MANY_FAULTS:
@@ -198,11 +212,15 @@ def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: L
         )
     if figures is not None:
         if len(steady) < len(runs):
-            warnings.append(f"{len(runs) - len(steady)} of {len(runs)} runs did not become steady and are left out.")
+            warnings.append(
+                f"{len(runs) - len(steady)} of {len(runs)} runs did not become steady and are left out."
+            )
         rate = figures.samples_per_s
         spread = (rate.high - rate.low) / rate.median
         if spread > 0.1:
-            warnings.append(f"The repeats differ by {spread:.0%} of their median: don't trust small differences.")
+            warnings.append(
+                f"The repeats differ by {spread:.0%} of their median: don't trust small differences."
+            )
     return warnings
 
 
@@ -275,7 +293,9 @@ def find_bound(
     )
 
 
-def _cpu_bound(cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequence[Rate], jpeg: Rate | None) -> Bound:
+def _cpu_bound(
+    cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequence[Rate], jpeg: Rate | None
+) -> Bound:
     dearest = max(alone, key=lambda rate: rate.cpu_ms_per_sample)
     share = min(dearest.cpu_ms_per_sample / cpu_ms_per_sample, 1.0)
     left = f" that other processes left free of {cpu.usable:g}" if free < cpu.usable - 0.05 else ""
@@ -283,7 +303,11 @@ def _cpu_bound(cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequen
         f"The CPUs are used up: the loader used {cpu.own:.1f} of the {free:.1f} CPUs{left}. '{dearest.name}' makes "
         f"{share:.0%} of its work: {dearest.cpu_ms_per_sample:.1f} ms of CPU time a sample."
     )
-    if dearest.name == "decode" and jpeg is not None and jpeg.cpu_ms_per_sample >= dearest.cpu_ms_per_sample:
+    if (
+        dearest.name == "decode"
+        and jpeg is not None
+        and jpeg.cpu_ms_per_sample >= dearest.cpu_ms_per_sample
+    ):
         return Bound(  # the loader decodes no more of an image than its crop keeps
             kind="cpu",
             stage="decode",
@@ -304,7 +328,11 @@ def _cpu_bound(cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequen
         "parse": "Store only the members that training reads.",
     }.get(dearest.name, "Give each rank more CPU cores.")
     return Bound(
-        kind="cpu", stage=dearest.name, finding=finding, advice=advice, gain=1 / (1 - share) if share < 1 else None
+        kind="cpu",
+        stage=dearest.name,
+        finding=finding,
+        advice=advice,
+        gain=1 / (1 - share) if share < 1 else None,
     )
 
 

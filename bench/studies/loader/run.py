@@ -55,7 +55,11 @@ def run_loader(dataset: Dataset, options: LoaderOptions) -> LoaderRun:
                     num_before, own_before_s = _num_decoded(loader), time.process_time()
                 if now_s - started_s >= options.seconds:
                     break
-        cpu, own_s, num_decoded = watch.use(), time.process_time() - own_before_s, _num_decoded(loader) - num_before
+        cpu, own_s, num_decoded = (
+            watch.use(),
+            time.process_time() - own_before_s,
+            _num_decoded(loader) - num_before,
+        )
         stages = list(loader.stats().stages)
     # The first batch waits for threads to start and queues to fill; it is reported separately.
     warm_up = 1 + warm_up_length(batch_s[1:])
@@ -64,7 +68,9 @@ def run_loader(dataset: Dataset, options: LoaderOptions) -> LoaderRun:
         first_batch_s=batch_s[0],
         num_warm_up_batches=warm_up,
         batch_s=batch_s,
-        samples_per_s=len(steady) * options.batch_size / sum(steady) if len(steady) >= MIN_STEADY_BATCHES else None,
+        samples_per_s=len(steady) * options.batch_size / sum(steady)
+        if len(steady) >= MIN_STEADY_BATCHES
+        else None,
         cpu_ms_per_sample=1e3 * cpu.own * cpu.seconds / max(num_decoded, 1),
         trainer_cpu_ms_per_sample=1e3 * own_s / max(num_decoded, 1),
         cpu=cpu,
@@ -122,7 +128,11 @@ def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str
 
 
 def _round(
-    dataset: Dataset, options: LoaderOptions, recorded: list[Recorded], where: str, show: Callable[[str], None]
+    dataset: Dataset,
+    options: LoaderOptions,
+    recorded: list[Recorded],
+    where: str,
+    show: Callable[[str], None],
 ) -> LoaderRound:
     """Measure the whole loader, its stages and the limits once."""
     show(f"{where}: the whole loader")
@@ -131,7 +141,10 @@ def _round(
     if options.where is not None:
         show(f"{where}: the whole loader in threads of this process")
         other = run_loader(dataset, msgspec.structs.replace(options, where=None, ray_address=None))
-        rates = {"samples_per_s": other.samples_per_s or 0.0, "cpu_ms_per_sample": other.cpu_ms_per_sample}
+        rates = {
+            "samples_per_s": other.samples_per_s or 0.0,
+            "cpu_ms_per_sample": other.cpu_ms_per_sample,
+        }
         here = [Rate(name="the loader in threads here", num_threads=options.workers or 1, **rates)]
     show(f"{where}: each stage alone")
     part_s = min(1.0, options.seconds / 8)

@@ -40,9 +40,15 @@ def make_loader(dataset: Dataset, options: LoaderOptions) -> DataLoader:
 
 def _where(options: LoaderOptions) -> Literal["process", "node"] | RemoteWorkers | None:
     if options.where == "remote":
-        return RemoteWorkers(options.ray_address, num_workers=options.workers or max(1, int(usable_cpus())))
+        return RemoteWorkers(
+            options.ray_address, num_workers=options.workers or max(1, int(usable_cpus()))
+        )
     if options.where == "node":  # the only rank of its host, unless a launcher says otherwise
-        for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(os.getpid())}.items():
+        for name, value in {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_PORT": str(os.getpid()),
+        }.items():
             os.environ.setdefault(name, value)
     return options.where
 
@@ -56,7 +62,9 @@ def record_stages(
     """
     loader = _make(_Recorder, dataset, options, device=device)
     with loader:
-        batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), num_batches)
+        batches = itertools.islice(
+            itertools.chain.from_iterable(itertools.repeat(loader)), num_batches
+        )
         for _ in batches:
             pass
         recorded = loader.recorded
@@ -100,13 +108,16 @@ class _Recorder(DataLoader):
         self.recorded = [(stage, []) for stage in stages]
         lock = threading.Lock()
 
-        def work(number: int, item: Any) -> Any:  # noqa: ANN401
+        def work(number: int, item: Any) -> Any:
             stage, items = self.recorded[number]
             with lock:
                 items.append(item)
             return stage.work(item)
 
-        return [dataclasses.replace(stage, work=partial(work, number)) for number, stage in enumerate(stages)]
+        return [
+            dataclasses.replace(stage, work=partial(work, number))
+            for number, stage in enumerate(stages)
+        ]
 
 
 def _make(kind: type[_L], dataset: Dataset, options: LoaderOptions, **others: Any) -> _L:

@@ -14,7 +14,14 @@ from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.report.options import add_dataset
 from fuelrail.bench.studies.order.packs import CostFigures, measure_costs
 from fuelrail.bench.studies.order.quality import OrderFigures, describe
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
+from fuelrail.pipeline.cli import (
+    Command,
+    PrintOptions,
+    add_flags,
+    from_flags,
+    given_flags,
+    print_json,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import compile_order, split_lengths
@@ -36,12 +43,18 @@ class DescribeOptions(CheckedSettings, frozen=True, kw_only=True):
 
     split: Annotated[str, flag("split to describe")] = "train"
     epoch: Annotated[int, msgspec.Meta(ge=0), flag("epoch to describe")] = 0
-    global_batch: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("samples per step over all ranks")] = 64
-    ranks: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("ranks of an order in packs, in buckets or balanced")] = 1
-    buffer: Annotated[int, msgspec.Meta(ge=1, le=_MAX), flag("size of webdataset's shuffle buffer")] = 1000
-    config: Annotated[OrderSpec | None, flag("file with a whole order, in place of --kind, --seed, --window, ...")] = (
-        None
-    )
+    global_batch: Annotated[
+        int, msgspec.Meta(ge=1, le=_MAX), flag("samples per step over all ranks")
+    ] = 64
+    ranks: Annotated[
+        int, msgspec.Meta(ge=1, le=_MAX), flag("ranks of an order in packs, in buckets or balanced")
+    ] = 1
+    buffer: Annotated[
+        int, msgspec.Meta(ge=1, le=_MAX), flag("size of webdataset's shuffle buffer")
+    ] = 1000
+    config: Annotated[
+        OrderSpec | None, flag("file with a whole order, in place of --kind, --seed, --window, ...")
+    ] = None
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +88,9 @@ def describe_order(
     """
     options = make_options(DescribeOptions, options, changes)
     if order is not None and options.config is not None:
-        raise ConfigError("config is a whole order: give it, or the fields of an order such as kind and seed, not both")
+        raise ConfigError(
+            "config is a whole order: give it, or the fields of an order such as kind and seed, not both"
+        )
     spec = order or options.config or OrderSpec()
     opened = open_dataset(dataset)
     compiled = compile_order(spec, opened, options.split, global_batch=options.global_batch)
@@ -87,13 +102,17 @@ def describe_order(
     entries = in_order.entries(np.arange(len(in_order)))
     costs = None
     if spec.pack or spec.bucket or spec.balance:
-        costs = measure_costs(compiled, options.epoch, in_order, entries, options.global_batch, options.ranks)
+        costs = measure_costs(
+            compiled, options.epoch, in_order, entries, options.global_batch, options.ranks
+        )
     batch = round(options.global_batch * (1 if costs is None else costs.samples_per_pack))
     samples = entries.samples[entries.valid]  # without the padding of lanes
     selected, seed = np.unique(samples), spec.seed + options.epoch
     orders = {
         f"fuelrail {spec.kind}": samples,
-        f"webdataset {options.buffer:,}": webdataset_order(lengths, selected, seed=seed, sample_buffer=options.buffer),
+        f"webdataset {options.buffer:,}": webdataset_order(
+            lengths, selected, seed=seed, sample_buffer=options.buffer
+        ),
         "true shuffle": np.random.default_rng((spec.seed, options.epoch)).permutation(selected),
     }
     figures = [describe(name, each, clips, batch) for name, each in orders.items()]
@@ -123,9 +142,19 @@ def webdataset_order(
     from webdataset.filters import detshuffle
 
     starts = np.searchsorted(selected, np.cumsum([0, *shard_lengths])).tolist()
-    shards: Iterator[int] = detshuffle(bufsize=_SHARD_BUFFER, seed=seed).run(iter(range(len(shard_lengths))))
-    stored = (sample for shard in shards for sample in selected[starts[shard] : starts[shard + 1]].tolist())
-    return np.fromiter(detshuffle(bufsize=sample_buffer, seed=seed).run(stored), dtype=np.int64, count=len(selected))
+    shards: Iterator[int] = detshuffle(bufsize=_SHARD_BUFFER, seed=seed).run(
+        iter(range(len(shard_lengths)))
+    )
+    stored = (
+        sample
+        for shard in shards
+        for sample in selected[starts[shard] : starts[shard + 1]].tolist()
+    )
+    return np.fromiter(
+        detshuffle(bufsize=sample_buffer, seed=seed).run(stored),
+        dtype=np.int64,
+        count=len(selected),
+    )
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +183,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _print(description: Description) -> None:
     console = report_console()
-    selected = "" if description.num_selected == description.num_samples else f" of {description.num_samples:,}"
+    selected = (
+        ""
+        if description.num_selected == description.num_samples
+        else f" of {description.num_samples:,}"
+    )
     padding = f", {description.num_padding:,} of them padding" if description.num_padding else ""
     console.print(
         f"{description.dataset}, split {description.split}: {description.num_selected:,}{selected} samples selected; "
@@ -169,8 +202,14 @@ def _print(description: Description) -> None:
     figures = description.figures
     rows = [
         ("rank correlation", *(f"{each.quality.rank_correlation:+.4f}" for each in figures)),
-        ("neighbours' correlation", *(f"{each.quality.serial_correlation:+.4f}" for each in figures)),
-        ("same-clip pairs in a batch", *(f"{each.same_clip_pairs:.3%}".replace("nan%", "-") for each in figures)),
+        (
+            "neighbours' correlation",
+            *(f"{each.quality.serial_correlation:+.4f}" for each in figures),
+        ),
+        (
+            "same-clip pairs in a batch",
+            *(f"{each.same_clip_pairs:.3%}".replace("nan%", "-") for each in figures),
+        ),
     ]
     costs = description.costs
     if costs is not None:
@@ -183,12 +222,22 @@ def _print(description: Description) -> None:
         if costs.num_buckets is not None:
             padding = ""
             if costs.padding is not None:
-                padding = f"padding {costs.padding_before:.2%} without, {costs.padding:.2%} with them, "
-            console.print(f"{costs.num_buckets} buckets: {padding}{lost} global batch; a full shuffle has 0)")
+                padding = (
+                    f"padding {costs.padding_before:.2%} without, {costs.padding:.2%} with them, "
+                )
+            console.print(
+                f"{costs.num_buckets} buckets: {padding}{lost} global batch; a full shuffle has 0)"
+            )
         if costs.dearest_rank is not None:
-            console.print(f"the dearest of {costs.ranks} ranks costs {costs.dearest_rank:.3f} of the mean")
+            console.print(
+                f"the dearest of {costs.ranks} ranks costs {costs.dearest_rank:.3f} of the mean"
+            )
     print_table(console, [f"epoch {description.epoch}", *(each.name for each in figures)], rows)
     console.print(_LEGEND, style="dim")
 
 
-COMMANDS = {"order": Command("show what an order does to a dataset, and how well it shuffles", _configure, _run)}
+COMMANDS = {
+    "order": Command(
+        "show what an order does to a dataset, and how well it shuffles", _configure, _run
+    )
+}

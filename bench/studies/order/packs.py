@@ -75,7 +75,12 @@ def padding_of(costs: NDArray[np.int64], valid: NDArray[np.bool_], size: int) ->
 
 
 def measure_costs(
-    order: EndlessOrder, epoch: int, in_order: Epoch, entries: Entries, global_batch: int, ranks: int
+    order: EndlessOrder,
+    epoch: int,
+    in_order: Epoch,
+    entries: Entries,
+    global_batch: int,
+    ranks: int,
 ) -> CostFigures:
     """Return the figures of one epoch, whose ``entries`` are those at all positions.
 
@@ -92,12 +97,21 @@ def measure_costs(
     positions = entries.flags.get("pack", np.arange(len(loads)))
     groups = positions if bucketed is None else positions // global_batch
     by_position = np.bincount(positions, weights=loads, minlength=len(in_order))
-    batchings = [order_batching(order, global_batch, World(rank, ranks), drop_last=False) for rank in range(ranks)]
+    batchings = [
+        order_batching(order, global_batch, World(rank, ranks), drop_last=False)
+        for rank in range(ranks)
+    ]
     shares = []
     for step in range(min(_MAX_STEPS, len(in_order) // global_batch)):
-        costs = [by_position[rank_positions(order, in_order, one, step)[0]].sum() for one in batchings]
+        costs = [
+            by_position[rank_positions(order, in_order, one, step)[0]].sum() for one in batchings
+        ]
         shares.append(max(costs) / max(np.mean(costs), 1e-9))
-    fill = None if packed is None or own is None else float(own.sum()) / packed.pack.budget / len(in_order)
+    fill = (
+        None
+        if packed is None or own is None
+        else float(own.sum()) / packed.pack.budget / len(in_order)
+    )
     before = after = None
     if bucketed is not None and own is not None and bucketed.bucket.bounds:
         plain = bucketed.base.epoch(epoch)

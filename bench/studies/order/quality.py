@@ -34,7 +34,10 @@ class ShuffleQuality(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def worst(self) -> tuple[str, float]:
         """The figure that is farthest from a true shuffle's, and its z."""
-        known = ("rank correlation", self.rank_correlation_z), ("neighbours' correlation", self.serial_correlation_z)
+        known = (
+            ("rank correlation", self.rank_correlation_z),
+            ("neighbours' correlation", self.serial_correlation_z),
+        )
         return max(known, key=lambda entry: abs(entry[1]))
 
 
@@ -49,7 +52,9 @@ class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
     same_clip_pairs: float
 
 
-def describe(name: str, samples: NDArray[np.int64], clips: NDArray[np.integer], global_batch: int) -> OrderFigures:
+def describe(
+    name: str, samples: NDArray[np.int64], clips: NDArray[np.integer], global_batch: int
+) -> OrderFigures:
     """Return the figures of an epoch of a split whose sample i is of clip ``clips[i]``.
 
     ``samples`` (n,) may hold a sample several times: each copy counts as a sample. Raises OrderError for epochs that

@@ -29,19 +29,30 @@ if TYPE_CHECKING:
     from fuelrail.bench.planner.hardware import ClusterSettings
 
 
-def measured(asked: Scenario, cluster: ClusterSettings, files: Sequence[str]) -> tuple[Fitted, list[str]]:
+def measured(
+    asked: Scenario, cluster: ClusterSettings, files: Sequence[str]
+) -> tuple[Fitted, list[str]]:
     """Fit the efficiencies to measured steps, and say how well they are known. Raises ConfigError."""
     runs = [_run(Path(name), cluster) for name in files]
     from fuelrail.bench.planner import choice  # needs torch, and the checks above do not
 
     cases = [
-        (choice.fit(run, where, next(choice.candidates(run, where)), fits=True).work, where, run.precision, seconds)
+        (
+            choice.fit(run, where, next(choice.candidates(run, where)), fits=True).work,
+            where,
+            run.precision,
+            seconds,
+        )
         for run, where, seconds in runs
     ]
     found = fit(cases, choice.efficiency(asked, cluster))
     numbers = ", ".join(
         f"{name} {getattr(found.efficiency, name):.2f}"
-        + ("" if name in found.determined else " (mostly as before: these steps do not determine it)")
+        + (
+            ""
+            if name in found.determined
+            else " (mostly as before: these steps do not determine it)"
+        )
         for name in NUMBERS
     )
     said = (
@@ -58,7 +69,9 @@ def _run(path: Path, cluster: ClusterSettings) -> tuple[Scenario, ClusterSetting
     run = load_yaml(path, Scenario)
     where = load_cluster(run.cluster)
     if run.measured_step_s is None or run.parallel == "auto":
-        raise ConfigError(f"--measure '{path}' needs parallel, and measured_step_s: the seconds of a step; add them")
+        raise ConfigError(
+            f"--measure '{path}' needs parallel, and measured_step_s: the seconds of a step; add them"
+        )
     if where.device.name != cluster.device.name:
         raise ConfigError(
             f"--measure '{path}' is of '{where.device.name}', and the plan of '{cluster.device.name}'; measure on that"
@@ -66,7 +79,9 @@ def _run(path: Path, cluster: ClusterSettings) -> tuple[Scenario, ClusterSetting
     return run, where, run.measured_step_s
 
 
-def _run_of(report: Report, path: Path, cluster: ClusterSettings) -> tuple[Scenario, ClusterSettings, float]:
+def _run_of(
+    report: Report, path: Path, cluster: ClusterSettings
+) -> tuple[Scenario, ClusterSettings, float]:
     """Return what ran, and how long its steps took without waiting for data."""
     name = str(report.model["name"])
     if report.accelerator["kind"] != "cuda":
@@ -75,7 +90,9 @@ def _run_of(report: Report, path: Path, cluster: ClusterSettings) -> tuple[Scena
             "a report of `fuelrail bench train --accelerator cuda` on the cluster"
         )
     if report.figures is None or name not in MODELS:
-        raise ConfigError(f"--measure '{path}' has no steps of a known model; give one with figures")
+        raise ConfigError(
+            f"--measure '{path}' has no steps of a known model; give one with figures"
+        )
     options = report.options
     if report.num_ranks > cluster.num_devices:
         raise ConfigError(
@@ -85,11 +102,17 @@ def _run_of(report: Report, path: Path, cluster: ClusterSettings) -> tuple[Scena
     settings = ParallelSettings.among(options, str(path))
     image = Transforms().image
     run = Scenario(
-        name=path.name, model=report.model["name"], cluster=cluster.name,
+        name=path.name,
+        model=report.model["name"],
+        cluster=cluster.name,
         global_batch=report.global_batch,
-        micro_batch=options["batch_size"], precision=options["precision"], parallel=settings,
-        cameras=max(1, len(report.dataset.cameras)), height=image.height, width=image.width,
-    )  # fmt: skip
+        micro_batch=options["batch_size"],
+        precision=options["precision"],
+        parallel=settings,
+        cameras=max(1, len(report.dataset.cameras)),
+        height=image.height,
+        width=image.width,
+    )
     inside = msgspec.structs.replace(
         cluster,
         nodes=math.ceil(report.num_ranks / cluster.devices_per_node),
@@ -111,12 +134,16 @@ def with_data(asked: Scenario, dataset: str, split: str) -> Scenario:
     )
 
 
-def with_loader(asked: Scenario, cluster: ClusterSettings, path: Path) -> tuple[Scenario, ClusterSettings, list[str]]:
+def with_loader(
+    asked: Scenario, cluster: ClusterSettings, path: Path
+) -> tuple[Scenario, ClusterSettings, list[str]]:
     """Take what a loader was measured to do, also for the cluster; raises ConfigError for a report without figures."""
     report = load_report_of(path, LoaderReport, loader_report.SCHEMA, loader_report.VERSION)
     figures = report.figures
     if figures is None:
-        raise ConfigError(f"--loader-report '{path}' has no figures: {report.too_short}; measure for longer")
+        raise ConfigError(
+            f"--loader-report '{path}' has no figures: {report.too_short}; measure for longer"
+        )
     asked = msgspec.structs.replace(
         asked,
         cameras=asked.cameras or (len(report.dataset.cameras) if asked.reads_images else 0) or None,
@@ -125,13 +152,21 @@ def with_loader(asked: Scenario, cluster: ClusterSettings, path: Path) -> tuple[
     per_cpu = 1000 / figures.cpu_s_per_1000_images
     where = f"`fuelrail bench loader` of {report.created} on {report.machine.cpu}"
     decoded = Sourced(per_cpu, f"{per_cpu:.0f} images/s of CPU time: {where}")
-    cluster = msgspec.structs.replace(cluster, host=msgspec.structs.replace(cluster.host, images_per_cpu_s=decoded))
-    said = [f"CPUs of the cluster decode as fast as those of the loader's report ({report.machine.cpu})"]
+    cluster = msgspec.structs.replace(
+        cluster, host=msgspec.structs.replace(cluster.host, images_per_cpu_s=decoded)
+    )
+    said = [
+        f"CPUs of the cluster decode as fast as those of the loader's report ({report.machine.cpu})"
+    ]
     if figures.bound.kind == "storage":
         rate = figures.stored_mb_per_s / 1e3 * cluster.nodes
         stored = Sourced(rate, f"{figures.stored_mb_per_s:.0f} MB/s of a node: {where}")
         cluster = msgspec.structs.replace(cluster, storage_gb_per_s=stored)
-        said.append("each node reads as fast as the one of the loader's report, all of them at once")
+        said.append(
+            "each node reads as fast as the one of the loader's report, all of them at once"
+        )
     else:
-        said.append(f"storage is the cluster file's: the measured loader was held up by {figures.bound.kind}")
+        said.append(
+            f"storage is the cluster file's: the measured loader was held up by {figures.bound.kind}"
+        )
     return asked, cluster, said

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.plan.variants import Planned
 
 PLANNED_HEADER = ("strategy", "micro-batch", "peak GiB", "samples/s", "MFU", "why not")
-SCALING_HEADER = ("scaling", "devices", "global batch", "step s", "samples/s", "efficiency", "occupancy")
+SCALING_HEADER = (
+    "scaling",
+    "devices",
+    "global batch",
+    "step s",
+    "samples/s",
+    "efficiency",
+    "occupancy",
+)
 STAGE_HEADER = (
     "stage",
     "parameters",
@@ -42,8 +50,14 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
     step, cluster, taught = found.step, found.cluster, found.teacher
     images, read = found.images_per_node_s, found.read_gb_per_s
     low, high = found.step_range_s
-    overlap = f", {1 - step.data_exposed / step.data_total:.0%} of it hidden" if step.data_total else ""
-    often = "" if found.checkpoint_interval_s is None else f", every {found.checkpoint_interval_s:,.0f} s"
+    overlap = (
+        f", {1 - step.data_exposed / step.data_total:.0%} of it hidden" if step.data_total else ""
+    )
+    often = (
+        ""
+        if found.checkpoint_interval_s is None
+        else f", every {found.checkpoint_interval_s:,.0f} s"
+    )
     epoch = "not known: the samples of an epoch are not given"
     if found.device_hours_per_epoch is not None:
         epoch = _cost(found.device_hours_per_epoch, found.usd_per_epoch)
@@ -62,9 +76,13 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
             f"bubble {found.bubble:.1%}"
         ),
         "decoding": (
-            "none" if images is None else f"{images:,.0f} of {cluster.images_per_node_s:,.0f} images/s on a node"
+            "none"
+            if images is None
+            else f"{images:,.0f} of {cluster.images_per_node_s:,.0f} images/s on a node"
         ),
-        "storage": "not known" if read is None else f"{read:.2f} of {cluster.storage_gb_per_s.value:g} GB/s",
+        "storage": "not known"
+        if read is None
+        else f"{read:.2f} of {cluster.storage_gb_per_s.value:g} GB/s",
     }
     if taught is not None:
         pays = "never, for reading it takes longer"
@@ -79,7 +97,9 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
             f"sample{of_token}, made once in {_cost(taught.layer_device_hours_per_million)} a million samples, which "
             f"pays {pays}"
         )
-    lines["cost of a million samples"] = _cost(found.device_hours_per_million, found.usd_per_million)
+    lines["cost of a million samples"] = _cost(
+        found.device_hours_per_million, found.usd_per_million
+    )
     lines["cost of an epoch"] = epoch
     lines["checkpoint"] = f"{found.checkpoint_gb:,.1f} GB in {found.checkpoint_s:,.1f} s{often}"
     return list(lines.items())
@@ -113,25 +133,35 @@ def scaling_rows(found: PlanReport) -> list[list[str]]:
     """Return one row for each point."""
     return [
         [
-            curve.scaling, f"{point.num_ranks:,}", f"{point.global_batch:,}",
-            f"{point.step_ms / 1e3:.3f}", f"{point.samples_per_s:,.1f}", f"{point.efficiency:.1%}",
+            curve.scaling,
+            f"{point.num_ranks:,}",
+            f"{point.global_batch:,}",
+            f"{point.step_ms / 1e3:.3f}",
+            f"{point.samples_per_s:,.1f}",
+            f"{point.efficiency:.1%}",
             f"{point.occupancy:.1%}",
         ]
         for curve in found.scaling
         for point in curve.points
-    ]  # fmt: skip
+    ]
 
 
 def stage_rows(found: PlanReport) -> list[list[str]]:
     """Return one row for each stage: what it holds, computes and sends."""
     return [
         [
-            str(shape.stage), f"{shape.parameters:,}", str(shape.in_flight), f"{shape.flop / 1e9:,.1f}",
+            str(shape.stage),
+            f"{shape.parameters:,}",
+            str(shape.in_flight),
+            f"{shape.flop / 1e9:,.1f}",
             ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in shape.memory.items() if size),
-            "; ".join(f"{one.count} {one.kind} on {one.axis}: {one.bytes / 1e6:,.1f} MB" for one in shape.collectives),
+            "; ".join(
+                f"{one.count} {one.kind} on {one.axis}: {one.bytes / 1e6:,.1f} MB"
+                for one in shape.collectives
+            ),
         ]
         for shape in found.stages
-    ]  # fmt: skip
+    ]
 
 
 def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
@@ -139,7 +169,9 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
     low, high = found.step_range_s
     parts: list[Block | Section] = [
         Hero(
-            f"{found.samples_per_s:,.3g}" if found.samples_per_s < 1000 else f"{found.samples_per_s:,.0f}",
+            f"{found.samples_per_s:,.3g}"
+            if found.samples_per_s < 1000
+            else f"{found.samples_per_s:,.0f}",
             "samples/s, predicted",
             f"{found.strategy}: {found.peak_gib:.1f} of {found.usable_gib:.1f} GiB, a step in "
             f"{low:.3g} to {high:.3g} s. The bottleneck: {found.bottleneck}.",
@@ -147,34 +179,54 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         Section("What was tried", [Table(PLANNED_HEADER, planned_rows(found.tried), texts=True)]),
         Section("The plan", [Table(("figure", ""), figures(found), texts=True)]),
         *(Note(f"Assumed: {text}") for text in found.assumed),
-        Section("Memory and work of each stage", [
-            Figure(plots.get("memory", ""), "Bytes at the peak of a step, by kind."),
-            Table(STAGE_HEADER, stage_rows(found), texts=True),
-        ]),
-    ]  # fmt: skip
+        Section(
+            "Memory and work of each stage",
+            [
+                Figure(plots.get("memory", ""), "Bytes at the peak of a step, by kind."),
+                Table(STAGE_HEADER, stage_rows(found), texts=True),
+            ],
+        ),
+    ]
     if found.sweep:
-        ranked = sorted(found.sweep, key=lambda one: -(one.samples_per_s or 0.0))  # the JSON has them as they are
+        ranked = sorted(
+            found.sweep, key=lambda one: -(one.samples_per_s or 0.0)
+        )  # the JSON has them as they are
         fits = sum(one.fails is None for one in found.sweep)
         text = Text(f"{len(found.sweep)} plans, {fits} of them fit; the fastest:")
         table = Table(PLANNED_HEADER, planned_rows(ranked[:SHOWN_OF_SWEEP]), texts=True)
         parts.append(Section("Sweep", [text, table]))
     if any(curve.points for curve in found.scaling):
-        figure = Figure(plots.get("scaling", ""), "Samples/s a device over those of the smallest number.")
+        figure = Figure(
+            plots.get("scaling", ""), "Samples/s a device over those of the smallest number."
+        )
         parts.append(Section("Scaling", [figure, Table(SCALING_HEADER, scaling_rows(found))]))
     if found.explained:
-        rows = [[name, one.formula, as_text(one.inputs), one.source] for name, one in found.explained.items()]
+        rows = [
+            [name, one.formula, as_text(one.inputs), one.source]
+            for name, one in found.explained.items()
+        ]
         parts.append(
-            Section("Where the figures are from", [Table(("figure", "formula", "inputs", "source"), rows, texts=True)])
+            Section(
+                "Where the figures are from",
+                [Table(("figure", "formula", "inputs", "source"), rows, texts=True)],
+            )
         )
     if found.remedies:
         rows = [
             [change, f"{rate:,.1f}", f"{rate / found.samples_per_s - 1:+.0%}"]
             for change, rate in found.remedies.items()
         ]
-        parts.append(Section("What to change first", [Table(("change", "samples/s", "gain"), rows, texts=True)]))
+        parts.append(
+            Section(
+                "What to change first", [Table(("change", "samples/s", "gain"), rows, texts=True)]
+            )
+        )
     if found.recipe is not None:
         parts.append(
-            Section("Launch", [Text(f"Written: the {found.options['recipe']} file, in the field recipe too.")])
+            Section(
+                "Launch",
+                [Text(f"Written: the {found.options['recipe']} file, in the field recipe too.")],
+            )
         )
     parts += [Note(f"Not given: {text}") for text in found.questions]
     parts.append(Text(f"Planned {when(found.created)}.", small=True))
@@ -182,6 +234,9 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
     batch = f"{asked.global_batch} samples a step, {asked.micro_batch} at once on a rank, {asked.precision}"
     about = marked(
         "{model} on {devices} devices (**{cluster}**): {batch}",
-        model=asked.named, devices=found.cluster.num_devices, cluster=found.cluster.name, batch=batch,
-    )  # fmt: skip
+        model=asked.named,
+        devices=found.cluster.num_devices,
+        cluster=found.cluster.name,
+        batch=batch,
+    )
     return Document("Fuelrail plan", asked.name, about, "", [], parts, {})

@@ -23,14 +23,18 @@ def plots(found: PlanReport) -> dict[str, str]:
 
 
 def _memory(found: PlanReport) -> str:
-    kinds = list(dict.fromkeys(kind for shape in found.stages for kind, size in shape.memory.items() if size))
+    kinds = list(
+        dict.fromkeys(kind for shape in found.stages for kind, size in shape.memory.items() if size)
+    )
     with style():
         drawn, axes = new_figure(1.2 + 0.3 * len(found.stages))
         names = [f"stage {shape.stage}" for shape in found.stages]
         left = [0.0] * len(names)
         for number, kind in enumerate(kinds):
             sizes = [shape.memory.get(kind, 0) / GIB for shape in found.stages]
-            axes.barh(names, sizes, 0.66, left=left, color=_COLOURS[number % len(_COLOURS)], label=kind)
+            axes.barh(
+                names, sizes, 0.66, left=left, color=_COLOURS[number % len(_COLOURS)], label=kind
+            )
             left = [before + size for before, size in zip(left, sizes, strict=True)]
         axes.axvline(found.usable_gib, color="#222222", linewidth=1, linestyle="--")
         axes.invert_yaxis()

@@ -21,11 +21,17 @@ _EVERY = 100  # steps between two checkpoints, where the failures of the job are
 _TRAINER = re.compile(r"configs/trainers/fsdp2\.py.*\Z", re.DOTALL)
 
 
-def recipe(kind: str, asked: Scenario, cluster: ClusterSettings, fit: Fit, interval_s: float | None) -> str:
+def recipe(
+    kind: str, asked: Scenario, cluster: ClusterSettings, fit: Fit, interval_s: float | None
+) -> str:
     """Return the text of a launch file: the shipped recipe with the plan's nodes, devices, CPUs and trainer."""
     every = _EVERY if interval_s is None else max(1, round(interval_s / fit.time.total))
     words, needed = _trainer(asked, fit, every)
-    nodes, gpus, cpus = cluster.nodes, cluster.devices_per_node, max(1, int(cluster.host.cpus.value))
+    nodes, gpus, cpus = (
+        cluster.nodes,
+        cluster.devices_per_node,
+        max(1, int(cluster.host.cpus.value)),
+    )
     about = f"# {asked.name}: {fit.settings.mesh or fit.settings.strategy} on {cluster.num_devices} devices.\n"
     if kind == "kubernetes":
         return about + _job(words, needed, nodes, gpus, cpus)
@@ -33,33 +39,53 @@ def recipe(kind: str, asked: Scenario, cluster: ClusterSettings, fit: Fit, inter
     launch = launch[launch.index("exec torchrun") :]
     # Quoted, as a folder may have blanks; what is of the plan has none.
     launch = _TRAINER.sub(
-        " ".join(f'"{word}"' if "$" in word else word for word in words).replace("\\", "") + "\n", launch
+        " ".join(f'"{word}"' if "$" in word else word for word in words).replace("\\", "") + "\n",
+        launch,
     )
     asks = "".join(f': "${{{name}:?{text}}}"\n' for name, text in needed.items())
     if kind == "torchrun":
         first = ': "${FIRST_NODE:?address of the first node}"\n'
-        launch = launch.replace("${NODES:-8}", f"${{NODES:-{nodes}}}").replace("${GPUS:-8}", f"${{GPUS:-{gpus}}}")
+        launch = launch.replace("${NODES:-8}", f"${{NODES:-{nodes}}}").replace(
+            "${GPUS:-8}", f"${{GPUS:-{gpus}}}"
+        )
         return f"#!/usr/bin/env bash\n{about}set -euo pipefail\n{first}{asks}{launch}"
     text = (_RECIPES / "slurm.sbatch").read_text(encoding="utf-8")
     for name, value in {"nodes": nodes, "gpus-per-node": gpus, "cpus-per-task": cpus}.items():
         text = re.sub(rf"(#SBATCH --{name}=)\d+", rf"\g<1>{value}", text)
     head, _, rest = text.partition("#SBATCH")
     rest = re.sub(r': "\$\{DATASET.*\n', asks.replace("\\", ""), rest)
-    rest = re.sub(r"export FIRST_NODE .*", f'NODES="$SLURM_JOB_NUM_NODES" GPUS={gpus} RUN="$SLURM_JOB_ID"', rest)
-    launch = launch.removeprefix("exec ").replace("${NODES:-8}", "$NODES").replace("${GPUS:-8}", "$GPUS")
+    rest = re.sub(
+        r"export FIRST_NODE .*",
+        f'NODES="$SLURM_JOB_NUM_NODES" GPUS={gpus} RUN="$SLURM_JOB_ID"',
+        rest,
+    )
+    launch = (
+        launch.removeprefix("exec ").replace("${NODES:-8}", "$NODES").replace("${GPUS:-8}", "$GPUS")
+    )
     rest = rest.replace("configs/recipes/torchrun.sh\n", launch)
     return f"{head.splitlines()[0]}\n{about}#SBATCH{rest}"
 
 
 def _trainer(asked: Scenario, fit: Fit, every: int) -> tuple[list[str], dict[str, str]]:
     """Return what torchrun starts, and the variables that it needs: `bench train` of a named model, else a script."""
-    needed = {"DATASET": "folder or URL of the dataset", "CHECKPOINTS": "folder on storage that all nodes share"}
+    needed = {
+        "DATASET": "folder or URL of the dataset",
+        "CHECKPOINTS": "folder on storage that all nodes share",
+    }
     saves = ["--checkpoint=$CHECKPOINTS", f"--every={every}"]
     if asked.is_own or not isinstance(asked.model, str):
         needed["TRAINER"] = "your training script, which divides the model as the second line says"
         return ["$TRAINER", "$DATASET", *saves], needed
     needed["STEPS"] = "number of optimiser steps"
-    words = ["-m", "fuelrail", "bench", "train", "$DATASET", "--accelerator=cuda", f"--model={asked.model}"]
+    words = [
+        "-m",
+        "fuelrail",
+        "bench",
+        "train",
+        "$DATASET",
+        "--accelerator=cuda",
+        f"--model={asked.model}",
+    ]
     at_once = fit.inputs.micro_batches if fit.degrees.pp > 1 else 1
     words += [
         f"--precision={asked.run_precision}",
@@ -67,11 +93,20 @@ def _trainer(asked: Scenario, fit: Fit, every: int) -> tuple[list[str], dict[str
         f"--accumulation={fit.inputs.micro_batches // at_once}",
     ]
     how = fit.settings
-    for name in ("strategy", "mesh", "recompute", "pipeline_schedule", "micro_batches", "optimiser"):
+    for name in (
+        "strategy",
+        "mesh",
+        "recompute",
+        "pipeline_schedule",
+        "micro_batches",
+        "optimiser",
+    ):
         if getattr(how, name) != getattr(ParallelSettings(), name):
             words.append(f"--{name.replace('_', '-')}={getattr(how, name)}")
     if asked.reads_images:
-        needed["TRANSFORMS"] = f"YAML file of size and augmentation, for {asked.height}x{asked.width} pixels"
+        needed["TRANSFORMS"] = (
+            f"YAML file of size and augmentation, for {asked.height}x{asked.width} pixels"
+        )
         words.append("--transforms=$TRANSFORMS")
     return [*words, *saves, "--steps=$STEPS"], needed
 
@@ -84,10 +119,15 @@ def _job(words: list[str], needed: dict[str, str], nodes: int, gpus: int, cpus: 
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     worker["replicas"] = nodes
     (container,) = worker["template"]["spec"]["containers"]
-    given = {name: f"REPLACE: {text}" for name, text in needed.items()} | {"CHECKPOINTS": "/checkpoints"}
+    given = {name: f"REPLACE: {text}" for name, text in needed.items()} | {
+        "CHECKPOINTS": "/checkpoints"
+    }
     container["env"] = [{"name": name, "value": value} for name, value in given.items()]
     container["command"] = ["torchrun", *(re.sub(r"\$(\w+)", r"$(\1)", word) for word in words)]
     # Less what the node keeps for itself.
-    container["resources"] = {"requests": {"cpu": str(max(1, cpus - 2))}, "limits": {"nvidia.com/gpu": str(gpus)}}
+    container["resources"] = {
+        "requests": {"cpu": str(max(1, cpus - 2))},
+        "limits": {"nvidia.com/gpu": str(gpus)},
+    }
     text: str = yaml.safe_dump(job, sort_keys=False)
     return text

@@ -96,7 +96,9 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     recipe: str | None = None
 
 
-def build_report(asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None = None) -> PlanReport:
+def build_report(
+    asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None = None
+) -> PlanReport:
     """Return the figures of a plan, whose efficiencies may be ``fitted`` to measured steps."""
     time, seconds = fit.time, data_seconds(asked, cluster)
     step_s = max(time.total, *seconds.values())
@@ -117,18 +119,39 @@ def build_report(asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fi
         deviation = fitted.deviation(slopes(fit.work, cluster, asked.precision, used))
     factor = math.exp(_DEVIATIONS * deviation)
     return PlanReport(
-        schema=SCHEMA, version=VERSION, created=created_now(), scenario=asked, cluster=cluster,
-        strategy=named(fit.settings), peak_gib=peak(fit.stages) / GIB,
-        usable_gib=USABLE * cluster.device.memory_gib.value, stages=fit.stages, step=time, step_s=step_s,
-        step_range_s=(max(time.total / factor, *seconds.values()), max(time.total * factor, *seconds.values())),
-        bubble=time.bubble / time.total, bottleneck=bottleneck(time, seconds), occupancy=time.total / step_s,
-        mfu=fit.useful_flop / (step_s * cluster.peak_flops(asked.precision)), samples_per_s=rate,
-        images_per_node_s=images, read_gb_per_s=None if asked.stored_bytes is None else rate * asked.stored_bytes / 1e9,
-        device_hours_per_million=hours, usd_per_million=None if price is None else hours * price,
-        device_hours_per_epoch=epoch, usd_per_epoch=None if price is None or epoch is None else epoch * price,
-        teacher=teacher_cost(asked, cluster, fit), checkpoint_gb=saved_gb, checkpoint_s=saved_s,
-        checkpoint_interval_s=interval, assumed=assumptions(asked, cluster), questions=questions(asked),
-    )  # fmt: skip
+        schema=SCHEMA,
+        version=VERSION,
+        created=created_now(),
+        scenario=asked,
+        cluster=cluster,
+        strategy=named(fit.settings),
+        peak_gib=peak(fit.stages) / GIB,
+        usable_gib=USABLE * cluster.device.memory_gib.value,
+        stages=fit.stages,
+        step=time,
+        step_s=step_s,
+        step_range_s=(
+            max(time.total / factor, *seconds.values()),
+            max(time.total * factor, *seconds.values()),
+        ),
+        bubble=time.bubble / time.total,
+        bottleneck=bottleneck(time, seconds),
+        occupancy=time.total / step_s,
+        mfu=fit.useful_flop / (step_s * cluster.peak_flops(asked.precision)),
+        samples_per_s=rate,
+        images_per_node_s=images,
+        read_gb_per_s=None if asked.stored_bytes is None else rate * asked.stored_bytes / 1e9,
+        device_hours_per_million=hours,
+        usd_per_million=None if price is None else hours * price,
+        device_hours_per_epoch=epoch,
+        usd_per_epoch=None if price is None or epoch is None else epoch * price,
+        teacher=teacher_cost(asked, cluster, fit),
+        checkpoint_gb=saved_gb,
+        checkpoint_s=saved_s,
+        checkpoint_interval_s=interval,
+        assumed=assumptions(asked, cluster),
+        questions=questions(asked),
+    )
 
 
 def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
@@ -136,18 +159,24 @@ def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> Teacher
     found = taught(asked, fit.inputs, cluster.num_devices)
     if asked.teacher is None or found is None:
         return None
-    own = sum(shape.flop for shape in fit.once) / len(fit.once) - (found.flop if asked.teacher_from == "model" else 0)
+    own = sum(shape.flop for shape in fit.once) / len(fit.once) - (
+        found.flop if asked.teacher_from == "model" else 0
+    )
     used = efficiency(asked, cluster)
     seconds = found.flop / (used.products * cluster.peak_flops(asked.precision))
     seconds += used.passes * found.moved_bytes / (cluster.device.memory_gb_per_s.value * 1e9)
     made = seconds / asked.micro_batch  # of one device, a sample
     read = asked.layer_bytes / (cluster.storage_gb_per_s.value * 1e9) * cluster.num_devices
     return TeacherCost(
-        model=asked.teacher, parameters=found.parameters, flop_share=found.flop / (found.flop + own),
-        memory_gib=(found.weights_bytes + found.pass_bytes) / GIB, layer_bytes=asked.layer_bytes,
-        bytes_per_token=asked.layer_bytes / asked.layer_tokens, layer_device_hours_per_million=1e6 * made / 3600,
+        model=asked.teacher,
+        parameters=found.parameters,
+        flop_share=found.flop / (found.flop + own),
+        memory_gib=(found.weights_bytes + found.pass_bytes) / GIB,
+        layer_bytes=asked.layer_bytes,
+        bytes_per_token=asked.layer_bytes / asked.layer_tokens,
+        layer_device_hours_per_million=1e6 * made / 3600,
         pays_after_epochs=made / (made - read) if read < made else None,
-    )  # fmt: skip
+    )
 
 
 def bottleneck(time: StepTime, seconds: dict[str, float]) -> str:
@@ -169,7 +198,9 @@ def checkpoint_gb(fit: Fit) -> float:
 
 def assumptions(asked: Scenario, cluster: ClusterSettings) -> list[str]:
     """Say what the figures rest on that nobody measured."""
-    found = [f"{1 - USABLE:.0%} of a device's memory is left for the collective library, gaps and scratch memory"]
+    found = [
+        f"{1 - USABLE:.0%} of a device's memory is left for the collective library, gaps and scratch memory"
+    ]
     if asked.efficiency is None:
         used = efficiency(asked, cluster)
         found.append(
@@ -178,19 +209,29 @@ def assumptions(asked: Scenario, cluster: ClusterSettings) -> list[str]:
             "steps of such devices, not of this model; --measure fits it to yours"
         )
     if asked.accelerator is not None:
-        found.append(f"computing takes what the profile '{asked.accelerator}' says, whose sources it names")
+        found.append(
+            f"computing takes what the profile '{asked.accelerator}' says, whose sources it names"
+        )
     if asked.low:
-        found.append("weights bf16: Fuelrail's own trainer has fp32 weights and whole gradients between micro-batches")
+        found.append(
+            "weights bf16: Fuelrail's own trainer has fp32 weights and whole gradients between micro-batches"
+        )
     if cluster.usd_per_device_hour is None:
         found.append(f"no price: cluster '{cluster.name}' has no usd_per_device_hour")
     if asked.reads_images:
         source = f"{cluster.host.cpus.value:g} CPUs x {cluster.host.images_per_cpu_s.source}"
         found.append(f"decoding: {cluster.images_per_node_s:,.0f} images/s of a node: {source}")
-    found.append(f"storage: {cluster.storage_gb_per_s.value:g} GB/s: {cluster.storage_gb_per_s.source}")
+    found.append(
+        f"storage: {cluster.storage_gb_per_s.value:g} GB/s: {cluster.storage_gb_per_s.source}"
+    )
     numbers = {"inside.gb_per_s": cluster.inside.gb_per_s}
     if cluster.between is not None:
         numbers["between.gb_per_s"] = cluster.between.gb_per_s
-    return found + [f"{name} {one.value:g}: {one.source}" for name, one in numbers.items() if "assumed" in one.source]
+    return found + [
+        f"{name} {one.value:g}: {one.source}"
+        for name, one in numbers.items()
+        if "assumed" in one.source
+    ]
 
 
 def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[str, Explained]:
@@ -214,43 +255,90 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[st
         "peak_gib": line(
             "torch's memory tracker + moments + kept x (in_flight - 1), the largest of all stages",
             "the trainer's own strategy, run on fake tensors as one rank",
-            in_flight=str([shape.in_flight for shape in fit.stages]), moments=MOMENTS[fit.settings.optimiser],
+            in_flight=str([shape.in_flight for shape in fit.stages]),
+            moments=MOMENTS[fit.settings.optimiser],
         ),
-        "usable_gib": line("0.9 x memory", device.memory_gib.source, memory_gib=device.memory_gib.value),
-        "step.compute": line("micro_batches x sum of FLOP / (share x peak), attention of fp8 at bf16's peak",
-                             top.source, micro_batches=count, flop=work.flop, attention=work.attention_flop,
-                             convolution=work.convolution_flop, peak_tflops=top.value,
-                             shares=f"{used.products:.2f}, {used.attention:.2f}, {used.convolution:.2f}"),
-        "step.memory": line("micro_batches x passes x activations / rate", moved.source, micro_batches=count,
-                            passes=used.passes, activation_bytes=work.activation_bytes, gb_per_s=moved.value),
-        "step.tensor": line("micro_batches x (bytes sent on axis tp / bus bandwidth + messages x latency)",
-                            ring + cluster.inside.gb_per_s.source, bytes=work.tensor_bytes,
-                            gb_per_s=rate(work.tensor_reach) / 1e9, messages=work.tensor_count),
-        "step.pipeline": line("micro_batches x (2 x hidden tensor / one port + messages x latency)", cluster.link(
-                              work.pipeline_reach).gb_per_s.source, bytes=work.pipeline_bytes,
-                              messages=work.pipeline_count),
-        "step.bubble": line("(p - 1) / (v m) x (compute + memory + tensor + pipeline)", "arXiv 2104.04473, section 2.2",
-                            p=degrees.pp, m=count),
-        "step.data_exposed": line("bytes sent on axes dp_* / bus bandwidth + latency - what hides behind computing",
-                                  ring + "; ".join(sorted(link.gb_per_s.source for link in links)), sent=sent),
-        "step.optimiser": line("7 x 4 bytes x own parameters / rate", moved.source, bytes=work.step_state_bytes),
-        "step_s": line("max(sum of step, decoding, storage)", "the slowest of three that run side by side",
-                       **data_seconds(asked, cluster), devices=fit.time.total),
-        "mfu": line("FLOP without recomputation / (step_s x peak)", "arXiv 2205.05198, equation 7; " + top.source,
-                    flop=fit.useful_flop),
-        "usd_per_million": line("10^6 / samples_per_s / 3600 x devices x price",
-                                "no price is known" if price is None else price.source,
-                                price="none" if price is None else price.value),
-        "teacher.flop_share": line("a third of the FLOP of the teacher's own training / all FLOP",
-                                   "a forward pass is one of three equal parts (arXiv 2205.05198, equation 7)",
-                                   teacher=asked.teacher or "none"),
-        "checkpoint_gb": line("4 bytes x (1 + moments) x parameters", "weights and moments in fp32",
-                              parameters=sum(shape.parameters for shape in fit.stages)),
-        "checkpoint_s": line("checkpoint_gb / storage", cluster.storage_gb_per_s.source, gb=checkpoint_gb(fit)),
+        "usable_gib": line(
+            "0.9 x memory", device.memory_gib.source, memory_gib=device.memory_gib.value
+        ),
+        "step.compute": line(
+            "micro_batches x sum of FLOP / (share x peak), attention of fp8 at bf16's peak",
+            top.source,
+            micro_batches=count,
+            flop=work.flop,
+            attention=work.attention_flop,
+            convolution=work.convolution_flop,
+            peak_tflops=top.value,
+            shares=f"{used.products:.2f}, {used.attention:.2f}, {used.convolution:.2f}",
+        ),
+        "step.memory": line(
+            "micro_batches x passes x activations / rate",
+            moved.source,
+            micro_batches=count,
+            passes=used.passes,
+            activation_bytes=work.activation_bytes,
+            gb_per_s=moved.value,
+        ),
+        "step.tensor": line(
+            "micro_batches x (bytes sent on axis tp / bus bandwidth + messages x latency)",
+            ring + cluster.inside.gb_per_s.source,
+            bytes=work.tensor_bytes,
+            gb_per_s=rate(work.tensor_reach) / 1e9,
+            messages=work.tensor_count,
+        ),
+        "step.pipeline": line(
+            "micro_batches x (2 x hidden tensor / one port + messages x latency)",
+            cluster.link(work.pipeline_reach).gb_per_s.source,
+            bytes=work.pipeline_bytes,
+            messages=work.pipeline_count,
+        ),
+        "step.bubble": line(
+            "(p - 1) / (v m) x (compute + memory + tensor + pipeline)",
+            "arXiv 2104.04473, section 2.2",
+            p=degrees.pp,
+            m=count,
+        ),
+        "step.data_exposed": line(
+            "bytes sent on axes dp_* / bus bandwidth + latency - what hides behind computing",
+            ring + "; ".join(sorted(link.gb_per_s.source for link in links)),
+            sent=sent,
+        ),
+        "step.optimiser": line(
+            "7 x 4 bytes x own parameters / rate", moved.source, bytes=work.step_state_bytes
+        ),
+        "step_s": line(
+            "max(sum of step, decoding, storage)",
+            "the slowest of three that run side by side",
+            **data_seconds(asked, cluster),
+            devices=fit.time.total,
+        ),
+        "mfu": line(
+            "FLOP without recomputation / (step_s x peak)",
+            "arXiv 2205.05198, equation 7; " + top.source,
+            flop=fit.useful_flop,
+        ),
+        "usd_per_million": line(
+            "10^6 / samples_per_s / 3600 x devices x price",
+            "no price is known" if price is None else price.source,
+            price="none" if price is None else price.value,
+        ),
+        "teacher.flop_share": line(
+            "a third of the FLOP of the teacher's own training / all FLOP",
+            "a forward pass is one of three equal parts (arXiv 2205.05198, equation 7)",
+            teacher=asked.teacher or "none",
+        ),
+        "checkpoint_gb": line(
+            "4 bytes x (1 + moments) x parameters",
+            "weights and moments in fp32",
+            parameters=sum(shape.parameters for shape in fit.stages),
+        ),
+        "checkpoint_s": line(
+            "checkpoint_gb / storage", cluster.storage_gb_per_s.source, gb=checkpoint_gb(fit)
+        ),
         "checkpoint_interval_s": line(
             "sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C",
             "J. T. Daly, Future Generation Computer Systems 22 (2006) 303-312, equation 37",
             C=checkpoint_gb(fit) / cluster.storage_gb_per_s.value,
             failures_per_day=asked.failures_per_day or "not given",
         ),
-    }  # fmt: skip
+    }

@@ -49,7 +49,9 @@ def plan(
         fitted, found = measured(asked, cluster, options.measure)
         asked = msgspec.structs.replace(asked, efficiency=fitted.efficiency)
         assumed += found
-    from fuelrail.bench.planner.scaling import scaling_curves  # need torch, and the checks above do not
+    from fuelrail.bench.planner.scaling import (
+        scaling_curves,
+    )  # need torch, and the checks above do not
     from fuelrail.bench.studies.plan.recipe import recipe
     from fuelrail.bench.studies.plan.report import build_report, explanations
     from fuelrail.bench.studies.plan.variants import choose, remedies, sweep
@@ -61,7 +63,9 @@ def plan(
             f"a global_batch of {asked.global_batch} is less than one micro-batch of {asked.micro_batch} on each of "
             f"{cluster.num_devices} devices ({at_once}), so the model itself is divided"
         )
-    assumed.append(f"scaling: storage stays {cluster.storage_gb_per_s.value:g} GB/s for all nodes, however many")
+    assumed.append(
+        f"scaling: storage stays {cluster.storage_gb_per_s.value:g} GB/s for all nodes, however many"
+    )
     if cluster.between is None:
         assumed.append(
             f"scaling ends at {cluster.devices_per_node} devices, one node: cluster '{cluster.name}' has no link "
@@ -71,12 +75,18 @@ def plan(
     interval_s = report.checkpoint_interval_s
     return msgspec.structs.replace(
         report,
-        options={name: value for name, value in msgspec.to_builtins(options).items() if value not in (None, False, [])},
+        options={
+            name: value
+            for name, value in msgspec.to_builtins(options).items()
+            if value not in (None, False, [])
+        },
         tried=tried,
         sweep=sweep(asked, cluster) if options.sweep else [],
         scaling=scaling_curves(asked, cluster, chosen),
         assumed=[*report.assumed, *assumed],
         explained=explanations(asked, cluster, chosen) if options.explain else {},
         remedies=remedies(asked, cluster, chosen, tried),
-        recipe=None if options.recipe is None else recipe(options.recipe, asked, cluster, chosen, interval_s),
+        recipe=None
+        if options.recipe is None
+        else recipe(options.recipe, asked, cluster, chosen, interval_s),
     )

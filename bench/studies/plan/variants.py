@@ -69,25 +69,37 @@ def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Planned
         try:
             found = fit(asked, cluster, settings)
         except IndivisibleError as error:
-            hint = "" if asked.parallel != "auto" else ", or --mesh, which can divide the layers instead"
+            hint = (
+                ""
+                if asked.parallel != "auto"
+                else ", or --mesh, which can divide the layers instead"
+            )
             raise ConfigError(f"strategy {named(settings)}: {error}{hint}") from error
         except ConfigError as error:
             if asked.parallel != "auto":
                 raise ConfigError(f"strategy {named(settings)}: {error}") from error
-            tried.append(Planned(strategy=named(settings), micro_batch=asked.micro_batch, fails=str(error)))
+            tried.append(
+                Planned(strategy=named(settings), micro_batch=asked.micro_batch, fails=str(error))
+            )
             continue
         chosen = chosen or found
         tried.append(planned(asked, cluster, found))
     if chosen is not None:
         return chosen, tried
     reasons = list(dict.fromkeys(one.fails for one in tried))
-    why = reasons[0] if len(reasons) == 1 else "; ".join(f"{one.strategy}: {one.fails}" for one in tried)
+    why = (
+        reasons[0]
+        if len(reasons) == 1
+        else "; ".join(f"{one.strategy}: {one.fails}" for one in tried)
+    )
     if isinstance(asked.settings, GptSettings) and not asked.low:
         why = (
             f"{why}; this is with fp32 weights and whole gradients, as Fuelrail's trainer has them: --weights bf16 "
             "plans a trainer with less"
         )
-    raise ConfigError(f"model '{asked.named}' does not fit on {cluster.num_devices} x {cluster.device.name}: {why}")
+    raise ConfigError(
+        f"model '{asked.named}' does not fit on {cluster.num_devices} x {cluster.device.name}: {why}"
+    )
 
 
 def sweep(asked: Scenario, cluster: ClusterSettings) -> list[Planned]:
@@ -119,15 +131,21 @@ def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
         yield from hybrid(cluster, recompute)
         for tp in (1, 2, 8):
             for pp in (1, 2, 4, 8):
-                divides = cluster.devices_per_node % tp == 0 and cluster.num_devices % (tp * pp) == 0
+                divides = (
+                    cluster.devices_per_node % tp == 0 and cluster.num_devices % (tp * pp) == 0
+                )
                 if tp * pp > 1 and divides:
                     yield composed(cluster, pp, tp, recompute)
 
 
-def remedies(asked: Scenario, cluster: ClusterSettings, chosen: Fit, tried: Sequence[Planned]) -> dict[str, float]:
+def remedies(
+    asked: Scenario, cluster: ClusterSettings, chosen: Fit, tried: Sequence[Planned]
+) -> dict[str, float]:
     """Return changes that make a plan faster, each with its rate, the best first; other strategies were ``tried``."""
     found = dict(_changed(asked, cluster, chosen))
-    found |= {f"use {one.strategy}": one.samples_per_s for one in tried if one.samples_per_s is not None}
+    found |= {
+        f"use {one.strategy}": one.samples_per_s for one in tried if one.samples_per_s is not None
+    }
     own = _rate(asked, cluster, chosen)
     faster = {change: rate for change, rate in found.items() if rate > own * _WORTH}
     return dict(sorted(faster.items(), key=lambda one: -one[1]))
@@ -145,26 +163,46 @@ def _changed(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> Iterator
             rest = max(total, *(other for name, other in waits.items() if name != what))
             yield (
                 f"make {what} {wait / rest:.2g} times as fast "
-                + ("(more CPUs a node, smaller stored images)" if what == "decoding" else "(a cache, smaller samples)"),
+                + (
+                    "(more CPUs a node, smaller stored images)"
+                    if what == "decoding"
+                    else "(a cache, smaller samples)"
+                ),
                 asked.global_batch / rest,
             )
     how = msgspec.structs.replace(chosen.settings, micro_batches=None)
     changes: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        (f"micro_batch {size}", {"micro_batch": size}, {}) for size in (2 * asked.micro_batch, 4 * asked.micro_batch)
+        (f"micro_batch {size}", {"micro_batch": size}, {})
+        for size in (2 * asked.micro_batch, 4 * asked.micro_batch)
     ]
-    faster = {"fp32": ("tf32", "bf16"), "tf32": ("bf16",), "bf16": ("fp8",), "fp16": ("fp8",), "fp8": ()}
+    faster = {
+        "fp32": ("tf32", "bf16"),
+        "tf32": ("bf16",),
+        "bf16": ("fp8",),
+        "fp16": ("fp8",),
+        "fp8": (),
+    }
     changes += [
         (f"precision {kind}, if it trains as well", {"precision": kind}, {})
         for kind in faster[asked.precision]
-        if kind in cluster.device.peak_tflops and (kind != "fp8" or isinstance(asked.settings, GptSettings))
+        if kind in cluster.device.peak_tflops
+        and (kind != "fp8" or isinstance(asked.settings, GptSettings))
     ]
     if chosen.degrees.pp > 1 and how.pipeline_schedule == "1F1B":
         interleaved = "Interleaved1F1B"
-        changes.append((f"pipeline_schedule {interleaved}", {"virtual_stages": 2}, {"pipeline_schedule": interleaved}))
+        changes.append(
+            (
+                f"pipeline_schedule {interleaved}",
+                {"virtual_stages": 2},
+                {"pipeline_schedule": interleaved},
+            )
+        )
     for change, facts, settings in changes:
         scenario = msgspec.structs.replace(asked, **facts)
         try:
             found = fit(scenario, cluster, msgspec.structs.replace(how, **settings))
-        except ConfigError:  # it does not fit into memory, or does not divide the model or the batch
+        except (
+            ConfigError
+        ):  # it does not fit into memory, or does not divide the model or the batch
             continue
         yield f"{change}, with {named(found.settings)}", _rate(scenario, cluster, found)

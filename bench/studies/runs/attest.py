@@ -85,10 +85,18 @@ def _signed(payload: bytes, pem: bytes) -> dict[str, Any]:
     try:
         key = load_pem_private_key(pem, password=None)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"the key must be an Ed25519 private key in PEM without a password: {error}") from error
+        raise ConfigError(
+            f"the key must be an Ed25519 private key in PEM without a password: {error}"
+        ) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"the key must be an Ed25519 private key in PEM, got {type(key).__name__}")
+        raise ConfigError(
+            f"the key must be an Ed25519 private key in PEM, got {type(key).__name__}"
+        )
     signed = b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
     encoded = [base64.b64encode(one).decode() for one in (payload, key.sign(signed))]
     keyid = hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest()
-    return {"payloadType": _PAYLOAD, "payload": encoded[0], "signatures": [{"keyid": keyid, "sig": encoded[1]}]}
+    return {
+        "payloadType": _PAYLOAD,
+        "payload": encoded[0],
+        "signatures": [{"keyid": keyid, "sig": encoded[1]}],
+    }

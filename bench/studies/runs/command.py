@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 class SeenOptions(PrintOptions, frozen=True, kw_only=True):
     """Flags of ``fuelrail runs`` words that make a loader."""
 
-    dataset: Annotated[str | None, flag("where the dataset is now (default: where it was)", metavar="DATASET")] = None
+    dataset: Annotated[
+        str | None, flag("where the dataset is now (default: where it was)", metavar="DATASET")
+    ] = None
 
 
 class FindOptions(SeenOptions, frozen=True, kw_only=True):
     """Flags of ``fuelrail runs seen``."""
 
     checkpoints: Annotated[
-        str | None, flag("folder or URL of checkpoints, or a JSON file of loaders' states by name", metavar="PLACE")
+        str | None,
+        flag(
+            "folder or URL of checkpoints, or a JSON file of loaders' states by name",
+            metavar="PLACE",
+        ),
     ] = None
 
 
@@ -34,11 +40,14 @@ class ReplayOptions(SeenOptions, frozen=True, kw_only=True):
     """Flags of ``fuelrail runs replay``."""
 
     without: Annotated[
-        str | None, flag("the batch of a run that never had the keys and clips in a file", metavar="FILE")
+        str | None,
+        flag("the batch of a run that never had the keys and clips in a file", metavar="FILE"),
     ] = None
 
     step: Annotated[NotNegative, flag("number of the step in the run, from 0")]
-    rank: Annotated[NotNegative | None, flag("the batch of one rank (default: of all ranks, in order)")] = None
+    rank: Annotated[
+        NotNegative | None, flag("the batch of one rank (default: of all ranks, in order)")
+    ] = None
     image: Annotated[str | None, flag("draw the batch into this PNG file", metavar="FILE")] = None
 
 
@@ -46,8 +55,12 @@ class AttestOptions(Settings, frozen=True, kw_only=True):
     """Flags of ``fuelrail runs attest``."""
 
     epoch: Annotated[NotNegative, flag("epoch of the loader's state in the checkpoint")]
-    samples: Annotated[NotNegative, flag("samples of that epoch consumed, of the loader's state in the checkpoint")]
-    key: Annotated[str | None, flag("PEM file of an Ed25519 private key (default: not signed)", metavar="FILE")] = None
+    samples: Annotated[
+        NotNegative, flag("samples of that epoch consumed, of the loader's state in the checkpoint")
+    ]
+    key: Annotated[
+        str | None, flag("PEM file of an Ed25519 private key (default: not signed)", metavar="FILE")
+    ] = None
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
@@ -64,17 +77,27 @@ class ReplayReport(msgspec.Struct, frozen=True):
         """Return the report as text."""
         digests = {None: "the ledger has no digest of it", True: "its digest is that of the ledger"}
         where = f"step {self.step}: epoch {self.epoch}, after {self.samples_consumed} samples"
-        lines = [where, *self.keys, digests.get(self.digest_matches, "its digest is NOT that of the ledger")]
+        lines = [
+            where,
+            *self.keys,
+            digests.get(self.digest_matches, "its digest is NOT that of the ledger"),
+        ]
         return text_of([*lines, *self.differences])
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    show = words.add_parser("show", help="print the segments of a run, and what its weights have seen")
+    show = words.add_parser(
+        "show", help="print the segments of a run, and what its weights have seen"
+    )
     again = words.add_parser("replay", help="make the batch of a step again")
     find = words.add_parser("seen", help="print at which steps samples or clips were shown")
-    differ = words.add_parser("diff", help="print the first step and the settings in which two runs differ")
-    stated = words.add_parser("attest", help="print what a checkpoint's weights have seen as an in-toto statement")
+    differ = words.add_parser(
+        "diff", help="print the first step and the settings in which two runs differ"
+    )
+    stated = words.add_parser(
+        "attest", help="print what a checkpoint's weights have seen as an in-toto statement"
+    )
     for one in (show, again, find, stated):
         one.add_argument("ledger", metavar="LEDGER", help="ledger of a run")
     find.add_argument("names", metavar="KEY", nargs="+", help="key of a sample, or a clip")
@@ -82,7 +105,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         differ.add_argument(name, metavar="LEDGER", help="ledger of a run")
     stated.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder of the checkpoint")
     add_flags(stated, AttestOptions)
-    for one, options in ((show, PrintOptions), (again, ReplayOptions), (find, FindOptions), (differ, PrintOptions)):
+    for one, options in (
+        (show, PrintOptions),
+        (again, ReplayOptions),
+        (find, FindOptions),
+        (differ, PrintOptions),
+    ):
         add_flags(one, options)
 
 
@@ -93,7 +121,9 @@ def _run(args: argparse.Namespace) -> int:
         from fuelrail.bench.studies.runs.attest import attest
 
         stated = from_flags(args, AttestOptions)
-        print_json(attest(args.ledger, args.checkpoint, (stated.epoch, stated.samples), key=stated.key))
+        print_json(
+            attest(args.ledger, args.checkpoint, (stated.epoch, stated.samples), key=stated.key)
+        )
         return code
     if args.word == "show":
         options, report = from_flags(args, PrintOptions), run_history(args.ledger)
@@ -104,7 +134,12 @@ def _run(args: argparse.Namespace) -> int:
         from fuelrail.bench.studies.runs.replay import seen  # with torch
 
         find_options = options = from_flags(args, FindOptions)
-        report = seen(args.ledger, args.names, dataset=find_options.dataset, checkpoints=find_options.checkpoints)
+        report = seen(
+            args.ledger,
+            args.names,
+            dataset=find_options.dataset,
+            checkpoints=find_options.checkpoints,
+        )
     else:
         replay_options = options = from_flags(args, ReplayOptions)
         report = _replay(args.ledger, replay_options)
@@ -116,16 +151,28 @@ def _run(args: argparse.Namespace) -> int:
 def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
     from fuelrail.bench.studies.runs.replay import replay  # with torch
 
-    found = replay(ledger, options.step, rank=options.rank, dataset=options.dataset, without=options.without)
+    found = replay(
+        ledger, options.step, rank=options.rank, dataset=options.dataset, without=options.without
+    )
     if options.image is not None:
         try:
-            found.loader.show(found.batch, samples=len(found.batch["sample_key"])).save(options.image)
+            found.loader.show(found.batch, samples=len(found.batch["sample_key"])).save(
+                options.image
+            )
         except OSError as error:
-            raise ConfigError(f"--image '{options.image}' cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"--image '{options.image}' cannot be written: {error.strerror}"
+            ) from error
     return ReplayReport(
-        options.step, found.epoch, found.samples_consumed, list(found.batch["sample_key"]), found.digest_matches,
+        options.step,
+        found.epoch,
+        found.samples_consumed,
+        list(found.batch["sample_key"]),
+        found.digest_matches,
         found.differences,
-    )  # fmt: skip
+    )
 
 
-COMMANDS = {"runs": Command("read the ledger of a run: what its weights have seen", _configure, _run)}
+COMMANDS = {
+    "runs": Command("read the ledger of a run: what its weights have seen", _configure, _run)
+}

@@ -74,7 +74,9 @@ class RunReport(msgspec.Struct, frozen=True):
         ]
         for one in self.stretches:
             gap = ", behind positions that were skipped or are not known" if one.skipped else ""
-            again = f"; {one.steps_again} steps behind it were thrown away" if one.steps_again else ""
+            again = (
+                f"; {one.steps_again} steps behind it were thrown away" if one.steps_again else ""
+            )
             lines.append(
                 f"  {one.num_steps} steps from step {one.first_step} on: epoch {one.start[0]} sample {one.start[1]} to "
                 f"epoch {one.end[0]} sample {one.end[1]}, global batch {one.global_batch}, {one.ranks} ranks, started "
@@ -97,9 +99,13 @@ class _Lengths:
     """The lengths of the epochs that ended in a segment; of an epoch that is not over, no number is too large."""
 
     def __init__(self, records: Sequence[Record], start: int) -> None:
-        segment = itertools.takewhile(lambda one: not isinstance(one, SegmentStart), records[start + 1 :])
+        segment = itertools.takewhile(
+            lambda one: not isinstance(one, SegmentStart), records[start + 1 :]
+        )
         reached = [one for one in segment if isinstance(one, PlaceReached)]
-        self._known = {one.place[0] - 1: one.epoch_length for one in reached if one.epoch_length is not None}
+        self._known = {
+            one.place[0] - 1: one.epoch_length for one in reached if one.epoch_length is not None
+        }
 
     def __call__(self, epoch: int) -> int:
         return self._known.get(epoch, 2**62)
@@ -123,9 +129,13 @@ class RunHistory:
             varying = {"has_pack", "without"} & identity.order.keys()
             lengths = _Lengths(self.ledger.records, stretch.record) if varying else None
             world = World(0, start.ranks)
-            batching = Batching(setup.epoch_length, start.global_batch, world, identity.drop_last, lengths=lengths)
+            batching = Batching(
+                setup.epoch_length, start.global_batch, world, identity.drop_last, lengths=lengths
+            )
             walk = Walk(Cursor(*start.place), batching)
-            self.parts.append(Part(stretch, identity, walk, self.num_steps, steps_between(walk, stretch.end)))
+            self.parts.append(
+                Part(stretch, identity, walk, self.num_steps, steps_between(walk, stretch.end))
+            )
             self.num_steps += self.parts[-1].length
         if not self.parts:
             raise ConfigError(f"ledger '{path}' has no start of a run")
@@ -137,18 +147,26 @@ class RunHistory:
                 epoch, at = part.walk.place(number - part.first)
                 batches = part.walk.batches(epoch)
                 return part, Cursor(epoch, batches.start + at * batches.global_batch)
-        raise ConfigError(f"step {number} is not in ledger '{self.path}': it has the steps 0 to {self.num_steps - 1}")
+        raise ConfigError(
+            f"step {number} is not in ledger '{self.path}': it has the steps 0 to {self.num_steps - 1}"
+        )
 
     def replaced(self) -> dict[Place, SampleReplaced]:
         """Return what replaced bad samples in the steps of the run, of all ranks, by epoch and position."""
         path = Path(self.path)
-        files = [path, *sorted(one for one in path.parent.iterdir() if one.name.startswith(f"{path.name}.rank"))]
+        files = [
+            path,
+            *sorted(
+                one for one in path.parent.iterdir() if one.name.startswith(f"{path.name}.rank")
+            ),
+        ]
         records = [one for file in files for one in read_ledger(file, open_end=True).records]
         ends = {part.stretch.start.place: part.stretch.end for part in self.parts}
         return {
             (one.epoch, one.position): one
             for one in records
-            if isinstance(one, SampleReplaced) and (one.epoch, one.position) < ends.get(one.since, (0, 0))
+            if isinstance(one, SampleReplaced)
+            and (one.epoch, one.position) < ends.get(one.since, (0, 0))
         }
 
     def digests(self) -> dict[tuple[int, int, int], str]:
@@ -159,7 +177,11 @@ class RunHistory:
         for number, record in enumerate(self.ledger.records):
             if isinstance(record, SegmentStart):
                 newest = kept.get(number)
-            elif isinstance(record, BatchDigest) and newest is not None and record.place < newest.stretch.end:
+            elif (
+                isinstance(record, BatchDigest)
+                and newest is not None
+                and record.place < newest.stretch.end
+            ):
                 step = newest.first + steps_between(newest.walk, record.place)
                 found[step, record.rank, record.ranks] = record.xxh3
         return found
@@ -168,17 +190,31 @@ class RunHistory:
         """Return what the ledger says."""
         stretches = [
             StretchReport(
-                first, length, stretch.start.place, stretch.end, stretch.start.global_batch, stretch.start.ranks,
-                stretch.start.time, steps_between(walk, stretch.trained) - length, stretch.skipped,
+                first,
+                length,
+                stretch.start.place,
+                stretch.end,
+                stretch.start.global_batch,
+                stretch.start.ranks,
+                stretch.start.time,
+                steps_between(walk, stretch.trained) - length,
+                stretch.skipped,
             )
             for stretch, _, walk, first, length in self.parts
-        ]  # fmt: skip
+        ]
         records = self.ledger.records
         num_states = sum(isinstance(one, PlaceReached) and one.why == "state" for one in records)
         return RunReport(
-            self.path, self.ledger.head, len(records), self.num_steps, num_states, len(self.replaced()),
-            len(self.lost), stretches, msgspec.to_builtins(self.parts[-1].stretch.setup),
-        )  # fmt: skip
+            self.path,
+            self.ledger.head,
+            len(records),
+            self.num_steps,
+            num_states,
+            len(self.replaced()),
+            len(self.lost),
+            stretches,
+            msgspec.to_builtins(self.parts[-1].stretch.setup),
+        )
 
 
 def steps_between(walk: Walk, place: Place) -> int:
@@ -209,7 +245,11 @@ class RunDifference(msgspec.Struct, frozen=True):
 
     def as_text(self) -> str:
         """Return the differences as text."""
-        lines = [] if self.first_step is None else [f"step {self.first_step} is the first that differs in its samples"]
+        lines = (
+            []
+            if self.first_step is None
+            else [f"step {self.first_step} is the first that differs in its samples"]
+        )
         if self.first_digest is not None:
             lines.append(f"step {self.first_digest} is the first with another digest of its batch")
         lines += self.settings
@@ -227,14 +267,20 @@ def run_diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> R
         unlike = [common]
     digests, others = one.digests(), other.digests()
     both = sorted(digests.keys() & others.keys())
-    changed = [step for step, rank, ranks in both if digests[step, rank, ranks] != others[step, rank, ranks]]
+    changed = [
+        step
+        for step, rank, ranks in both
+        if digests[step, rank, ranks] != others[step, rank, ranks]
+    ]
     settings, theirs = (_flat(msgspec.to_builtins(run.parts[-1].stretch.setup)) for run in runs)
     lines = [
         f"{name}: {settings.get(name)} | {theirs.get(name)}"
         for name in {**settings, **theirs}
         if not name.startswith("loader.") and settings.get(name) != theirs.get(name)
     ]
-    return RunDifference(unlike[0] if unlike else None, changed[0] if changed else None, len(both), lines)
+    return RunDifference(
+        unlike[0] if unlike else None, changed[0] if changed else None, len(both), lines
+    )
 
 
 def _samples(part: Part, place: Cursor) -> tuple[object, ...]:

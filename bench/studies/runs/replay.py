@@ -56,7 +56,7 @@ def replay(
     rank: int | None = None,
     dataset: str | os.PathLike[str] | None = None,
     functions: dict[str, Callable[..., Any]] | None = None,
-    loader: Any = None,  # noqa: ANN401
+    loader: Any = None,
     without: str | Sequence[str] | None = None,
 ) -> Replay:
     """Make the batch of a step of a run again, by a loader with the ledger's settings; steps count from 0.
@@ -78,7 +78,9 @@ def replay(
     part, place = history.step(step if without is None else min(step, history.num_steps - 1))
     start, setup = part.stretch.start, part.stretch.setup
     if rank is not None and not 0 <= rank < start.ranks:
-        raise ConfigError(f"rank {rank} is not in step {step}: it had the ranks 0 to {start.ranks - 1}")
+        raise ConfigError(
+            f"rank {rank} is not in step {step}: it had the ranks 0 to {start.ranks - 1}"
+        )
     if loader is not None:
         source = loader.count() if hasattr(loader, "count") else loader
         source.load_state_dict(state_at(part.identity, place, start.global_batch))
@@ -88,7 +90,11 @@ def replay(
             state = state_at(part.identity, place, start.global_batch)
             if without is not None:
                 place = _place_without(history, step, loader)
-                state = {**loader.state_dict(), "epoch": place.epoch, "samples_consumed": place.samples_consumed}
+                state = {
+                    **loader.state_dict(),
+                    "epoch": place.epoch,
+                    "samples_consumed": place.samples_consumed,
+                }
             loader.load_state_dict(state)
             batch = next(iter(loader))
     now = package_versions()
@@ -101,11 +107,19 @@ def replay(
     for (epoch, position), one in history.replaced().items():
         at = position - place.samples_consumed
         is_here = (
-            epoch == place.epoch and 0 <= at < start.global_batch and one.rank in (rank, one.rank * (rank is None))
+            epoch == place.epoch
+            and 0 <= at < start.global_batch
+            and one.rank in (rank, one.rank * (rank is None))
         )
         if is_here and without is None and one.replaced_by not in keys:
-            differences.append(f"position {position} was {one.replaced_by}, for {one.key} was bad, and is another")
-    known = None if without else history.digests().get((step, rank or 0, 1 if rank is None else start.ranks))
+            differences.append(
+                f"position {position} was {one.replaced_by}, for {one.key} was bad, and is another"
+            )
+    known = (
+        None
+        if without
+        else history.digests().get((step, rank or 0, 1 if rank is None else start.ranks))
+    )
     matches = None if known is None else known == f"{batch_digest(batch) % 2**64:016x}"
     return Replay(batch, loader, place.epoch, place.samples_consumed, matches, differences)
 
@@ -133,14 +147,22 @@ def make_loader(
     """Make a loader equal to that of a part of a run, for one rank or for all. Raises ConfigError."""
     setup, start = part.stretch.setup, part.stretch.start
     if setup.loader is None:
-        raise ConfigError("the ledger is of a sampler's run: give the sampler, replay(ledger, step, loader=sampler)")
+        raise ConfigError(
+            "the ledger is of a sampler's run: give the sampler, replay(ledger, step, loader=sampler)"
+        )
     try:
-        places, named = (msgspec.convert(setup.loader[name], dict[str, str]) for name in ("datasets", "functions"))
+        places, named = (
+            msgspec.convert(setup.loader[name], dict[str, str])
+            for name in ("datasets", "functions")
+        )
         options: dict[str, Any] = {name: setup.loader[name] for name in (*RECORDED, "order")}
         options["transforms"] = {**options["transforms"], "decoder": setup.decoder}
         options["bad_samples"] = {**options["bad_samples"], "file": None}
         if without is not None:
-            options["order"] = {**options["order"], "without": [*options["order"].get("without", ()), without]}
+            options["order"] = {
+                **options["order"],
+                "without": [*options["order"].get("without", ()), without],
+            }
         first = next(iter(places.values()))
         if isinstance(options["mix"], list):
             options["mix"] = msgspec.convert(options["mix"], list[MixStage])
@@ -149,7 +171,9 @@ def make_loader(
         raise LedgerError(what, part.stretch.record) from error
     if missing := [name for name in named if name not in functions]:
         what = f"{missing[0]}={named[missing[0]]}"
-        raise ConfigError(f"the run had {what}, which a ledger does not keep: give functions={{{missing[0]!r}: ...}}")
+        raise ConfigError(
+            f"the run had {what}, which a ledger does not keep: give functions={{{missing[0]!r}: ...}}"
+        )
     if dataset is not None and options["mix"] is not None:
         raise ConfigError(
             f"dataset='{dataset}' is one, and the run mixed {', '.join(places)}: put them where they were"
@@ -203,9 +227,13 @@ class SeenReport(msgspec.Struct, frozen=True):
         clean = "no saved state is from before them"
         if self.newest_clean is not None:
             epoch, consumed = self.newest_clean
-            clean = f"the newest saved state without them is that of epoch {epoch}, {consumed} samples"
+            clean = (
+                f"the newest saved state without them is that of epoch {epoch}, {consumed} samples"
+            )
             clean += "" if self.checkpoint is None else f": {self.checkpoint}"
-        return text_of([*lines, f"{self.num_samples} samples were shown {len(self.showings)} times; {clean}"])
+        return text_of(
+            [*lines, f"{self.num_samples} samples were shown {len(self.showings)} times; {clean}"]
+        )
 
 
 def seen(
@@ -251,12 +279,18 @@ def _samples(loader: DataLoader, split: str, names: Sequence[str]) -> list[NDArr
     for dataset in loader.datasets.values():
         entry = dataset.split(split)
         first, end = entry.first_sample, entry.first_sample + entry.num_samples
-        by_key = {name: row for name in names if (row := dataset.find(name)) is not None and first <= row < end}
+        by_key = {
+            name: row
+            for name in names
+            if (row := dataset.find(name)) is not None and first <= row < end
+        }
         clips = [name for name in names if name not in by_key]
         of_clips: NDArray[np.int64] = np.zeros(0, np.int64)
         if clips:
             column = dataset.index.texts("clip_id", first, end)
-            of_clips = np.flatnonzero(pc.is_in(column, value_set=pa.array(clips, pa.string())).to_numpy())
+            of_clips = np.flatnonzero(
+                pc.is_in(column, value_set=pa.array(clips, pa.string())).to_numpy()
+            )
             unknown -= set(column.take(of_clips).unique().to_pylist())
         unknown -= by_key.keys()
         rows.append({row - first for row in by_key.values()} | set(of_clips.tolist()))
@@ -266,7 +300,12 @@ def _samples(loader: DataLoader, split: str, names: Sequence[str]) -> list[NDArr
 
 
 def _in_epoch(
-    part: Part, loader: DataLoader, epoch: int, of_part: int, samples: NDArray[np.int64], replaced: Replaced
+    part: Part,
+    loader: DataLoader,
+    epoch: int,
+    of_part: int,
+    samples: NDArray[np.int64],
+    replaced: Replaced,
 ) -> list[Showing]:
     """Return the showings in those steps of an epoch that are of a part of the run."""
     batches, start = part.walk.batches(epoch), part.stretch.start
@@ -274,8 +313,12 @@ def _in_epoch(
     first = dataset.split(part.identity.split).first_sample
     keys = [dataset.index.row(first + sample).key for sample in samples.tolist()]
     which, positions, is_own = loader.where.find(epoch, of_part, samples)
-    shown = list(zip([keys[at] for at in which.tolist()], positions.tolist(), is_own.tolist(), strict=True))
-    stands_for = {at: one for (of, at), one in replaced.items() if of == epoch and one.replaced_by in keys}
+    shown = list(
+        zip([keys[at] for at in which.tolist()], positions.tolist(), is_own.tolist(), strict=True)
+    )
+    stands_for = {
+        at: one for (of, at), one in replaced.items() if of == epoch and one.replaced_by in keys
+    }
     shown += [(one.replaced_by, position, True) for position, one in stands_for.items()]
     places = loader.where.places(epoch, np.array([at for _, at, _ in shown], np.int64))
     valid = [True] * len(shown) if "pack" in places.flags else places.valid.tolist()
@@ -291,18 +334,26 @@ def _in_epoch(
             if 0 <= step < num_steps:
                 found.append(
                     Showing(
-                        key, first_step + step, epoch, position,
-                        _dealt(loader, batches, epoch, step, row, start.ranks) // (batches.global_batch // start.ranks),
-                        draws[key], not own, is_valid and running == position,
+                        key,
+                        first_step + step,
+                        epoch,
+                        position,
+                        _dealt(loader, batches, epoch, step, row, start.ranks)
+                        // (batches.global_batch // start.ranks),
+                        draws[key],
+                        not own,
+                        is_valid and running == position,
                         instead.key if instead is not None and stands else None,
                         None if instead is None or stands or not own else instead.replaced_by,
                     )
-                )  # fmt: skip
+                )
         draws[key] += own
     return found
 
 
-def _dealt(loader: DataLoader, batches: Batching, epoch: int, step: int, row: int, ranks: int) -> int:
+def _dealt(
+    loader: DataLoader, batches: Batching, epoch: int, step: int, row: int, ranks: int
+) -> int:
     """Return which row of all ranks' batches a row of a global batch is."""
     order = loader.where.order
     if not isinstance(order, BalancedOrder):
@@ -315,8 +366,16 @@ def _newest_clean(
     history: RunHistory, found: Sequence[Showing], checkpoints: str | os.PathLike[str] | None
 ) -> tuple[tuple[int, int] | None, str | None]:
     """Return the newest saved state of the run that none of the showings is before, and its checkpoint's name."""
-    places = [one.place for one in history.ledger.records if isinstance(one, PlaceReached) and one.why == "state"]
-    places += [part.stretch.start.restored for part in history.parts if part.stretch.start.restored is not None]
+    places = [
+        one.place
+        for one in history.ledger.records
+        if isinstance(one, PlaceReached) and one.why == "state"
+    ]
+    places += [
+        part.stretch.start.restored
+        for part in history.parts
+        if part.stretch.start.restored is not None
+    ]
     names: dict[tuple[int, int], str] = {}
     if checkpoints is not None:
         for name, state in saved_states(checkpoints).items():
@@ -335,8 +394,12 @@ def saved_states(checkpoints: str | os.PathLike[str]) -> dict[str, Any]:
     place = os.fspath(checkpoints)
     if not place.endswith(".json"):
         store = Store(place)
-        return {name: store.read(name, slice(0)).progress.loader for name in reversed(store.complete())}
+        return {
+            name: store.read(name, slice(0)).progress.loader for name in reversed(store.complete())
+        }
     try:
         return msgspec.json.decode(Path(place).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"checkpoints='{place}' must be a JSON file of loaders' states by name: {error}") from error
+        raise ConfigError(
+            f"checkpoints='{place}' must be a JSON file of loaders' states by name: {error}"
+        ) from error

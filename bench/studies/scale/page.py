@@ -12,9 +12,17 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.scale.report import ScaleReport
 
 MEASURED_HEADER = (
-    "ranks", "batch a rank", "step ms", "p99 ms", "samples/s", "weak", "strong", "occupancy", "simulated ms",
+    "ranks",
+    "batch a rank",
+    "step ms",
+    "p99 ms",
+    "samples/s",
+    "weak",
+    "strong",
+    "occupancy",
+    "simulated ms",
     "error",
-)  # fmt: skip
+)
 CURVES_HEADER = ("weak scaling", "ranks", "step ms", "samples/s", "efficiency", "occupancy")
 _METHOD = (
     "Weak scaling keeps each rank's batch, strong scaling shares one batch among the ranks. Efficiency is samples/s "
@@ -31,7 +39,11 @@ def describe(report: ScaleReport, _: Mapping[str, str]) -> Document:
     device = str(report.accelerator.get("name", "cuda"))
     parts: list[Block | Section] = [*_hero(report)]
     if report.measured:
-        parts.append(Section("Measured, and the model's error", [Table(MEASURED_HEADER, measured_rows(report))]))
+        parts.append(
+            Section(
+                "Measured, and the model's error", [Table(MEASURED_HEADER, measured_rows(report))]
+            )
+        )
     if report.curves:
         parts.append(Section("Simulated", [Table(CURVES_HEADER, curve_rows(report))]))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
@@ -70,7 +82,10 @@ def measured_rows(report: ScaleReport) -> list[list[str]]:
                 f"{run.step_ms.median:.1f}",
                 f"{run.step_p99_ms:.1f}",
                 f"{run.samples_per_s:.1f}",
-                *(f"{run.efficiency[name]:.1%}" if name in run.efficiency else "" for name in ("weak", "strong")),
+                *(
+                    f"{run.efficiency[name]:.1%}" if name in run.efficiency else ""
+                    for name in ("weak", "strong")
+                ),
                 f"{run.occupancy:.1%}",
                 "" if run.simulated_ms is None else f"{run.simulated_ms:.1f}",
                 "" if run.error is None else f"{run.error:+.1%}{held_out}",

@@ -33,12 +33,18 @@ class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
     steps: Annotated[Positive, flag("steps of each run")] = 50
     warmup: Annotated[NotNegative, flag("warm-up steps, excluded from all results")] = 10
     accelerator: Annotated[str, flag("emulated:PROFILE, as in `bench train`")] = "auto"
-    workers: Annotated[Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")] = (
-        None
-    )
-    max_ranks: Annotated[Positive, flag("largest number of ranks to simulate, each on a host like this one")] = 4096
-    straggler_share: Annotated[float, msgspec.Meta(ge=0, le=1), flag("share of ranks that are slow")] = 0.01
-    straggler_slowdown: Annotated[AtLeast0, flag("extra compute time of slow ranks (0.2 = 20 %)")] = 0.2
+    workers: Annotated[
+        Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")
+    ] = None
+    max_ranks: Annotated[
+        Positive, flag("largest number of ranks to simulate, each on a host like this one")
+    ] = 4096
+    straggler_share: Annotated[
+        float, msgspec.Meta(ge=0, le=1), flag("share of ranks that are slow")
+    ] = 0.01
+    straggler_slowdown: Annotated[
+        AtLeast0, flag("extra compute time of slow ranks (0.2 = 20 %)")
+    ] = 0.2
     storage_gb_per_s: Annotated[AtLeast0, flag("total storage bandwidth in GB/s")] = 10.0
 
 
@@ -73,14 +79,21 @@ class ScaleReport(ReportHeader, frozen=True, kw_only=True):
 def make_curves(fit: HostFit, options: ScaleOptions) -> list[Curve]:
     """Return weak scaling to ``max_ranks``: as measured, with stragglers, with limited storage."""
     cases: dict[str, dict[str, float]] = {"as measured": {}}
-    share, by, storage = options.straggler_share, options.straggler_slowdown, options.storage_gb_per_s
+    share, by, storage = (
+        options.straggler_share,
+        options.straggler_slowdown,
+        options.storage_gb_per_s,
+    )
     if share > 0 and by > 0:
         cases[f"{share:.1%} of the ranks {by:.0%} slower"] = {"slow_share": share, "slow_by": by}
     if storage > 0:
         cases[f"storage gives {storage:g} GB/s"] = {"storage_bytes_per_s": storage * 1e9}
     counts = [2**power for power in range(options.max_ranks.bit_length())]
     return draw_curves(
-        "weak", cases, counts, lambda case, ranks: simulate(fit, Cluster(ranks, options.batch_size, 1, **case))
+        "weak",
+        cases,
+        counts,
+        lambda case, ranks: simulate(fit, Cluster(ranks, options.batch_size, 1, **case)),
     )
 
 
@@ -103,8 +116,12 @@ def judged(report: ScaleReport) -> ScaleReport:
         }
         run = msgspec.structs.replace(run, efficiency=efficiency)
         if report.fit is not None:
-            simulated_ms = simulate(report.fit, Cluster(run.num_ranks, run.batch_size, run.num_ranks)).step_ms
-            run = msgspec.structs.replace(run, simulated_ms=simulated_ms, error=simulated_ms / run.step_ms.median - 1)
+            simulated_ms = simulate(
+                report.fit, Cluster(run.num_ranks, run.batch_size, run.num_ranks)
+            ).step_ms
+            run = msgspec.structs.replace(
+                run, simulated_ms=simulated_ms, error=simulated_ms / run.step_ms.median - 1
+            )
         runs.append(run)
     curves, warnings = report.curves, report.warnings
     worst = max(runs, key=lambda run: abs(run.error or 0.0), default=None)

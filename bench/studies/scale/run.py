@@ -71,7 +71,9 @@ def scale(
     return report
 
 
-def _runs(dataset: str | os.PathLike[str], options: ScaleOptions, records: Path) -> list[list[Asked]]:
+def _runs(
+    dataset: str | os.PathLike[str], options: ScaleOptions, records: Path
+) -> list[list[Asked]]:
     """Return the checked runs of each number of ranks, which it makes one after another in the same processes.
 
     They are those of the fixed batch per rank (weak scaling), and of its part of the largest number's global batch
@@ -79,7 +81,9 @@ def _runs(dataset: str | os.PathLike[str], options: ScaleOptions, records: Path)
     """
     counts = sorted(set(options.ranks))
     if not counts or counts[0] != 1:
-        raise ConfigError(f"ranks {counts} must contain 1: efficiency is relative to one rank; begin with 1")
+        raise ConfigError(
+            f"ranks {counts} must contain 1: efficiency is relative to one rank; begin with 1"
+        )
     global_batch = _global_batch(options)
     uneven = [count for count in counts if global_batch % count]
     if uneven:
@@ -95,14 +99,21 @@ def _runs(dataset: str | os.PathLike[str], options: ScaleOptions, records: Path)
             steps=options.steps,
             warmup=options.warmup,
             split=options.split,
-            accelerator=f"emulated:{DEFAULT_PROFILE}" if options.accelerator == "auto" else options.accelerator,
+            accelerator=f"emulated:{DEFAULT_PROFILE}"
+            if options.accelerator == "auto"
+            else options.accelerator,
             workers=options.workers,
         )
         return ask(dataset, training, records / f"ranks-{count}-batch-{size}")
 
-    runs = [[run(count, size) for size in sorted({options.batch_size, global_batch // count})] for count in counts]
+    runs = [
+        [run(count, size) for size in sorted({options.batch_size, global_batch // count})]
+        for count in counts
+    ]
     if runs[0][0].settings.profile is None:
-        raise ConfigError("bench scale runs on emulated accelerators: use --accelerator emulated:PROFILE")
+        raise ConfigError(
+            "bench scale runs on emulated accelerators: use --accelerator emulated:PROFILE"
+        )
     return runs
 
 
@@ -110,7 +121,9 @@ def _global_batch(options: ScaleOptions) -> int:
     return max(options.ranks) * options.batch_size
 
 
-def _measured(dataset: str | os.PathLike[str], options: ScaleOptions, runs: Sequence[Sequence[Asked]]) -> ScaleReport:
+def _measured(
+    dataset: str | os.PathLike[str], options: ScaleOptions, runs: Sequence[Sequence[Asked]]
+) -> ScaleReport:
     """Make all runs and what the simulation needs; after an interruption of those that were whole, with ``cut_off``."""
     reports: list[Report] = []
     cut_off, interrupted, fit = None, False, None
@@ -133,17 +146,29 @@ def _measured(dataset: str | os.PathLike[str], options: ScaleOptions, runs: Sequ
         if not reports:
             raise
         cut_off = str(error)
-    too_short = next((report.window.too_short for report in reports if report.window.too_short), None)
+    too_short = next(
+        (report.window.too_short for report in reports if report.window.too_short), None
+    )
     disturbed = next((report.disturbed for report in reports if report.disturbed is not None), None)
-    usable = fit if fit is not None and too_short is None and disturbed is None and fit.service_ms else None
+    usable = (
+        fit
+        if fit is not None and too_short is None and disturbed is None and fit.service_ms
+        else None
+    )
     warnings = sorted({warning for report in reports for warning in report.warnings})
     if too_short is not None:
         warnings.insert(0, f"No figures: {too_short}.")
     elif disturbed is not None:
         warnings.insert(0, "No simulation: it would be of runs that other processes slowed down.")
     elif fit is not None and not fit.service_ms:
-        warnings.insert(0, "No simulation: the loader alone made too few batches; use a smaller --batch-size.")
-    said = {name: value for name, value in msgspec.to_builtins(options).items() if name not in _REPORTED_ELSEWHERE}
+        warnings.insert(
+            0, "No simulation: the loader alone made too few batches; use a smaller --batch-size."
+        )
+    said = {
+        name: value
+        for name, value in msgspec.to_builtins(options).items()
+        if name not in _REPORTED_ELSEWHERE
+    }
     return ScaleReport(
         schema=SCHEMA,
         version=VERSION,
@@ -171,14 +196,18 @@ def _point(report: Report) -> MeasuredRun:
     return MeasuredRun(
         num_ranks=report.num_ranks,
         batch_size=report.options["batch_size"],
-        step_ms=Interval(median=mean_ms, low=low, high=high, confidence=0.95, num_repeats=len(steps_ms)),
+        step_ms=Interval(
+            median=mean_ms, low=low, high=high, confidence=0.95, num_repeats=len(steps_ms)
+        ),
         step_p99_ms=report.figures.step_time.p99_ms,
         samples_per_s=report.figures.throughput.samples_per_s,
         occupancy=report.figures.occupancy.mean,
     )
 
 
-def _fit(dataset: str | os.PathLike[str], options: ScaleOptions, run: Asked, reports: Sequence[Report]) -> HostFit:
+def _fit(
+    dataset: str | os.PathLike[str], options: ScaleOptions, run: Asked, reports: Sequence[Report]
+) -> HostFit:
     """Measure the loader alone, as a run's, and put together what the simulation draws from.
 
     Only runs of up to ``FITTED_RANKS`` ranks are used: the others test the model.
@@ -188,17 +217,24 @@ def _fit(dataset: str | os.PathLike[str], options: ScaleOptions, run: Asked, rep
     from fuelrail.bench.studies.loader.run import run_loader  # needs torch
 
     alone = LoaderOptions(
-        split=options.split, batch_size=options.batch_size, workers=settings.workers, seconds=_LOADER_SECONDS
+        split=options.split,
+        batch_size=options.batch_size,
+        workers=settings.workers,
+        seconds=_LOADER_SECONDS,
     )
     loaded = run_loader(opened, alone)
     num_cameras = len(opened.manifest.cameras)
     small = [
         report
         for report in reports
-        if report.num_ranks <= FITTED_RANKS and report.options["batch_size"] == options.batch_size and report.figures
+        if report.num_ranks <= FITTED_RANKS
+        and report.options["batch_size"] == options.batch_size
+        and report.figures
     ]
     # Of the rank that came last in each step, which does not wait.
-    exposed_ms = [_column(report, "all_reduce").min(axis=0).mean() for report in small if report.num_ranks > 1]
+    exposed_ms = [
+        _column(report, "all_reduce").min(axis=0).mean() for report in small if report.num_ranks > 1
+    ]
     return HostFit(
         service_ms=[1e3 * value for value in loaded.batch_s[loaded.num_warm_up_batches :]],
         service_batch=options.batch_size,
@@ -206,10 +242,13 @@ def _fit(dataset: str | os.PathLike[str], options: ScaleOptions, run: Asked, rep
         * (profile.forward_ms + profile.backward_ms),
         optimiser_ms=profile.optimiser_ms,
         overheads=[
-            Overhead(ranks_on_host=report.num_ranks, ms=_overhead_ms(report, profile, num_cameras)) for report in small
+            Overhead(ranks_on_host=report.num_ranks, ms=_overhead_ms(report, profile, num_cameras))
+            for report in small
         ],
         all_reduce_ms=float(np.mean(exposed_ms)) if exposed_ms else 0.0,
-        trainer_cpus=min((report.figures.stand_in_share for report in small if report.figures), default=0.0),
+        trainer_cpus=min(
+            (report.figures.stand_in_share for report in small if report.figures), default=0.0
+        ),
         host_cpus=usable_cpus(),
         queue_batches=settings.prefetch_factor + 1,
         sample_bytes=float(np.mean(opened.index.column("length"))),
@@ -220,7 +259,12 @@ def _overhead_ms(report: Report, profile: AcceleratorProfile, num_cameras: int) 
     """Return the rest of each step after data wait, device time and exposed all-reduce; all ranks."""
     size = report.options["batch_size"]
     device_ms = profile.step_ms(size, size * num_cameras)
-    rest = _column(report, "wall") - _column(report, "data_wait") - _column(report, "all_reduce") - device_ms
+    rest = (
+        _column(report, "wall")
+        - _column(report, "data_wait")
+        - _column(report, "all_reduce")
+        - device_ms
+    )
     values: list[float] = np.maximum(rest, 0.0).ravel().tolist()
     return values
 
@@ -228,5 +272,7 @@ def _overhead_ms(report: Report, profile: AcceleratorProfile, num_cameras: int) 
 def _column(report: Report, name: str) -> NDArray[np.float64]:
     """Return the measured window of one column [ranks, steps], in ms."""
     first, count = report.window.num_warmup_steps, report.window.num_measured_steps
-    columns = [series.wall_ms if name == "wall" else series.phases_ms[name] for series in report.series]
+    columns = [
+        series.wall_ms if name == "wall" else series.phases_ms[name] for series in report.series
+    ]
     return np.array([column[first : first + count] for column in columns], dtype=np.float64)

@@ -48,16 +48,23 @@ class CostFit(msgspec.Struct, frozen=True, kw_only=True):
         if self.refused is not None:
             return f"No cost model from {self.num_measured} steps: {self.refused}."
         terms = "; ".join(
-            f"{ns:.4g} ns a {name} (standard error {error:.2g})" for name, (ns, error) in self.terms_ns.items()
+            f"{ns:.4g} ns a {name} (standard error {error:.2g})"
+            for name, (ns, error) in self.terms_ns.items()
         )
-        lost = f" Not certain, so left out: {', '.join(self.left_out)}; more steps may tell." if self.left_out else ""
+        lost = (
+            f" Not certain, so left out: {', '.join(self.left_out)}; more steps may tell."
+            if self.left_out
+            else ""
+        )
         return (
             f"Forward and backward of {self.num_steps} of {self.num_measured} steps take a part that all have, and "
             f"{terms}; the fit leaves {self.residual:.1%} of the mean.{lost} For an order: Balance(cost={self.cost!r})"
         )
 
 
-def fit_cost(sums: Sequence[Mapping[str, Sequence[float]]], times_ns: NDArray[np.float64]) -> CostFit:
+def fit_cost(
+    sums: Sequence[Mapping[str, Sequence[float]]], times_ns: NDArray[np.float64]
+) -> CostFit:
     """Fit times (n,) of steps to a part that all have, and terms of each column and its square, none below 0.
 
     ``sums``: for each step and column the number of samples, their sum, and their sum of squares. By non-negative least
@@ -66,21 +73,33 @@ def fit_cost(sums: Sequence[Mapping[str, Sequence[float]]], times_ns: NDArray[np
     columns that never differ, and terms that others explain: a variance inflation factor above 10^4.
     """
     terms = [("", 0), *((name, power) for name in sums[0] for power in (1, 2))]
-    table = np.array([[next(iter(step.values()))[0], *(one for x in step.values() for one in x[1:])] for step in sums])
+    table = np.array(
+        [
+            [next(iter(step.values()))[0], *(one for x in step.values() for one in x[1:])]
+            for step in sums
+        ]
+    )
     if not np.ptp(table[:, 0]):  # as many samples in each step: their own part is that of the step
         terms, table = terms[1:], table[:, 1:]
     units = [("sample", name, f"{name} squared")[power] for name, power in terms]
-    refused = f"{len(terms)} terms need {4 * len(terms)} steps" if len(table) < 4 * len(terms) else None
+    refused = (
+        f"{len(terms)} terms need {4 * len(terms)} steps" if len(table) < 4 * len(terms) else None
+    )
     if still := [unit for unit, column in zip(units, table.T, strict=True) if not np.ptp(column)]:
         refused = f"{still[0]} is the same in all of them"
     if refused is None:
         inflation = np.diag(np.linalg.inv(np.corrcoef(table.T) + 1e-9 * np.eye(len(terms))))
-        if alike := [unit for unit, factor in zip(units, inflation, strict=True) if factor > _MAX_INFLATION]:
+        if alike := [
+            unit for unit, factor in zip(units, inflation, strict=True) if factor > _MAX_INFLATION
+        ]:
             refused = f"{' and '.join(alike)} rise and fall together, so cannot be distinguished"
     if refused is not None:
         return CostFit(num_measured=len(table), refused=refused)
     left = np.abs(_solve(table, times_ns)[2])
-    usual, kept = left <= _OUTLIER * np.median(left) + 1e-9 * times_ns.mean(), list(range(len(terms)))
+    usual, kept = (
+        left <= _OUTLIER * np.median(left) + 1e-9 * times_ns.mean(),
+        list(range(len(terms))),
+    )
     while True:
         ns, errors, left = _solve(table[usual][:, kept], times_ns[usual])
         if not kept or (ns >= _MIN_T * errors).all():
@@ -97,13 +116,18 @@ def fit_cost(sums: Sequence[Mapping[str, Sequence[float]]], times_ns: NDArray[np
         num_measured=len(table),
         num_steps=int(usual.sum()),
         residual=float(np.sqrt(np.mean(left**2)) / times_ns[usual].mean()),
-        terms_ns={units[at]: (one, error) for at, one, error in zip(kept, ns.tolist(), errors.tolist(), strict=True)},
+        terms_ns={
+            units[at]: (one, error)
+            for at, one, error in zip(kept, ns.tolist(), errors.tolist(), strict=True)
+        },
         left_out=[unit for at, unit in enumerate(units) if at not in kept],
         cost=Cost(parts[1], parts[2], sum(parts[0].values()), divisor),
     )
 
 
-def _solve(table: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+def _solve(
+    table: NDArray[np.float64], times: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], ...]:
     """Return the coefficients of the columns of ``table`` (n, k), their standard errors, and the residuals (n,)."""
     from scipy.optimize import nnls
 
@@ -112,7 +136,9 @@ def _solve(table: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[NDAr
     found, _ = nnls(design / scale, times)
     left = times - design / scale @ found
     spread = left @ left / (len(times) - design.shape[1])
-    errors = np.sqrt(spread * np.diag(np.linalg.pinv((design / scale).T @ (design / scale)))) + 1e-300
+    errors = (
+        np.sqrt(spread * np.diag(np.linalg.pinv((design / scale).T @ (design / scale)))) + 1e-300
+    )
     return (found / scale)[1:], (errors / scale)[1:], left
 
 
@@ -130,8 +156,13 @@ def losses_of(ranks: Sequence[Sequence[StepRecord]], cost: str | Cost | None) ->
     Imbalance: what the dearest rank's samples cost, by ``cost``, above the mean of the ranks, in parts of it; its time
     is what the mean rank waits, (1 - mean / dearest) of the dearest rank's forward and backward.
     """
-    compute_ms = np.array([[step.forward_ns + step.backward_ns for step in rank] for rank in ranks]) / NS_PER_MS
-    padding = np.array([[step.padding for step in rank] for rank in ranks], np.float64)  # None is NaN
+    compute_ms = (
+        np.array([[step.forward_ns + step.backward_ns for step in rank] for rank in ranks])
+        / NS_PER_MS
+    )
+    padding = np.array(
+        [[step.padding for step in rank] for rank in ranks], np.float64
+    )  # None is NaN
     found: dict[str, Loss] = {}
     if not np.isnan(padding).any():
         found["padding"] = Loss(float(padding.mean()), float((padding * compute_ms).mean()))

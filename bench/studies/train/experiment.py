@@ -41,7 +41,10 @@ _LOADER_PARTS: frozenset[LoaderPart] = frozenset(get_args(LoaderPart))
 
 
 def make_loader(
-    settings: TrainSettings, device: str | None, trace: Observer | None = None, mesh: DeviceMesh | None = None
+    settings: TrainSettings,
+    device: str | None,
+    trace: Observer | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> DataLoader:
     """Make the loader of a run. Raises what DataLoader raises, and ConfigError for a transform that does not exist.
 
@@ -51,7 +54,9 @@ def make_loader(
     channels = token_channel(settings.dataset, settings.model)
     _check_rows(settings, channels)
     if channels and layer is not None:
-        channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels]
+        channels += [
+            f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels
+        ]
     loader = DataLoader(
         settings.dataset,
         settings.batch_size,
@@ -59,10 +64,14 @@ def make_loader(
         split=settings.split,
         seed=settings.seed,
         drop_last=True,
-        order=settings.order or (window and OrderSpec(kind="windowed", seed=settings.seed, window=window)) or None,
+        order=settings.order
+        or (window and OrderSpec(kind="windowed", seed=settings.seed, window=window))
+        or None,
         num_workers=settings.workers,
         prefetch_factor=settings.prefetch_factor,
-        transforms=msgspec.structs.replace(transforms_of(settings), channels=tuple(channels) or None),
+        transforms=msgspec.structs.replace(
+            transforms_of(settings), channels=tuple(channels) or None
+        ),
         layers=None if layer is None else {LAYER: layer},
         storage={
             "backend": settings.storage,
@@ -113,7 +122,9 @@ def _check_rows(settings: TrainSettings, channels: Sequence[str]) -> None:
     table = open_dataset(settings.dataset).manifest.extra_channels
     in_rows = any(one.name in channels and one.shape == (None,) for one in table)
     if in_rows and (settings.teacher or settings.teacher_layer):
-        raise ConfigError("a teacher needs tokens of a fixed number, and channel 'tokens' has any number: leave it out")
+        raise ConfigError(
+            "a teacher needs tokens of a fixed number, and channel 'tokens' has any number: leave it out"
+        )
     room = size.context + 1 if in_rows and isinstance(size, GptSettings) else 0
     if pack is not None and size is not None and pack.budget > room:
         raise ConfigError(
@@ -124,11 +135,21 @@ def _check_rows(settings: TrainSettings, channels: Sequence[str]) -> None:
 
 def transforms_of(settings: TrainSettings) -> Transforms:
     """Return size and augmentation of a run's samples, and its decoder. Raise ConfigError for a file without them."""
-    given = Transforms() if settings.transforms is None else as_settings(settings.transforms, Transforms, "transforms")
-    return msgspec.structs.replace(given, decoder=settings.decoder) if settings.decoder != "auto" else given
+    given = (
+        Transforms()
+        if settings.transforms is None
+        else as_settings(settings.transforms, Transforms, "transforms")
+    )
+    return (
+        msgspec.structs.replace(given, decoder=settings.decoder)
+        if settings.decoder != "auto"
+        else given
+    )
 
 
-def from_memory(source: Iterator[Mapping[str, Any]], num_batches: int | None) -> Iterator[Mapping[str, Any]]:
+def from_memory(
+    source: Iterator[Mapping[str, Any]], num_batches: int | None
+) -> Iterator[Mapping[str, Any]]:
     """Return ``num_batches`` of the first batches in turns, taken now, without end if that is None."""
     kept = list(itertools.islice(source, _NUM_BATCHES_KEPT))
     return itertools.islice(itertools.cycle(kept), num_batches)
@@ -143,13 +164,19 @@ def summing(
     if not names:
         return iter(batches), dict
     dataset, taken = open_dataset(settings.dataset), list[torch.Tensor]()
-    table, first = Attributes(dataset, settings.split).read(names), dataset.split(settings.split).first_sample
+    table, first = (
+        Attributes(dataset, settings.split).read(names),
+        dataset.split(settings.split).first_sample,
+    )
 
     def sums() -> dict[str, tuple[int, float, float]]:
         rows = table.take(torch.cat(taken).cpu().numpy() - first)
         taken.clear()
         columns = {name: compute_costs(name, rows).astype(np.float64) for name in names}
-        return {name: (len(rows), float(values.sum()), float(values @ values)) for name, values in columns.items()}
+        return {
+            name: (len(rows), float(values.sum()), float(values @ values))
+            for name, values in columns.items()
+        }
 
     def noted() -> Iterator[Mapping[str, Any]]:
         for batch in batches:
@@ -168,7 +195,9 @@ def noting_input(
         if number == 0:
             _, num_cameras, _, height, width = batch["img"].shape
             flop = None if count_for is None else _flop_a_sample(count_for, batch)
-            writer.write(InputFacts(num_cameras=num_cameras, height=height, width=width, train_flop=flop))
+            writer.write(
+                InputFacts(num_cameras=num_cameras, height=height, width=width, train_flop=flop)
+            )
         yield batch
         del batch  # or its buffer would not be free while the next one is waited for
 

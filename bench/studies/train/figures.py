@@ -87,7 +87,9 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
     if settings.cost:
         # The emulated phases are the profile's: what depends on the samples is the stand-in's real work.
         real = settings.profile is None
-        times = [step.forward_ns + step.backward_ns if real else step.stand_in_ns for step in inside]
+        times = [
+            step.forward_ns + step.backward_ns if real else step.stand_in_ns for step in inside
+        ]
         fit = fit_cost([step.sums for step in inside], np.array(times, np.float64))
     return Figures(
         occupancy=occupancy,
@@ -113,7 +115,9 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
     )
 
 
-def _mfu(settings: TrainSettings, logs: Sequence[RankLog], steps: Sequence[StepRecord]) -> float | None:
+def _mfu(
+    settings: TrainSettings, logs: Sequence[RankLog], steps: Sequence[StepRecord]
+) -> float | None:
     """Return the use of all ranks' steps together; padding rows, which the device computes too, do not count."""
     profile = settings.profile
     facts = next((log.input for log in logs if log.input), None)
@@ -126,8 +130,14 @@ def _mfu(settings: TrainSettings, logs: Sequence[RankLog], steps: Sequence[StepR
     if gflop is None or peak is None:
         return None
     units = sum(step.num_images if per_image else step.num_samples for step in steps)
-    if settings.order is not None and settings.order.pack is not None and not per_image:  # a unit is a row
-        units = sum(step.num_samples > 0 for step in steps) * settings.batch_size * settings.accumulation
+    if (
+        settings.order is not None and settings.order.pack is not None and not per_image
+    ):  # a unit is a row
+        units = (
+            sum(step.num_samples > 0 for step in steps)
+            * settings.batch_size
+            * settings.accumulation
+        )
     return units * gflop * 1e9 / (sum(step.wall_ns for step in steps) / NS_PER_S * peak * 1e12)
 
 
@@ -136,7 +146,9 @@ def _launch_share(steps: Sequence[StepRecord]) -> float:
     return sum(step.launch_ns for step in steps) / device_ns if device_ns else 0.0
 
 
-def _throughput(ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float | None) -> Throughput:
+def _throughput(
+    ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float | None
+) -> Throughput:
     samples_per_s = images_per_s = demand = 0.0
     for steps in ranks:
         # Each rank by its own clock: ranks of different hosts share none.
@@ -152,16 +164,22 @@ def _throughput(ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float
         images_per_s=images_per_s,
         demand_samples_per_s=demand,
         gpu_hours_per_million_samples=gpu_hours,
-        cost_per_million_samples=None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour,
+        cost_per_million_samples=None
+        if price_per_gpu_hour is None
+        else gpu_hours * price_per_gpu_hour,
     )
 
 
-def _stage_figures(snapshots: Sequence[Sequence[StageSnapshot]], wall_s: float) -> list[StageFigures]:
+def _stage_figures(
+    snapshots: Sequence[Sequence[StageSnapshot]], wall_s: float
+) -> list[StageFigures]:
     """Return the differences of the stage clocks over the window; none if a rank ended before its second snapshot."""
     if not all(len(rank) == 2 for rank in snapshots):
         return []
     figures = []
-    for columns in zip(*(zip(first.stages, last.stages, strict=True) for first, last in snapshots), strict=True):
+    for columns in zip(
+        *(zip(first.stages, last.stages, strict=True) for first, last in snapshots), strict=True
+    ):
 
         def gain(name: str, columns: tuple[tuple[StageClock, StageClock], ...] = columns) -> float:
             return float(sum(getattr(last, name) - getattr(first, name) for first, last in columns))

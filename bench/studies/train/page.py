@@ -37,7 +37,9 @@ PHASE_COLOURS = {
     "optimiser": "#009e73",
     "other": "#999999",
 }
-PHASE_LABELS = {phase: phase.replace("_", " ") for phase in PHASE_COLOURS} | {"all_reduce": "exposed all-reduce"}
+PHASE_LABELS = {phase: phase.replace("_", " ") for phase in PHASE_COLOURS} | {
+    "all_reduce": "exposed all-reduce"
+}
 _PHASE_LEGEND = [(PHASE_LABELS[phase], colour) for phase, colour in PHASE_COLOURS.items()]
 
 # Losses below this share of the wall time are not worth a sentence.
@@ -74,10 +76,13 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
     about = marked(
         "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one {device}, {batch} a rank and "
         "batch",
-        name=report.dataset.name, samples=report.dataset.num_samples, split=report.dataset.split,
-        ranks=counted(report.num_ranks, "rank"), device=_accelerator_name(report),
+        name=report.dataset.name,
+        samples=report.dataset.num_samples,
+        split=report.dataset.split,
+        ranks=counted(report.num_ranks, "rank"),
+        device=_accelerator_name(report),
         batch=counted(report.options["batch_size"], "sample"),
-    )  # fmt: skip
+    )
     parts: list[Block | Section] = [
         *_verdict(report),
         *_over_time(report, plots),
@@ -90,7 +95,9 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
         *_gpus(report),
         _definitions(report),
     ]
-    return document(report, "Fuelrail training report", "How busy were the accelerators?", about, parts)
+    return document(
+        report, "Fuelrail training report", "How busy were the accelerators?", about, parts
+    )
 
 
 def verdict(report: Report) -> str:
@@ -100,7 +107,9 @@ def verdict(report: Report) -> str:
         return f"No occupancy figure: {report.window.too_short}."
     share = {phase.phase: phase.share for phase in figures.phases}
     losses = {
-        "the loader, which delivers data more slowly than the accelerators take it": share["data_wait"],
+        "the loader, which delivers data more slowly than the accelerators take it": share[
+            "data_wait"
+        ],
         "the copies to the device": share["host_to_device"],
         "the all-reduce, or the rank that the others wait for in it": share["all_reduce"],
         "the host outside the phases (“other”)": share["other"],
@@ -119,10 +128,15 @@ def _verdict(report: Report) -> list[Block]:
     figures = report.figures
     if figures is None:
         return [Note(verdict(report))]
-    segments = [(PHASE_LABELS[row.phase], PHASE_COLOURS[row.phase], row.share) for row in figures.phases]
+    segments = [
+        (PHASE_LABELS[row.phase], PHASE_COLOURS[row.phase], row.share) for row in figures.phases
+    ]
     emulated = "emulated " if _emulated(report) else ""
     meaning = f"{emulated}accelerator occupancy, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
-    return [Hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report), segments), _tiles(figures)]
+    return [
+        Hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report), segments),
+        _tiles(figures),
+    ]
 
 
 def _tiles(figures: Figures) -> Tiles:
@@ -130,12 +144,20 @@ def _tiles(figures: Figures) -> Tiles:
     wait = next(phase for phase in figures.phases if phase.phase == "data_wait")
     entries = [
         (f"{rate.samples_per_s:.1f}", f"samples/s ({rate.images_per_s:.0f} images/s)"),
-        (f"{figures.step_time.p50_ms:.1f} ms", f"step time p50; p99 {figures.step_time.p99_ms:.1f} ms"),
+        (
+            f"{figures.step_time.p50_ms:.1f} ms",
+            f"step time p50; p99 {figures.step_time.p99_ms:.1f} ms",
+        ),
         (f"{wait.time.p50_ms:.2f} ms", f"data wait p50; p99 {wait.time.p99_ms:.1f} ms"),
         (f"{rate.gpu_hours_per_million_samples:.1f}", "GPU-hours per million samples"),
     ]
     if rate.cost_per_million_samples is not None:
-        entries.append((f"{rate.cost_per_million_samples:,.2f}", "cost per million samples, in the price’s currency"))
+        entries.append(
+            (
+                f"{rate.cost_per_million_samples:,.2f}",
+                "cost per million samples, in the price’s currency",
+            )
+        )
     if figures.mfu is not None:
         entries.append((f"{figures.mfu:.1%}", "model FLOP utilisation"))
     return Tiles(entries)
@@ -152,19 +174,31 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
     blocks: list[Block] = [Figure(plots.get("breakdown", ""), caption, _PHASE_LEGEND)]
     figures = report.figures
     if figures is not None:
-        rows = [[PHASE_LABELS[row.phase], *_times(row.time), f"{row.share:.1%}"] for row in figures.phases]
+        rows = [
+            [PHASE_LABELS[row.phase], *_times(row.time), f"{row.share:.1%}"]
+            for row in figures.phases
+        ]
         rows.append(["whole step", *_times(figures.step_time), "100%"])
         header = ("phase", "mean [ms]", "p50 [ms]", "p99 [ms]", "max [ms]", "share")
         hidden = figures.all_reduce_total
         blocks += [
-            Table(header, rows, total=True, colours=[PHASE_COLOURS[row.phase] for row in figures.phases]),
+            Table(
+                header,
+                rows,
+                total=True,
+                colours=[PHASE_COLOURS[row.phase] for row in figures.phases],
+            ),
             Text(
                 f"{figures.step_time.count} steps on all ranks after warm-up. All-reduce, hidden behind backward or "
                 f"not: mean {hidden.mean_ms:.2f} ms, p99 {hidden.p99_ms:.2f} ms.",
                 small=True,
             ),
         ]
-    blocks.append(Figure(plots.get("loss", ""), "The loss falls when images, geometry and boxes belong together."))
+    blocks.append(
+        Figure(
+            plots.get("loss", ""), "The loss falls when images, geometry and boxes belong together."
+        )
+    )
     return [Section("Where a step’s time goes", blocks)]
 
 
@@ -177,7 +211,10 @@ def _costs(report: Report) -> list[Section]:
             [name, f"{one.size:.1%}", f"{one.time_ms:.2f}", f"{one.time_ms / step_ms:.1%}"]
             for name, one in figures.losses.items()
         ]
-        blocks = [Table(("lost to", "size", "time a step [ms]", "share of step"), rows), Text(_LOSSES, small=True)]
+        blocks = [
+            Table(("lost to", "size", "time a step [ms]", "share of step"), rows),
+            Text(_LOSSES, small=True),
+        ]
     if figures is not None and figures.cost_fit is not None:
         blocks.append(Items([figures.cost_fit.sentence()]))
     return [Section("Padding and imbalance", blocks)] if blocks else []
@@ -219,7 +256,9 @@ def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
         "no room. If the accelerators wait for data, the stage that is always busy is the cause."
     )
     header = ("stage", "threads, all ranks", "items/s", "busy", "starved", "blocked")
-    return [Section("Loader stages", [Figure(plots.get("stages", ""), caption), Table(header, rows)])]
+    return [
+        Section("Loader stages", [Figure(plots.get("stages", ""), caption), Table(header, rows)])
+    ]
 
 
 def _ranks(report: Report) -> list[Section]:
@@ -277,7 +316,11 @@ def _memory(report: Report) -> list[Section]:
         for rank in report.ranks
         if rank.peak_device_bytes and rank.state_bytes
     ]
-    header = ("rank", *(f"{kind} [MiB]" for kind in kinds), "activations and others, at the peak [MiB]")
+    header = (
+        "rank",
+        *(f"{kind} [MiB]" for kind in kinds),
+        "activations and others, at the peak [MiB]",
+    )
     return [Section("Memory of the GPUs", [Table(header, rows)])] if rows else []
 
 
@@ -296,7 +339,15 @@ def _gpus(report: Report) -> list[Section]:
         ]
         for gpu in report.gpus
     ]
-    header = ["GPU", "kernels ran", "memory busy", "video decoder", "JPEG decoder", "memory [GiB]", "SM clock [MHz]"]
+    header = [
+        "GPU",
+        "kernels ran",
+        "memory busy",
+        "video decoder",
+        "JPEG decoder",
+        "memory [GiB]",
+        "SM clock [MHz]",
+    ]
     return [Section("GPUs, by NVML, from start to end", [Table(header, rows)])]
 
 
@@ -315,8 +366,12 @@ def _definitions(report: Report) -> Section:
         f"{f'all-reduce by {backend}' if backend else 'gradients'}. What its work takes beyond the emulated time, and "
         "late wake-ups, are “other”: a slow host lowers occupancy and never raises it."
     )
-    source = f"Step times: {accelerator['derivation']} Sources: {'; '.join(accelerator['sources'])}."
-    return Section("How these figures are made", [Text(emulated), *blocks, Text(source, small=True)])
+    source = (
+        f"Step times: {accelerator['derivation']} Sources: {'; '.join(accelerator['sources'])}."
+    )
+    return Section(
+        "How these figures are made", [Text(emulated), *blocks, Text(source, small=True)]
+    )
 
 
 def _emulated(report: Report) -> bool:
@@ -331,4 +386,7 @@ def _accelerator_name(report: Report) -> str:
 
 
 def _times(summary: Summary) -> list[str]:
-    return [f"{value:.2f}" for value in (summary.mean_ms, summary.p50_ms, summary.p99_ms, summary.max_ms)]
+    return [
+        f"{value:.2f}"
+        for value in (summary.mean_ms, summary.p50_ms, summary.p99_ms, summary.max_ms)
+    ]

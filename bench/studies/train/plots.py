@@ -32,7 +32,9 @@ def plots(report: Report) -> dict[str, str]:
     """Return all plots that the report has data for, by name, each an ``<svg>`` element."""
     drawn: dict[str, str] = {}
     # A rank that died before its first step has nothing to draw, and must not cut the others short.
-    report = msgspec.structs.replace(report, series=[series for series in report.series if series.end_s])
+    report = msgspec.structs.replace(
+        report, series=[series for series in report.series if series.end_s]
+    )
     if not report.series:
         return drawn
     with style():
@@ -52,11 +54,15 @@ def plots(report: Report) -> dict[str, str]:
 def _occupancy(report: Report) -> str:
     figure, axes = new_figure(2.7)
     for series, colour in _ranks(report):
-        axes.plot(series.end_s, series.occupancy, color=colour, linewidth=1.4, label=f"rank {series.rank}")
+        axes.plot(
+            series.end_s, series.occupancy, color=colour, linewidth=1.4, label=f"rank {series.rank}"
+        )
     _shade_warmup(axes, report, "end_s")
     if report.figures is not None:
         mean = report.figures.occupancy.mean
-        axes.axhline(mean, color="#333333", linewidth=0.9, linestyle=(0, (5, 3)), label=f"mean {mean:.1%}")
+        axes.axhline(
+            mean, color="#333333", linewidth=0.9, linestyle=(0, (5, 3)), label=f"mean {mean:.1%}"
+        )
     axes.set_ylim(0, 1.05)
     axes.set_xlim(left=0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -87,7 +93,9 @@ def _breakdown(report: Report) -> str:
         axes.set_ylim(0, 1.6 * usual)
         tallest = int(base.argmax())
         beside = middles[tallest] + 0.6 * width
-        axes.text(beside, 1.53 * usual, f"to {base[tallest]:,.0f} ms", va="top", fontsize=8, zorder=4)
+        axes.text(
+            beside, 1.53 * usual, f"to {base[tallest]:,.0f} ms", va="top", fontsize=8, zorder=4
+        )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step" if width == 1 else f"step (each bar is the mean of {width})")
     axes.set_ylabel("time [ms]")
@@ -98,7 +106,9 @@ def _breakdown(report: Report) -> str:
 def _loss(report: Report) -> str:
     figure, axes = new_figure(2.4)
     count = min(len(series.loss) for series in report.series)
-    losses = np.array([series.loss[:count] for series in report.series], dtype=np.float64)  # None becomes NaN
+    losses = np.array(
+        [series.loss[:count] for series in report.series], dtype=np.float64
+    )  # None becomes NaN
     mean = losses.mean(axis=0)
     axes.plot(np.arange(count), mean, color="#009e73", linewidth=1.4)
     axes.set_xlabel("step")
@@ -109,7 +119,9 @@ def _loss(report: Report) -> str:
 
 def _ranks(report: Report) -> list[tuple[Any, str]]:
     shown = report.series[:_MAX_RANK_LINES]
-    return [(series, _RANK_COLOURS[number % len(_RANK_COLOURS)]) for number, series in enumerate(shown)]
+    return [
+        (series, _RANK_COLOURS[number % len(_RANK_COLOURS)]) for number, series in enumerate(shown)
+    ]
 
 
 def _shade_warmup(axes: Axes, report: Report, unit: str) -> None:
@@ -118,9 +130,17 @@ def _shade_warmup(axes: Axes, report: Report, unit: str) -> None:
     if not warmup or not longest.end_s:
         return
     end = (
-        longest.end_s[min(warmup, len(longest.end_s)) - 1] if unit == "end_s" else min(warmup, len(longest.end_s)) - 0.5
+        longest.end_s[min(warmup, len(longest.end_s)) - 1]
+        if unit == "end_s"
+        else min(warmup, len(longest.end_s)) - 0.5
     )
     start = 0 if unit == "end_s" else -0.5
     axes.axvspan(
-        start, end, color="#000000", alpha=0.07, linewidth=0, label="warm-up", zorder=3 if unit == "step" else 0
+        start,
+        end,
+        color="#000000",
+        alpha=0.07,
+        linewidth=0,
+        label="warm-up",
+        zorder=3 if unit == "step" else 0,
     )

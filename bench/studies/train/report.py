@@ -139,7 +139,9 @@ def build_report(
         interrupted=interrupted,
         options=_options(settings),
         num_ranks=len(logs),
-        global_batch=degrees_of(settings, len(logs)).data * settings.batch_size * settings.accumulation,
+        global_batch=degrees_of(settings, len(logs)).data
+        * settings.batch_size
+        * settings.accumulation,
         machine=machine,
         dataset=dataset,
         accelerator={"kind": "cuda", "device": header.device if header else "unknown"}
@@ -166,8 +168,12 @@ def _checkpoints(logs: Sequence[RankLog]) -> CheckpointFigures:
         restored=logs[0].restored,
         num_saves=len(saves),
         num_bytes=saves[-1][0].num_bytes if saves else None,
-        stall=summarise_ns([max(save.stall_ns for save in ranks) for ranks in saves]) if saves else None,
-        save=summarise_ns([max(save.total_ns for save in ranks) for ranks in saves]) if saves else None,
+        stall=summarise_ns([max(save.stall_ns for save in ranks) for ranks in saves])
+        if saves
+        else None,
+        save=summarise_ns([max(save.total_ns for save in ranks) for ranks in saves])
+        if saves
+        else None,
     )
 
 
@@ -178,7 +184,10 @@ def step_ratios(before: Report, after: Report) -> NDArray[np.float64]:
     """
     means = []
     for seed, report in enumerate((before, after)):
-        first, end = report.window.num_warmup_steps, report.window.num_warmup_steps + report.window.num_measured_steps
+        first, end = (
+            report.window.num_warmup_steps,
+            report.window.num_warmup_steps + report.window.num_measured_steps,
+        )
         steps = np.array([series.wall_ms[first:end] for series in report.series], dtype=np.float64)
         means.append(bootstrap_means(steps.mean(axis=0), seed))
     return means[1] / means[0]

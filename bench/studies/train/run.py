@@ -111,7 +111,8 @@ def measure_all(runs: Sequence[Asked]) -> Made:
             break
         if gpus.reason is not None:
             report = msgspec.structs.replace(
-                report, warnings=[*report.warnings, f"No facts of the GPUs from NVML: {gpus.reason}."]
+                report,
+                warnings=[*report.warnings, f"No facts of the GPUs from NVML: {gpus.reason}."],
             )
         reports.append(report)
         cut_off = report.cut_off
@@ -135,7 +136,11 @@ def _measure_here(run: Asked) -> Report | None:
 
 
 def _report(
-    run: Asked, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None, gpus: list[GpuUse] | None
+    run: Asked,
+    machine: MachineFacts,
+    outcome: Outcome,
+    cpu: CpuUse | None,
+    gpus: list[GpuUse] | None,
 ) -> Report:
     """Return the report of the ranks' records; raise FuelrailError, or KeyboardInterrupt, without any step."""
     records = Path(run.settings.records)
@@ -148,9 +153,15 @@ def _report(
             raise KeyboardInterrupt
         raise FuelrailError(f"no step was run: {cut_off}")
     return build_report(
-        run.settings, logs, machine=machine, dataset=run.dataset, cut_off=cut_off, cpu=cpu, gpus=gpus,
+        run.settings,
+        logs,
+        machine=machine,
+        dataset=run.dataset,
+        cut_off=cut_off,
+        cpu=cpu,
+        gpus=gpus,
         interrupted=outcome.interrupted,
-    )  # fmt: skip
+    )
 
 
 def _prepare(run: Asked) -> None:
@@ -174,7 +185,9 @@ def _launch(num_ranks: int, runs: Sequence[Asked], settings_file: Path) -> Outco
         def show_progress() -> None:
             if not progress.due():
                 return
-            files = [file for run in runs if (file := rank_path(Path(run.settings.records), 0)).exists()]
+            files = [
+                file for run in runs if (file := rank_path(Path(run.settings.records), 0)).exists()
+            ]
             number = max(1, len(files))
             settings = runs[number - 1].settings
             done = len(read_rank(files[-1]).steps) if files else 0
@@ -211,7 +224,9 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
             return f"rank {exit_.rank} was ended by {name} after {num_steps} steps{hint}"
     failures = [(log.failure, rank) for rank, log in enumerate(logs) if log.failure is not None]
     if failures:
-        failure, rank = min(failures, key=lambda entry: (entry[0].kind != "refused", entry[0].at_ns))
+        failure, rank = min(
+            failures, key=lambda entry: (entry[0].kind != "refused", entry[0].at_ns)
+        )
         message = f"rank {rank}: {failure.message}"
         return message if failure.kind == "refused" else f"{message} (the ranks' {log_hint[6:]})"
     ended = ", ".join(str(rank) for rank, log in enumerate(logs) if log.end is None)

@@ -8,17 +8,36 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, load_profile, profile_names
+from fuelrail.bench.measure.accelerator import (
+    DEFAULT_PROFILE,
+    AcceleratorProfile,
+    load_profile,
+    profile_names,
+)
 from fuelrail.bench.measure.machine import DatasetFacts, dataset_facts, installed_gpus
 from fuelrail.bench.trainer.distill.settings import DISTILL, weights_of
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
+from fuelrail.bench.trainer.strategies.settings import (
+    Degrees,
+    ParallelSettings,
+    Precision,
+    check_fits,
+    degrees_of,
+)
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.storage import Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.settings import Above0, AtLeast0, NotNegative, Positive, as_settings, check_types, flag
+from fuelrail.pipeline.settings import (
+    Above0,
+    AtLeast0,
+    NotNegative,
+    Positive,
+    as_settings,
+    check_types,
+    flag,
+)
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 
 RECORDS = "records"
@@ -38,8 +57,12 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
 
     split: Annotated[str, flag("split to train on")] = "train"
     ranks: Annotated[Positive, flag("number of ranks, all on this host")] = 1
-    batch_size: Annotated[Positive, flag("samples, or packs, per data-parallel rank in a batch")] = 4
-    steps: Annotated[Positive | None, flag("optimiser steps (default: 60, unless --epochs is given)")] = None
+    batch_size: Annotated[
+        Positive, flag("samples, or packs, per data-parallel rank in a batch")
+    ] = 4
+    steps: Annotated[
+        Positive | None, flag("optimiser steps (default: 60, unless --epochs is given)")
+    ] = None
     epochs: Annotated[Positive | None, flag("whole epochs instead of a number of steps")] = None
     warmup: Annotated[NotNegative, flag("warm-up steps, excluded from all results")] = 10
     accelerator: Annotated[
@@ -57,23 +80,36 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         ),
     ] = None
     accumulation: Annotated[Positive, flag("batches accumulated into one optimiser step")] = 1
-    workers: Annotated[Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")] = (
-        None
-    )
+    workers: Annotated[
+        Positive | None, flag("decoding threads per rank (default: the rank's share of the CPUs)")
+    ] = None
     decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
     prefetch_factor: Annotated[Positive, flag("number of finished batches to keep ready")] = 2
     storage: Annotated[Backend, flag("storage backend, as in the DataLoader")] = "auto"
     cache_dir: Annotated[str | None, flag("folder on a local disk to cache samples in")] = None
-    window: Annotated[Positive | None, flag("shuffle in windows of N shards instead of the whole split")] = None
+    window: Annotated[
+        Positive | None, flag("shuffle in windows of N shards instead of the whole split")
+    ] = None
     cost: Annotated[
-        tuple[str, ...], flag("fit the step's time to this column of the samples; may be repeated", repeat=True)
+        tuple[str, ...],
+        flag("fit the step's time to this column of the samples; may be repeated", repeat=True),
     ] = ()
-    order: Annotated[OrderSpec | None, flag("a whole order, with its own seed: filter, weights, packs, balance")] = None
+    order: Annotated[
+        OrderSpec | None, flag("a whole order, with its own seed: filter, weights, packs, balance")
+    ] = None
     verify: Annotated[bool, flag("skip checksum verification")] = True
-    transform: Annotated[str | None, flag("function to call with each sample", metavar="MODULE:FUNCTION")] = None
-    transforms: Annotated[str | None, flag("YAML file of size and augmentation of the samples", metavar="FILE")] = None
-    teacher: Annotated[str | None, flag("distil from the model of these checkpoints", metavar="FOLDER_OR_URL")] = None
-    teacher_layer: Annotated[str | None, flag("distil from this layer of predictions", metavar="FOLDER_OR_URL")] = None
+    transform: Annotated[
+        str | None, flag("function to call with each sample", metavar="MODULE:FUNCTION")
+    ] = None
+    transforms: Annotated[
+        str | None, flag("YAML file of size and augmentation of the samples", metavar="FILE")
+    ] = None
+    teacher: Annotated[
+        str | None, flag("distil from the model of these checkpoints", metavar="FOLDER_OR_URL")
+    ] = None
+    teacher_layer: Annotated[
+        str | None, flag("distil from this layer of predictions", metavar="FOLDER_OR_URL")
+    ] = None
     distill: Annotated[
         str | None,
         flag(
@@ -82,21 +118,30 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         ),
     ] = None
     temperature: Annotated[
-        Above0 | None, flag("softens the logits for distillation (default: 2, or that of a layer of top-k or draws)")
+        Above0 | None,
+        flag(
+            "softens the logits for distillation (default: 2, or that of a layer of top-k or draws)"
+        ),
     ] = None
     checkpoint: Annotated[
-        str | None, flag("save checkpoints there, and continue from the newest one", metavar="FOLDER_OR_URL")
+        str | None,
+        flag("save checkpoints there, and continue from the newest one", metavar="FOLDER_OR_URL"),
     ] = None
     every: Annotated[Positive, flag("steps between two checkpoints")] = 100
     keep: Annotated[Positive, flag("number of checkpoints to keep")] = 3
-    ledger: Annotated[str | None, flag("record in this file which samples the weights have seen", metavar="FILE")] = (
-        None
-    )
+    ledger: Annotated[
+        str | None, flag("record in this file which samples the weights have seen", metavar="FILE")
+    ] = None
     price_per_gpu_hour: Annotated[
         AtLeast0 | None,
-        flag("price of a GPU-hour; adds the cost per million samples, in the same currency", metavar="PRICE"),
+        flag(
+            "price of a GPU-hour; adds the cost per million samples, in the same currency",
+            metavar="PRICE",
+        ),
     ] = None
-    timeout_s: Annotated[Positive, flag("seconds after which a rank that does not answer ends the run")] = 300
+    timeout_s: Annotated[
+        Positive, flag("seconds after which a rank that does not answer ends the run")
+    ] = 300
     trace: Annotated[
         bool,
         flag(
@@ -153,28 +198,41 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     refuse: in one sentence, without torch where possible.
     """
     if options.steps is not None and options.epochs is not None:
-        raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
+        raise ConfigError(
+            f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them"
+        )
     if options.ledger is not None and options.leave_out:
-        raise ConfigError("ledger and leave_out exclude each other: a run without a part is not a run to record")
+        raise ConfigError(
+            "ledger and leave_out exclude each other: a run without a part is not a run to record"
+        )
     if options.order is not None and options.window is not None:
-        raise ConfigError(f"order and window={options.window} exclude each other: give the window in the order")
+        raise ConfigError(
+            f"order and window={options.window} exclude each other: give the window in the order"
+        )
     if options.order is not None and options.order.balance is not None and options.cost:
-        raise ConfigError(f"cost={options.cost} is fitted to steps of unequal cost: leave out the order's balance")
+        raise ConfigError(
+            f"cost={options.cost} is fitted to steps of unequal cost: leave out the order's balance"
+        )
     _check_teacher(options)
     profile = options.profile or _profile(options.accelerator)
     changes: dict[str, Any] = {
-        name: _absolute(getattr(options, name)) for name in ("cache_dir", "transforms", "ledger", *_TEACHERS)
+        name: _absolute(getattr(options, name))
+        for name in ("cache_dir", "transforms", "ledger", *_TEACHERS)
     }
     changes["checkpoint"] = _checkpoint_place(options)
     weights_of(options.distill or DISTILL)
     if options.transforms is not None:
-        as_settings(options.transforms, Transforms, "transforms")  # refused before ranks are started
+        as_settings(
+            options.transforms, Transforms, "transforms"
+        )  # refused before ranks are started
     degrees = degrees_of(options, options.ranks)
     default = "stand-in" if degrees.pp == 1 else "bev-tiny"  # one layer cannot be cut
     changes |= {
         "dataset": _absolute(os.fspath(dataset)),
         "records": str(records.absolute()),
-        "steps": _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps,
+        "steps": _DEFAULT_STEPS
+        if options.steps is None and options.epochs is None
+        else options.steps,
         "precision": options.precision or ("fp32" if profile else "bf16"),
         "model": options.model or (default if profile else "base"),
         "profile": profile,
@@ -183,7 +241,9 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
     if settings.model in MODELS:
         check_fits(settings, degrees, MODELS[settings.model], settings.batch_size)
     elif ":" not in settings.model:
-        raise ConfigError(f"model '{settings.model}' must be {', '.join(MODELS)}, or MODULE:FUNCTION of your own")
+        raise ConfigError(
+            f"model '{settings.model}' must be {', '.join(MODELS)}, or MODULE:FUNCTION of your own"
+        )
     elif any(getattr(options, name) is not None for name in _TEACHERS):
         raise ConfigError(
             f"model '{settings.model}' has a loss of its own: make it a fuelrail.Distilling, without teacher"
@@ -206,7 +266,9 @@ def _check_teacher(options: TrainOptions) -> None:
     places = [name for name in _TEACHERS if getattr(options, name) is not None]
     lone = [name for name in ("distill", "temperature") if getattr(options, name) is not None]
     if lone and not places:
-        raise ConfigError(f"{lone[0]}={getattr(options, lone[0])} needs a teacher: give teacher or teacher_layer")
+        raise ConfigError(
+            f"{lone[0]}={getattr(options, lone[0])} needs a teacher: give teacher or teacher_layer"
+        )
     if len(places) == 2:
         raise ConfigError(
             f"teacher={options.teacher} and teacher_layer={options.teacher_layer} exclude each other: give one of them"
@@ -226,13 +288,17 @@ def _checkpoint_place(options: TrainOptions) -> str | None:
     if is_url(place):
         filesystem(place)
         if place.startswith("memory:"):
-            raise ConfigError(f"checkpoint={place!r} would end with each rank's process; use a folder or another URL")
+            raise ConfigError(
+                f"checkpoint={place!r} would end with each rank's process; use a folder or another URL"
+            )
         return place
     folder = Path(place.removeprefix("file://")).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--checkpoint '{place}' cannot be a folder: {error.strerror}; choose another one") from error
+        raise ConfigError(
+            f"--checkpoint '{place}' cannot be a folder: {error.strerror}; choose another one"
+        ) from error
     return str(folder)
 
 
@@ -256,7 +322,9 @@ def _profile(choice: str) -> AcceleratorProfile | None:
 
 def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFacts) -> None:
     if degrees.composed and "all-reduce" in settings.leave_out:
-        raise ConfigError(f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp")
+        raise ConfigError(
+            f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp"
+        )
     global_batch = degrees.data * settings.batch_size * settings.accumulation
     if dataset.num_samples < global_batch:
         raise ConfigError(

@@ -67,12 +67,21 @@ def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[
             )
 
 
-def _of_the_source(settings: TrainSettings, logs: Sequence[RankLog], dataset: DatasetFacts) -> Iterator[str]:
+def _of_the_source(
+    settings: TrainSettings, logs: Sequence[RankLog], dataset: DatasetFacts
+) -> Iterator[str]:
     """Yield why a run says little about a large dataset; nothing for a run that loads nothing."""
     count = sum(step.num_samples for log in logs for step in log.steps)
-    if not {"loading", "storage"}.isdisjoint(settings.leave_out) or not count or not dataset.mean_sample_bytes:
+    if (
+        not {"loading", "storage"}.isdisjoint(settings.leave_out)
+        or not count
+        or not dataset.mean_sample_bytes
+    ):
         return
-    passes, read = count / dataset.num_samples, [log.end.read_bytes if log.end else None for log in logs]
+    passes, read = (
+        count / dataset.num_samples,
+        [log.end.read_bytes if log.end else None for log in logs],
+    )
     taken = f"{count:,} samples, {passes:.1f} times through the split"
     # Unknown are a network's bytes, those of a rank that was cut off, and all where the kernel does not count.
     if "://" in settings.dataset or None in read:
@@ -96,7 +105,9 @@ def _of_the_emulation(figures: Figures) -> Iterator[str]:
         )
 
 
-def _of_the_window(settings: TrainSettings, logs: Sequence[RankLog], window: Window) -> Iterator[str]:
+def _of_the_window(
+    settings: TrainSettings, logs: Sequence[RankLog], window: Window
+) -> Iterator[str]:
     stock = _share_from_stock(logs, window, settings.accumulation)
     if stock > _NOTABLE:
         yield (
@@ -108,7 +119,9 @@ def _of_the_window(settings: TrainSettings, logs: Sequence[RankLog], window: Win
 def _share_from_stock(logs: Sequence[RankLog], window: Window, accumulation: int) -> float:
     """Return the largest share of a rank's steps fed from stock: results that waited before and not after."""
     shares = [
-        (first.stages[-1].waiting - last.stages[-1].waiting) / accumulation / window.num_measured_steps
+        (first.stages[-1].waiting - last.stages[-1].waiting)
+        / accumulation
+        / window.num_measured_steps
         for log in logs
         if len(log.snapshots) == 2
         for first, last in [log.snapshots]

@@ -28,11 +28,24 @@ from fuelrail.bench.measure.clock import Clock
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
-from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, StageSnapshot, rank_path
+from fuelrail.bench.measure.records import (
+    RankEnd,
+    RankFailure,
+    RankHeader,
+    RankWriter,
+    StageSnapshot,
+    rank_path,
+)
 from fuelrail.bench.planner.state import check_memory, num_parameters
 from fuelrail.bench.ranks.elastic import end_with
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
-from fuelrail.bench.studies.train.experiment import from_memory, make_loader, noting_input, summing, transforms_of
+from fuelrail.bench.studies.train.experiment import (
+    from_memory,
+    make_loader,
+    noting_input,
+    summing,
+    transforms_of,
+)
 from fuelrail.bench.studies.train.settings import TrainSettings
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.state import tensors_of
@@ -79,7 +92,9 @@ def run_rank(
             device=device,
             backend=dist.get_backend() if dist.is_initialized() else None,
             num_parameters=num_parameters(MODELS.get(settings.model, settings.model))[0],
-            peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
+            peak_tflops=None
+            if settings.profile is not None
+            else peak_tflops(device, settings.precision),
         )
     )
     parallel = _divided(settings, mesh, accelerator, loader)
@@ -87,12 +102,23 @@ def run_rank(
     read_before = storage_bytes_read()
     source = batches(loader, settings.epochs)
     if "loading" in settings.leave_out:
-        source = from_memory(source, None if settings.epochs is None else settings.epochs * len(loader))
+        source = from_memory(
+            source, None if settings.epochs is None else settings.epochs * len(loader)
+        )
         loader.close()
     noted, sums = summing(source, settings)
-    noted = noting_input(noted, writer, None if settings.profile is not None else MODELS.get(settings.model))
+    noted = noting_input(
+        noted, writer, None if settings.profile is not None else MODELS.get(settings.model)
+    )
     first, accumulation = checkpoints.first_step, settings.accumulation
-    steps = train(parallel, noted, clock, num_steps=settings.steps, accumulation=accumulation, first_step=first)
+    steps = train(
+        parallel,
+        noted,
+        clock,
+        num_steps=settings.steps,
+        accumulation=accumulation,
+        first_step=first,
+    )
     num_steps = 0
     for num_steps, record in enumerate(steps if trace is None else trace.of_steps(steps), start=1):
         record.sums = sums()
@@ -107,8 +133,12 @@ def run_rank(
         RankEnd(
             parameters_xxh3=parameters_digest(parallel),
             peak_rss_bytes=peak_memory_bytes(),
-            peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
-            read_bytes=None if read_before is None or read_after is None else read_after - read_before,
+            peak_device_bytes=torch.cuda.max_memory_allocated()
+            if settings.profile is None
+            else None,
+            read_bytes=None
+            if read_before is None or read_after is None
+            else read_after - read_before,
             state_bytes=state_bytes(parallel),
         )
     )
@@ -182,14 +212,18 @@ class _RunCheckpoints:
     before. Raises what :meth:`Checkpoints.restore` raises, and ConfigError where no step is left to do.
     """
 
-    def __init__(self, settings: TrainSettings, parallel: Parallel, loader: DataLoader, writer: RankWriter) -> None:
+    def __init__(
+        self, settings: TrainSettings, parallel: Parallel, loader: DataLoader, writer: RankWriter
+    ) -> None:
         self.first_step = self._saved_step = 0
         self._every, self._parallel, self._writer = settings.every, parallel, writer
         self._loader, self._saver = loader, None
         if settings.checkpoint is None:
             return
         identity = {"model": settings.model, "optimiser": settings.optimiser}
-        saver = Checkpoints(settings.checkpoint, keep=settings.keep, identity=identity, timeout_s=settings.timeout_s)
+        saver = Checkpoints(
+            settings.checkpoint, keep=settings.keep, identity=identity, timeout_s=settings.timeout_s
+        )
         self._saver = saver
         restored = saver.restore(parallel, loader)
         if restored is None:
@@ -278,13 +312,19 @@ def run_all(runs: Sequence[TrainSettings]) -> None:
                     _join_world(device, settings.timeout_s)
                 _run(settings, device, writer)
             except FuelrailError as error:
-                writer.write(RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns()))
+                writer.write(
+                    RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns())
+                )
                 raise
             except Exception as error:
                 message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 waited = "timed out" in str(error).lower()
                 writer.write(
-                    RankFailure(kind="timed out" if waited else "crashed", message=message, at_ns=time.monotonic_ns())
+                    RankFailure(
+                        kind="timed out" if waited else "crashed",
+                        message=message,
+                        at_ns=time.monotonic_ns(),
+                    )
                 )
                 if waited:
                     # The others that wait must leave their record too, before the first end ends them all: who leaves
@@ -321,7 +361,13 @@ def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     """Make the mesh, once nothing speaks against it. Raises ConfigError."""
     degrees, image = degrees_of(settings, dist.get_world_size()), transforms_of(settings).image
     if settings.model in MODELS:
-        check_fits(settings, degrees, MODELS[settings.model], settings.batch_size, (image.height, image.width))
+        check_fits(
+            settings,
+            degrees,
+            MODELS[settings.model],
+            settings.batch_size,
+            (image.height, image.width),
+        )
     on_gpu = settings.profile is None
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
     check_memory(settings.model, settings, degrees, settings.precision, free, alone=on_gpu)

@@ -21,7 +21,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave
-from fuelrail.bench.trainer.checkpoints.state import model_tensors, progress_of, put_back, targets_of, tensors_of
+from fuelrail.bench.trainer.checkpoints.state import (
+    model_tensors,
+    progress_of,
+    put_back,
+    targets_of,
+    tensors_of,
+)
 from fuelrail.bench.trainer.checkpoints.store import DamagedError, Manifest, Store
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from fuelrail.pipeline.storage.filesystem import DISK_FULL
@@ -64,7 +70,9 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[CheckpointSave] | None = None
 
-    def save(self, step: int, parallel: Parallel, loader_state: Mapping[str, Any]) -> CheckpointSave | None:
+    def save(
+        self, step: int, parallel: Parallel, loader_state: Mapping[str, Any]
+    ) -> CheckpointSave | None:
         """Start to save the state after ``step`` steps, and return the save before, if it was not returned yet.
 
         The state is copied before this returns; the training may change it. Waits for the save before. Raises
@@ -78,12 +86,20 @@ class Checkpoints:
         writer.stage = self._stager.stage  # type: ignore[method-assign]
         progress = progress_of(parallel, loader_state)
         manifest = Manifest(
-            step=step, world_size=self._world_size, identity=self._identity, progress=progress, files={}
+            step=step,
+            world_size=self._world_size,
+            identity=self._identity,
+            progress=progress,
+            files={},
         )
-        written = async_save(tensors_of(parallel, self._rank), storage_writer=writer, process_group=self._group)
+        written = async_save(
+            tensors_of(parallel, self._rank), storage_writer=writer, process_group=self._group
+        )
         assert isinstance(written, Future), "a blocking stager has finished"
         stall_ns = time.monotonic_ns() - start_ns
-        self._pending = self._thread.submit(self._finish, folder, written, manifest, start_ns, stall_ns)
+        self._pending = self._thread.submit(
+            self._finish, folder, written, manifest, start_ns, stall_ns
+        )
         return done
 
     def wait(self) -> CheckpointSave | None:
@@ -121,7 +137,9 @@ class Checkpoints:
                 skipped.append(f"{folder}: {error}")
                 continue
             self._load(folder, manifest, parallel, loader)
-            return CheckpointRestore(step=manifest.step, folder=folder, world_size=manifest.world_size, skipped=skipped)
+            return CheckpointRestore(
+                step=manifest.step, folder=folder, world_size=manifest.world_size, skipped=skipped
+            )
         if skipped:
             raise FuelrailError(
                 f"no checkpoint in '{self._store.shown}' is whole ({'; '.join(skipped)}): restore the files, or use "
@@ -130,36 +148,59 @@ class Checkpoints:
         return None
 
     def _finish(
-        self, folder: str, written: Future[Metadata], manifest: Manifest, start_ns: int, stall_ns: int
+        self,
+        folder: str,
+        written: Future[Metadata],
+        manifest: Manifest,
+        start_ns: int,
+        stall_ns: int,
     ) -> CheckpointSave:
         """Wait for all ranks' files in the background, make them visible, remove old checkpoints."""
         try:
             written.result()
             files = self._merged(partial(self._store.digests, folder, self._share))
-            self._on_first(partial(self._store.publish, folder, msgspec.structs.replace(manifest, files=files)))
+            self._on_first(
+                partial(self._store.publish, folder, msgspec.structs.replace(manifest, files=files))
+            )
             self._on_first(partial(self._store.prune, self._keep))
         except (Exception, CheckpointException) as error:  # torch's is not an Exception
-            reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            reason = (
+                next(iter(error.failures.values()))[0]
+                if isinstance(error, CheckpointException)
+                else error
+            )
             raise FuelrailError(
                 f"the checkpoint of step {manifest.step} could not be written to '{self._store.shown}': {reason}; "
                 f"checkpoints of earlier steps are whole{self._advice(reason)}"
             ) from error
         size, total_ns = sum(size for size, _ in files.values()), time.monotonic_ns() - start_ns
-        return CheckpointSave(step=manifest.step, stall_ns=stall_ns, total_ns=total_ns, num_bytes=size)
+        return CheckpointSave(
+            step=manifest.step, stall_ns=stall_ns, total_ns=total_ns, num_bytes=size
+        )
 
     def _advice(self, reason: BaseException) -> str:
         if isinstance(reason, OSError) and reason.errno in DISK_FULL:
             return "; make room there"
-        if isinstance(reason, RuntimeError) and "timed out" in str(reason).lower():  # torch has no class for it
+        if (
+            isinstance(reason, RuntimeError) and "timed out" in str(reason).lower()
+        ):  # torch has no class for it
             return f"; a rank did not answer for {self._timeout_s:g} s (timeout_s): it is dead, or its storage slow"
         return ""
 
     def _load(self, folder: str, manifest: Manifest, parallel: Parallel, loader: Stateful) -> None:
         reader = self._store.reader(folder)
         saved = reader.read_metadata().state_dict_metadata
-        shapes = {name: list(one.size) for name, one in saved.items() if isinstance(one, TensorStorageMetadata)}
-        theirs = manifest.identity | {name: shape for name, shape in shapes.items() if name.startswith("model.")}
-        ours = self._identity | self._merged(lambda: {n: list(t.shape) for n, t in model_tensors(parallel).items()})
+        shapes = {
+            name: list(one.size)
+            for name, one in saved.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
+        theirs = manifest.identity | {
+            name: shape for name, shape in shapes.items() if name.startswith("model.")
+        }
+        ours = self._identity | self._merged(
+            lambda: {n: list(t.shape) for n, t in model_tensors(parallel).items()}
+        )
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
                 raise StateMismatchError(
@@ -185,7 +226,7 @@ class Checkpoints:
                 raise outcome
         return outcomes
 
-    def _on_first(self, function: Callable[[], Any]) -> Any:  # noqa: ANN401 - what it returns
+    def _on_first(self, function: Callable[[], Any]) -> Any:
         """Call a function on the first rank; return its result, or raise its error, on all."""
         return self._on_all(lambda: function() if self._rank == 0 else None)[0]
 

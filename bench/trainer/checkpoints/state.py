@@ -45,7 +45,9 @@ def _generators() -> dict[str, Tensor]:
     numpy: Any = np.random.get_state(legacy=True)
     found = {
         "cpu": torch.get_rng_state(),
-        "python": torch.tensor([*python[1], math.nan if python[2] is None else python[2]], dtype=torch.float64),
+        "python": torch.tensor(
+            [*python[1], math.nan if python[2] is None else python[2]], dtype=torch.float64
+        ),
         "numpy": torch.tensor([*numpy[1], *numpy[2:]], dtype=torch.float64),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -59,7 +61,9 @@ def _set_generator(name: str, state: Tensor) -> None:
         random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
     elif name == "numpy":
         *words, place, has_gauss, gauss = state.tolist()
-        np.random.set_state(("MT19937", np.array(words, np.uint32), int(place), int(has_gauss), gauss))
+        np.random.set_state(
+            ("MT19937", np.array(words, np.uint32), int(place), int(has_gauss), gauss)
+        )
     elif name == "cpu":
         torch.set_rng_state(state)
     else:
@@ -69,21 +73,33 @@ def _set_generator(name: str, state: Tensor) -> None:
 def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
     """Return the parameters and buffers of this rank's part of the model."""
     states = (module.state_dict() for module in parallel.models)
-    return {f"model.{name.removeprefix(_OF_DDP)}": value for state in states for name, value in state.items()}
+    return {
+        f"model.{name.removeprefix(_OF_DDP)}": value
+        for state in states
+        for name, value in state.items()
+    }
 
 
-def targets_of(parallel: Parallel, saved: Collection[str], rank: int, world_size: int) -> dict[str, Tensor]:
+def targets_of(
+    parallel: Parallel, saved: Collection[str], rank: int, world_size: int
+) -> dict[str, Tensor]:
     """Return the tensors of this rank that were saved, to load into; those of the optimiser are made first.
 
     A rank that was not there when the state was saved takes the generators of rank ``rank % world_size``.
     """
     optimiser = _inner(parallel.optimiser)
-    get_optimizer_state_dict(nn.ModuleList(parallel.models), optimiser)  # a step without gradients makes its state
+    get_optimizer_state_dict(
+        nn.ModuleList(parallel.models), optimiser
+    )  # a step without gradients makes its state
     stepped = {name.rpartition(".")[0] for name in saved}
     for name, parameter in named_parameters(parallel.models):
         if f"optimiser.{name}" not in stepped:
             optimiser.state.pop(parameter, None)
-    return {name: value for name, value in tensors_of(parallel, rank % world_size).items() if name in saved}
+    return {
+        name: value
+        for name, value in tensors_of(parallel, rank % world_size).items()
+        if name in saved
+    }
 
 
 def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> RunState:

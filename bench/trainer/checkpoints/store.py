@@ -91,7 +91,9 @@ class Store:
     def digests(self, folder: str, share: slice) -> dict[str, tuple[int, str]]:
         """Read a share of the files of an attempt, in order; return bytes and digest of each by name."""
         self._fs.invalidate_cache()
-        names = sorted(PurePosixPath(path).name for path in self._fs.ls(f"{self._path}/{folder}", detail=False))
+        names = sorted(
+            PurePosixPath(path).name for path in self._fs.ls(f"{self._path}/{folder}", detail=False)
+        )
         return {name: self._digest_of(folder, name) for name in names[share]}
 
     def _digest_of(self, folder: str, name: str) -> tuple[int, str]:
@@ -129,9 +131,14 @@ class Store:
     def complete(self) -> list[str]:
         """Return the folders of visible checkpoints, newest first."""
         self._fs.invalidate_cache()
-        found = [PurePosixPath(path).parent.name for path in self._fs.glob(f"{self._path}/step-*/{_MANIFEST}")]
+        found = [
+            PurePosixPath(path).parent.name
+            for path in self._fs.glob(f"{self._path}/step-*/{_MANIFEST}")
+        ]
         # A step of more digits is a longer name.
-        return sorted(filter(_NAME.fullmatch, found), key=lambda name: (len(name), name), reverse=True)
+        return sorted(
+            filter(_NAME.fullmatch, found), key=lambda name: (len(name), name), reverse=True
+        )
 
     def read(self, folder: str, share: slice = slice(None)) -> Manifest:
         """Read a checkpoint's manifest, and compare a share of its files, in order, with it.
@@ -140,7 +147,9 @@ class Store:
         """
         path, num_bytes = self._regular(folder, _MANIFEST)
         if num_bytes > _MAX_MANIFEST_BYTES:
-            raise DamagedError(f"{_MANIFEST} has {num_bytes} bytes, at most {_MAX_MANIFEST_BYTES} are read")
+            raise DamagedError(
+                f"{_MANIFEST} has {num_bytes} bytes, at most {_MAX_MANIFEST_BYTES} are read"
+            )
         try:
             sealed = msgspec.json.decode(self._fs.cat_file(path), type=_Sealed)
         except msgspec.MsgspecError as error:
@@ -163,7 +172,9 @@ class Store:
             num_bytes, digest = manifest.files[name]
             _, found = self._regular(folder, name)
             if found != num_bytes or self._digest_of(folder, name)[1] != digest:
-                raise DamagedError(f"{name} does not match its digest; of {num_bytes} bytes it has {found}")
+                raise DamagedError(
+                    f"{name} does not match its digest; of {num_bytes} bytes it has {found}"
+                )
         return manifest
 
     def hide(self, folder: str) -> None:
@@ -184,7 +195,12 @@ class Store:
             marks = (f"{path}/{mark}" for mark in (_MANIFEST, _DAMAGED))
             name = PurePosixPath(path).name
             if _NAME.fullmatch(name) and not any(map(self._fs.exists, marks)):
-                _LOG.warning("'%s/%s' has no %s: its save did not finish; it is removed", self.shown, name, _MANIFEST)
+                _LOG.warning(
+                    "'%s/%s' has no %s: its save did not finish; it is removed",
+                    self.shown,
+                    name,
+                    _MANIFEST,
+                )
                 self._fs.rm(path, recursive=True)
 
 

@@ -50,11 +50,14 @@ class Distilling(nn.Module):
         self.projections = nn.ModuleList(pair.projection or nn.Identity() for pair in pairs)
         self._pairs, self._loss = [pair._replace(projection=None) for pair in pairs], loss
 
-    def forward(self, batch: Any) -> Any:  # noqa: ANN401 - the caller's
+    def forward(self, batch: Any) -> Any:
         """Return the losses by name; in evaluation mode what the student returns."""
         if not self.training:
             return self.student(batch)
-        with torch.no_grad(), outputs_of(self.teacher.eval(), [pair.teacher for pair in self._pairs]) as said:
+        with (
+            torch.no_grad(),
+            outputs_of(self.teacher.eval(), [pair.teacher for pair in self._pairs]) as said,
+        ):
             self.teacher(batch)
         with outputs_of(self.student, [pair.student for pair in self._pairs]) as own:
             outputs = self.student(batch)
@@ -71,10 +74,13 @@ def outputs_of(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any
     """Yield the outputs of parts of a model by name, of their last call inside."""
     found: dict[str, Any] = {}
 
-    def keep(_: nn.Module, __: object, output: Any, name: str) -> None:  # noqa: ANN401 - the model's
+    def keep(_: nn.Module, __: object, output: Any, name: str) -> None:
         found[name] = output
 
-    hooks = [model.get_submodule(name).register_forward_hook(partial(keep, name=name)) for name in {*names}]
+    hooks = [
+        model.get_submodule(name).register_forward_hook(partial(keep, name=name))
+        for name in {*names}
+    ]
     try:
         yield found
     finally:

@@ -12,7 +12,11 @@ _PARTS = ("labels", "logits", "features", "targets")
 
 def weights_of(text: str) -> dict[str, float]:
     """Read ``PART=WEIGHT,...``, the parts of the loss of distillation. Raises ConfigError."""
-    weights = read_pairs("distill", text, _PARTS, float, "PART=WEIGHT with a weight above 0, each part once; parts")
+    weights = read_pairs(
+        "distill", text, _PARTS, float, "PART=WEIGHT with a weight above 0, each part once; parts"
+    )
     if weights.keys() <= {"labels"}:
-        raise ConfigError(f"distill '{text}' takes nothing from the teacher; add logits=1, features=1 or targets=1")
+        raise ConfigError(
+            f"distill '{text}' takes nothing from the teacher; add logits=1, features=1 or targets=1"
+        )
     return weights

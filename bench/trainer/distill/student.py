@@ -26,7 +26,13 @@ from torch import Tensor, nn
 
 from fuelrail.bench.trainer.distill.settings import DISTILL, TEMPERATURE, weights_of
 from fuelrail.bench.trainer.distill.teacher import Source, Teacher, of_layer
-from fuelrail.bench.trainer.models.settings import GptSettings, GridSettings, VitSettings, feature_width, predictions
+from fuelrail.bench.trainer.models.settings import (
+    GptSettings,
+    GridSettings,
+    VitSettings,
+    feature_width,
+    predictions,
+)
 from fuelrail.bench.trainer.models.staged import StagedModel, mean_over_samples
 from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.errors import ConfigError
@@ -43,19 +49,35 @@ class Distilled(StagedModel):
     ``projection``.
     """
 
-    def __init__(self, student: StagedModel, source: Source, weights: Mapping[str, float], temperature: float) -> None:
+    def __init__(
+        self, student: StagedModel, source: Source, weights: Mapping[str, float], temperature: float
+    ) -> None:
         super().__init__(student.settings)
-        self.stem, self.blocks, self.head, self.plan = student.stem, student.blocks, student.head, student.plan
+        self.stem, self.blocks, self.head, self.plan = (
+            student.stem,
+            student.blocks,
+            student.head,
+            student.plan,
+        )
         del student.stem, student.blocks, student.head  # it lives on for its inputs and losses
-        self.student, self._weights, self._source, self._temperature = student, weights, source, temperature
+        self.student, self._weights, self._source, self._temperature = (
+            student,
+            weights,
+            source,
+            temperature,
+        )
         if "features" in weights:
             width = feature_width(self.settings)
             self.head.register_module("projection", nn.Conv2d(width, source.width, 1, bias=False))
             self.head.register_forward_hook(self._with_features)
 
-    def _with_features(self, head: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_features(
+        self, head: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
         features = self.student.feature_map(*arguments)
-        return logits, head.get_submodule("projection")(features.flatten(0, 1)).unflatten(0, features.shape[:2])
+        return logits, head.get_submodule("projection")(features.flatten(0, 1)).unflatten(
+            0, features.shape[:2]
+        )
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the student's inputs, and of a layer the teacher's tensors."""
@@ -65,32 +87,40 @@ class Distilled(StagedModel):
         """Return the student's own losses by name."""
         return self.student.losses(logits, *inputs)
 
-    def loss(self, logits: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401 - with features a pair
+    def loss(self, logits: Any, *inputs: Tensor) -> Tensor:
         """Return the weighted sum of the parts, the mean over the batch's real samples."""
         names, student, parts = self._source.names, self.student, dict[str, Tensor]()
         own, said = inputs[: -len(names)], dict(zip(names, inputs[-len(names) :], strict=True))
         if "features" in self._weights:
             logits, features = logits
-            wanted = F.adaptive_avg_pool2d(said["features"].flatten(0, 1).float(), features.shape[-2:])
+            wanted = F.adaptive_avg_pool2d(
+                said["features"].flatten(0, 1).float(), features.shape[-2:]
+            )
             difference = (features.flatten(0, 1).float() - wanted).square().mean(dim=(1, 2, 3))
             parts["features"] = difference.view(features.shape[:2])
         if "labels" in self._weights:
             parts["labels"] = student.losses(logits, *own)
         if "targets" in self._weights:
-            detected = said["targets"] if "targets" in said else (said["logits"].flatten(1) > 0).float()
+            detected = (
+                said["targets"] if "targets" in said else (said["logits"].flatten(1) > 0).float()
+            )
             parts["targets"] = student.losses(logits, *own[:-2], detected, own[-1])
         if "logits" in self._weights:
             binary = isinstance(self.settings, GridSettings)
             teacher: Any = said.get("logits")
             if teacher is None:
-                teacher = Logits(**{name.partition(".")[2]: one for name, one in said.items() if "." in name})
+                teacher = Logits(
+                    **{name.partition(".")[2]: one for name, one in said.items() if "." in name}
+                )
             parts["logits"] = divergence(logits, teacher, self._temperature, binary=binary)
             if isinstance(teacher, Logits):  # the mean is over the positions that are stored
                 share = teacher.known.float().mean(-1, keepdim=True)
                 parts["logits"] = parts["logits"] / (share + (share == 0))
         total = torch.zeros((), device=own[-1].device)
         for name, part in parts.items():
-            total = total + self._weights[name] * mean_over_samples(student.by_sample(part, *own), own[-1])
+            total = total + self._weights[name] * mean_over_samples(
+                student.by_sample(part, *own), own[-1]
+            )
         return total
 
 
@@ -128,7 +158,11 @@ def divergence(
             own, wanted = own.log_softmax(-1), wanted.log_softmax(-1)
             values = F.kl_div(own, wanted, reduction="none", log_target=True).sum(-1)
     values = values * temperature**2
-    return values if weights is None else (values * weights).sum() / (weights.sum() + (weights.sum() == 0))
+    return (
+        values
+        if weights is None
+        else (values * weights).sum() / (weights.sum() + (weights.sum() == 0))
+    )
 
 
 def _sparse_divergence(own: Tensor, teacher: Logits) -> Tensor:
@@ -195,4 +229,6 @@ def distilled(
             "teacher of the same predictions"
         )
     source = Source(("logits", "features"), feature_width(model.settings))
-    return partial(Distilled, source=source, weights=parts, temperature=temperature or TEMPERATURE), model
+    return partial(
+        Distilled, source=source, weights=parts, temperature=temperature or TEMPERATURE
+    ), model

@@ -65,10 +65,14 @@ class Teacher(nn.Module):
             )
         self.name = manifest.identity["model"]
         if self.name not in MODELS:
-            raise ConfigError(f"teacher '{store.shown}' is of model '{self.name}'; models: {', '.join(MODELS)}")
+            raise ConfigError(
+                f"teacher '{store.shown}' is of model '{self.name}'; models: {', '.join(MODELS)}"
+            )
         self.settings = MODELS[self.name]
         make = partial(build_model, self.settings)
-        with torch.random.fork_rng(devices=[]):  # the student draws the same weights with any teacher
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # the student draws the same weights with any teacher
             self.model: StagedModel
             self.model, fill = draft(make, device, 0) if shard else (make().to(device), None)
             self.eval().requires_grad_(requires_grad=False)
@@ -81,7 +85,9 @@ class Teacher(nn.Module):
                 fill([self.model], False)  # buffers; the weights are those of the checkpoint
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each rank loads its own
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled", UserWarning
+            )  # each rank loads its own
             load(tensors, storage_reader=store.reader(folder), no_dist=True)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +116,11 @@ class Source(NamedTuple):
 
 
 def of_layer(
-    place: str, student: ModelSettings, dataset: Dataset, weights: Collection[str], transforms: Transforms
+    place: str,
+    student: ModelSettings,
+    dataset: Dataset,
+    weights: Collection[str],
+    transforms: Transforms,
 ) -> Source:
     """Make the teacher of a layer of a dataset. Raise ConfigError where its channels are not what the student needs.
 
@@ -121,14 +131,24 @@ def of_layer(
     cameras = [camera.channel for camera in dataset.manifest.cameras]
     shape, what = predictions(student, len(cameras))
 
-    def find(name: str, wanted: tuple[int | None, ...], law: str, *, moves: bool = False) -> Channel:
+    def find(
+        name: str, wanted: tuple[int | None, ...], law: str, *, moves: bool = False
+    ) -> Channel:
         """Find the channel of a shape (None: any size; no axes: boxes). ``moves``: the samples are augmented."""
         channel = table.get(f"{LAYER}.{name}")
-        sides = f"[{', '.join('any' if one is None else str(one) for one in wanted)}]" if wanted else "boxes"
+        sides = (
+            f"[{', '.join('any' if one is None else str(one) for one in wanted)}]"
+            if wanted
+            else "boxes"
+        )
         has_shape = () if channel is None else _shape(channel)
         if channel is None or not (_fits(wanted, has_shape) if wanted else channel.law.name == law):
             known = ", ".join(sorted(table))
-            has = f"it has {list(has_shape) or channel.kind}" if channel else f"its channels are {known}"
+            has = (
+                f"it has {list(has_shape) or channel.kind}"
+                if channel
+                else f"its channels are {known}"
+            )
             raise ConfigError(
                 f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a student of {what}; {has}; "
                 "make the layer with a teacher of the same predictions"
@@ -144,27 +164,46 @@ def of_layer(
     width, moved, temperature = 0, transforms.image.train, None
     has_boxes = "targets" in weights and f"{LAYER}.detections" in table
     if "logits" in weights or ("targets" in weights and not has_boxes):
-        logits = find("logits", shape, "ego_grid", moves=isinstance(student, GridSettings) and transforms.ego.train)
+        logits = find(
+            "logits",
+            shape,
+            "ego_grid",
+            moves=isinstance(student, GridSettings) and transforms.ego.train,
+        )
         if logits.kind in (TOPK, SAMPLED):
             found = layer.manifest.recipe.get("temperature")
             temperature = found if isinstance(found, float) else 1.0
             parts = ("indices", "weights", "known", *(("tail",) if logits.kind == TOPK else ()))
-            makers = {f"logits.{part}": partial(_part, name=logits.name, part=part) for part in parts}
+            makers = {
+                f"logits.{part}": partial(_part, name=logits.name, part=part) for part in parts
+            }
         else:
             makers["logits"] = lambda batch: _values(batch, logits)
     if has_boxes and isinstance(student, GridSettings):  # of other models targets were refused
         (group,) = find("detections", (), "ego_boxes").law.roles["boxes"]
         grid, range_m = student.grid, student.range_m
-        makers["targets"] = lambda batch: occupied_cells(batch[f"{LAYER}.detections"][group[0]], grid, range_m)
+        makers["targets"] = lambda batch: occupied_cells(
+            batch[f"{LAYER}.detections"][group[0]], grid, range_m
+        )
     if "features" in weights and f"{LAYER}.features" in table:
         whole = find("features", (len(cameras), None, None, None), "image", moves=moved)
         width = whole.shape[1] or 0
         makers["features"] = lambda batch: _values(batch, whole)
     elif "features" in weights:
-        maps = [find(f"features_{camera}", (None, None, None), "image", moves=moved) for camera in cameras]
+        maps = [
+            find(f"features_{camera}", (None, None, None), "image", moves=moved)
+            for camera in cameras
+        ]
         width = maps[0].shape[2] or 0
-        makers["features"] = lambda batch: torch.stack([_values(batch, one).movedim(-1, 1) for one in maps], dim=1)
-    return Source(tuple(makers), width, lambda batch: tuple(make(batch) for make in makers.values()), temperature)
+        makers["features"] = lambda batch: torch.stack(
+            [_values(batch, one).movedim(-1, 1) for one in maps], dim=1
+        )
+    return Source(
+        tuple(makers),
+        width,
+        lambda batch: tuple(make(batch) for make in makers.values()),
+        temperature,
+    )
 
 
 def _shape(channel: Channel) -> tuple[int | None, ...]:
@@ -180,7 +219,9 @@ def _part(batch: Mapping[str, Any], name: str, part: str) -> Tensor:
 
 
 def _fits(wanted: Sequence[int | None], shape: Sequence[int | None]) -> bool:
-    return len(wanted) == len(shape) and all(one in (None, size) for one, size in zip(wanted, shape, strict=True))
+    return len(wanted) == len(shape) and all(
+        one in (None, size) for one, size in zip(wanted, shape, strict=True)
+    )
 
 
 def _values(batch: Mapping[str, Any], channel: Channel) -> Tensor:

@@ -30,7 +30,10 @@ _STD = (58.395, 57.12, 57.375)
 _STEM_STRIDE = 4
 
 # What tensor parallel shards of the head: the embedding of rays. Torch shards no convolutions.
-HEAD_PLAN: dict[str, ParallelStyle] = {"ray_embedding.0": ColwiseParallel(), "ray_embedding.2": RowwiseParallel()}
+HEAD_PLAN: dict[str, ParallelStyle] = {
+    "ray_embedding.0": ColwiseParallel(),
+    "ray_embedding.2": RowwiseParallel(),
+}
 
 
 class ImageStem(nn.Module):
@@ -40,7 +43,10 @@ class ImageStem(nn.Module):
     std: Tensor
 
     def __init__(
-        self, subsample: int, *layers: nn.Module, layout: torch.memory_format = torch.contiguous_format
+        self,
+        subsample: int,
+        *layers: nn.Module,
+        layout: torch.memory_format = torch.contiguous_format,
     ) -> None:
         super().__init__()
         self.subsample, self.layout = subsample, layout
@@ -79,7 +85,9 @@ class CameraModel(StagedModel):
         # One without calibration, likewise, has cameras of unit matrices.
         cameras = batch["cam_valid"].shape
         intrinsics, cam2ego = (
-            batch[name] if name in batch else torch.eye(size, device=img.device).repeat(*cameras, 1, 1)
+            batch[name]
+            if name in batch
+            else torch.eye(size, device=img.device).repeat(*cameras, 1, 1)
             for name, size in (("intrinsics", 3), ("cam2ego", 4))
         )
         return img, batch["cam_valid"], intrinsics, cam2ego, target, batch["valid"].float()
@@ -102,7 +110,13 @@ class OccupancyHead(nn.Module):
         self.head = nn.Linear(width, 1)
 
     def forward(
-        self, features: Tensor, img: Tensor, cam_valid: Tensor, intrinsics: Tensor, cam2ego: Tensor, *_: Tensor
+        self,
+        features: Tensor,
+        img: Tensor,
+        cam_valid: Tensor,
+        intrinsics: Tensor,
+        cam2ego: Tensor,
+        *_: Tensor,
     ) -> Tensor:
         """Return logits of the cells, float [B, G].
 
@@ -130,7 +144,9 @@ class OccupancyHead(nn.Module):
         columns = (torch.arange(width, device=cam2ego.device) + 0.5) * self.stride - 0.5
         v, u = torch.meshgrid(rows, columns, indexing="ij")
         pixels = torch.stack((u, v, torch.ones_like(u)), dim=-1).reshape(-1, 3)
-        inverse, _ = torch.linalg.inv_ex(intrinsics.flatten(0, 1).float())  # an absent camera's zeros are masked
+        inverse, _ = torch.linalg.inv_ex(
+            intrinsics.flatten(0, 1).float()
+        )  # an absent camera's zeros are masked
         inverse = inverse.nan_to_num(0, 0, 0)
         extrinsics = cam2ego.flatten(0, 1).float()
         # Products written out: autocast would compute matrix products in low precision, too little for geometry.
@@ -149,7 +165,9 @@ def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor
     """
     device = boxes[0].device
     centres = torch.cat([sample[:, :2].float() for sample in boxes])
-    rows = torch.tensor([row for row, sample in enumerate(boxes) for _ in range(len(sample))], dtype=torch.long)
+    rows = torch.tensor(
+        [row for row, sample in enumerate(boxes) for _ in range(len(sample))], dtype=torch.long
+    )
     cells = torch.floor((centres + range_m) / (2 * range_m) * grid).long()
     inside = ((cells >= 0) & (cells < grid)).all(dim=1)
     # One cell more than there are takes the centres outside: picking the others would mean waiting for the device.
@@ -184,7 +202,9 @@ class BevOccupancy(CameraModel):
 class _Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(_convolution(width, width, stride=1), _convolution(width, width, stride=1))
+        self.body = nn.Sequential(
+            _convolution(width, width, stride=1), _convolution(width, width, stride=1)
+        )
 
     def forward(self, features: Tensor) -> Tensor:
         body: Tensor = self.body(features)
@@ -194,6 +214,8 @@ class _Residual(nn.Module):
 def _convolution(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
-        nn.GroupNorm(min(8, outputs // 2), outputs),  # two channels or more: of one value there is nothing to norm
+        nn.GroupNorm(
+            min(8, outputs // 2), outputs
+        ),  # two channels or more: of one value there is nothing to norm
         nn.ReLU(inplace=True),
     )

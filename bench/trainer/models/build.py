@@ -17,7 +17,14 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from fuelrail.bench.trainer.models.bev import BevOccupancy
 from fuelrail.bench.trainer.models.gpt import Gpt
 from fuelrail.bench.trainer.models.resnet import ResNet
-from fuelrail.bench.trainer.models.settings import MODELS, BevSettings, GptSettings, ModelSettings, ResNetSettings, find
+from fuelrail.bench.trainer.models.settings import (
+    MODELS,
+    BevSettings,
+    GptSettings,
+    ModelSettings,
+    ResNetSettings,
+    find,
+)
 from fuelrail.bench.trainer.models.vit import MultiCameraVit
 
 if TYPE_CHECKING:
@@ -58,8 +65,15 @@ def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, F
     with torch.device("meta"), _seeing(modules.append):
         model = make()
     modules.append(model)
-    owners = {value: (part, name) for part in model.modules() for name, value in part.named_parameters(recurse=False)}
-    places = [{name: owners.get(value) for name, value in one.named_parameters(recurse=False)} for one in modules]
+    owners = {
+        value: (part, name)
+        for part in model.modules()
+        for name, value in part.named_parameters(recurse=False)
+    }
+    places = [
+        {name: owners.get(value) for name, value in one.named_parameters(recurse=False)}
+        for one in modules
+    ]
     parts_of_model, name_of_model = list(model.modules()), type(model).__name__
     tied = sum(len(list(one.parameters(recurse=False))) for one in parts_of_model) != len(owners)
 
@@ -112,7 +126,9 @@ def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, F
 def copy_share(whole: Tensor, share: Tensor) -> None:
     """Copy this rank's share of a tensor."""
     if isinstance(share, DTensor):
-        sizes, starts = compute_local_shape_and_global_offset(share.shape, share.device_mesh, share.placements)
+        sizes, starts = compute_local_shape_and_global_offset(
+            share.shape, share.device_mesh, share.placements
+        )
         for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
             whole = whole.narrow(axis, min(start, whole.shape[axis]), size)
         share = share.to_local()

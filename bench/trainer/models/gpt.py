@@ -17,7 +17,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from fuelrail.bench.trainer.models.staged import GATED_PLAN, TRANSFORMER_PLAN, Block, Experts, StagedModel, perceptron
+from fuelrail.bench.trainer.models.staged import (
+    GATED_PLAN,
+    TRANSFORMER_PLAN,
+    Block,
+    Experts,
+    StagedModel,
+    perceptron,
+)
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.errors import ConfigError
 
@@ -68,11 +75,17 @@ class Gpt(StagedModel):
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the cross-entropy of each token but the first [B, context]."""
         next_tokens = inputs[0][:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten(), reduction="none").view(next_tokens.shape)
+        return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten(), reduction="none").view(
+            next_tokens.shape
+        )
 
     def loss(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the mean loss over the real samples; of documents in rows over all tokens, padding as 0."""
-        return (self.losses(logits, *inputs) * inputs[-1]).mean() if _in_rows(inputs) else super().loss(logits, *inputs)
+        return (
+            (self.losses(logits, *inputs) * inputs[-1]).mean()
+            if _in_rows(inputs)
+            else super().loss(logits, *inputs)
+        )
 
     def real_share(self, *inputs: Tensor) -> Tensor | None:
         """Return the share of a row's tokens whose prediction counts, see `Parallel`; None where all do."""
@@ -90,7 +103,9 @@ def _in_rows(inputs: tuple[Tensor, ...]) -> bool:
 def _block(settings: GptSettings) -> Block:
     width, inner, gated = settings.width, settings.ffn or 4 * settings.width, settings.gated
     if settings.experts > 1:
-        mlp: nn.Module = Experts(width, inner, settings.experts, settings.active_experts, gated=gated)
+        mlp: nn.Module = Experts(
+            width, inner, settings.experts, settings.active_experts, gated=gated
+        )
     else:
         mlp = perceptron(width, inner, gated=gated)
     return Block(width, settings.heads, causal=True, kv_heads=settings.kv_heads, mlp=mlp)
@@ -99,13 +114,19 @@ def _block(settings: GptSettings) -> Block:
 class _Embeddings(nn.Module):
     def __init__(self, settings: GptSettings) -> None:
         super().__init__()
-        tokens, positions = (nn.Embedding(size, settings.width) for size in (settings.vocabulary, settings.context))
+        tokens, positions = (
+            nn.Embedding(size, settings.width) for size in (settings.vocabulary, settings.context)
+        )
         for embedding in (tokens, positions):
             nn.init.normal_(embedding.weight, std=0.02)
         self.tokens, self.positions = tokens, positions
 
     def forward(self, tokens: Tensor, *rows: Tensor) -> Tensor:
-        places = rows[0] if _in_rows((tokens, *rows)) else torch.arange(tokens.shape[1] - 1, device=tokens.device)
+        places = (
+            rows[0]
+            if _in_rows((tokens, *rows))
+            else torch.arange(tokens.shape[1] - 1, device=tokens.device)
+        )
         hidden: Tensor = self.tokens(tokens[:, :-1]) + self.positions(places)
         return hidden
 
@@ -134,7 +155,9 @@ def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
     digests = [xxhash.xxh3_64_intdigest(key.encode()) for key in batch["sample_key"]]
     starts = torch.tensor([(digest >> 8) % settings.vocabulary for digest in digests])
     strides = torch.tensor([digest % _MAX_STRIDE + 1 for digest in digests])
-    tokens = (starts[:, None] + strides[:, None] * torch.arange(settings.context + 1)) % settings.vocabulary
+    tokens = (
+        starts[:, None] + strides[:, None] * torch.arange(settings.context + 1)
+    ) % settings.vocabulary
     return tokens.to(batch["valid"].device)
 
 
@@ -146,7 +169,9 @@ def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor,
     document, else 0. Raises ConfigError for a pack of more tokens.
     """
     values, offsets = (torch.as_tensor(part) for part in batch["tokens"])
-    number, at = (torch.arange(count, device=values.device) for count in (len(offsets) - 1, len(values)))
+    number, at = (
+        torch.arange(count, device=values.device) for count in (len(offsets) - 1, len(values))
+    )
     pack, num_rows = batch.get("pack", number), len(batch.get("pack_offsets", offsets)) - 1
     document = torch.repeat_interleave(number, offsets.diff(), output_size=len(values))
     # A row begins with the first document of its pack.
@@ -158,10 +183,16 @@ def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor,
         )
 
     def in_rows(of_tokens: Tensor, fill: int) -> Tensor:
-        rows = of_tokens.new_full((num_rows, context + 2), fill, dtype=torch.int64)  # the last column takes the rest
-        return rows.index_put_((pack[document], column.clamp(max=context + 1)), of_tokens.long())[:, :-1]
+        rows = of_tokens.new_full(
+            (num_rows, context + 2), fill, dtype=torch.int64
+        )  # the last column takes the rest
+        return rows.index_put_((pack[document], column.clamp(max=context + 1)), of_tokens.long())[
+            :, :-1
+        ]
 
     places, documents = in_rows(at - offsets[document], 0), in_rows(document, -1)
     follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
-    weight = follows & batch["valid"][documents[:, 1:]]  # of -1 the last one's, which does not matter
+    weight = (
+        follows & batch["valid"][documents[:, 1:]]
+    )  # of -1 the last one's, which does not matter
     return in_rows(values, 0), places[:, :-1], documents[:, :-1], weight.float()

@@ -27,13 +27,21 @@ class ResNet(CameraModel):
     """A classifier of images; takes the inputs of all camera models, and uses images and targets."""
 
     settings: ResNetSettings
-    plan: Mapping[str, ParallelStyle] = {"head.classes": ColwiseParallel(output_layouts=Replicate())}
+    plan: Mapping[str, ParallelStyle] = {
+        "head.classes": ColwiseParallel(output_layouts=Replicate())
+    }
 
     def __init__(self, settings: ResNetSettings) -> None:
         super().__init__(settings)
         convolution = _convolution(3, settings.width, 7, 2)
         pool = nn.MaxPool2d(3, 2, 1)
-        self.stem = ImageStem(settings.subsample, *convolution, nn.ReLU(inplace=True), pool, layout=torch.channels_last)
+        self.stem = ImageStem(
+            settings.subsample,
+            *convolution,
+            nn.ReLU(inplace=True),
+            pool,
+            layout=torch.channels_last,
+        )
         blocks: list[nn.Module] = []
         inputs = settings.width
         for stage, count in enumerate(settings.blocks):
@@ -76,15 +84,24 @@ class _Bottleneck(nn.Module):
         # A block starts as the identity, which keeps deep networks well conditioned (arXiv 1706.02677, section 5.1).
         nn.init.zeros_(norm.weight)
         self.body = nn.Sequential(
-            *_convolution(inputs, width, 1, 1), relu, *_convolution(width, width, 3, stride), relu, last, norm
+            *_convolution(inputs, width, 1, 1),
+            relu,
+            *_convolution(width, width, 3, stride),
+            relu,
+            last,
+            norm,
         )
         same = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
+        self.shortcut = (
+            nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
+        )
 
     def forward(self, features: Tensor) -> Tensor:
         body: Tensor = self.body(features)
         return F.relu(body + self.shortcut(features))
 
 
-def _convolution(inputs: int, outputs: int, size: int, stride: int) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+def _convolution(
+    inputs: int, outputs: int, size: int, stride: int
+) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
     return nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)

@@ -106,7 +106,9 @@ else:
 def num_blocks(settings: ModelSettings) -> int:
     """Return the number of blocks, between which a pipeline may cut."""
     if isinstance(settings, BevSettings):
-        return (settings.num_stages - 1) * (settings.blocks_per_stage + 1) + settings.blocks_per_stage
+        return (settings.num_stages - 1) * (
+            settings.blocks_per_stage + 1
+        ) + settings.blocks_per_stage
     return sum(settings.blocks) if isinstance(settings, ResNetSettings) else settings.depth
 
 
@@ -133,7 +135,10 @@ def predictions(settings: ModelSettings, num_cameras: int) -> tuple[tuple[int, .
     if isinstance(settings, GptSettings):
         return (settings.context, settings.vocabulary), "the next token"
     if isinstance(settings, ResNetSettings):
-        return (num_cameras, settings.classes), f"number of cells of {settings.grid} x {settings.grid}"
+        return (
+            num_cameras,
+            settings.classes,
+        ), f"number of cells of {settings.grid} x {settings.grid}"
     return (settings.grid, settings.grid), f"occupancy within {settings.range_m:g} m"
 
 
@@ -146,7 +151,7 @@ def feature_width(settings: ModelSettings) -> int:
     return settings.width
 
 
-def find(name: str, what: str = "model") -> Any:  # noqa: ANN401 - the caller's
+def find(name: str, what: str = "model") -> Any:
     """Import the function that ``MODULE:NAME`` names, from the working folder too.
 
     Raises ConfigError, and StageError of its own; ``what`` is what they call it.
@@ -155,7 +160,9 @@ def find(name: str, what: str = "model") -> Any:  # noqa: ANN401 - the caller's
     if not module or not attribute:
         raise ConfigError(f"{what} {name!r} must be MODULE:FUNCTION, such as 'teacher:logits'")
     if "/" in module or module.startswith(".") or module.endswith(".py"):
-        raise ConfigError(f"{what} {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'")
+        raise ConfigError(
+            f"{what} {name!r} has the path '{module}'; name a module as `import` does: 'folder.teacher'"
+        )
     folder = os.getcwd()  # noqa: PTH109 - as the interpreter itself does for `python -m`
     if folder not in sys.path:
         sys.path.insert(0, folder)

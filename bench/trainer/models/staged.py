@@ -118,7 +118,13 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int, *, causal: bool, kv_heads: int | None = None, mlp: nn.Module | None = None
+        self,
+        width: int,
+        heads: int,
+        *,
+        causal: bool,
+        kv_heads: int | None = None,
+        mlp: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
@@ -192,6 +198,8 @@ class _Attention(nn.Module):
             for part in (self.query, self.key, self.value)
         )
         causal = self.causal and mask is None
-        mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=self.grouped)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, enable_gqa=self.grouped
+        )
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result

@@ -31,13 +31,17 @@ class MultiCameraVit(CameraModel):
     def __init__(self, settings: VitSettings) -> None:
         super().__init__(settings)
         self.stem = _Patches(settings)
-        self.blocks = nn.ModuleList(Block(settings.width, settings.heads, causal=False) for _ in range(settings.depth))
+        self.blocks = nn.ModuleList(
+            Block(settings.width, settings.heads, causal=False) for _ in range(settings.depth)
+        )
         self.head = _Head(settings)
 
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:
         """Return the tokens as maps of the images [B, N, C, h, w]."""
         columns = self.settings.patches_along(inputs[0].shape[-1])
-        return super().feature_map(hidden.transpose(1, 2).reshape(*hidden.shape[::2], -1, columns), *inputs)
+        return super().feature_map(
+            hidden.transpose(1, 2).reshape(*hidden.shape[::2], -1, columns), *inputs
+        )
 
 
 class _Patches(ImageStem):
@@ -60,9 +64,15 @@ class _Head(nn.Module):
         super().__init__()
         self.settings = settings
         self.norm = nn.LayerNorm(settings.width)
-        self.cells = OccupancyHead(settings.width, settings.patch * settings.subsample, settings.grid)
+        self.cells = OccupancyHead(
+            settings.width, settings.patch * settings.subsample, settings.grid
+        )
 
     def forward(self, tokens: Tensor, img: Tensor, *inputs: Tensor) -> Tensor:
-        features = self.norm(tokens).transpose(1, 2).unflatten(2, (-1, self.settings.patches_along(img.shape[-1])))
+        features = (
+            self.norm(tokens)
+            .transpose(1, 2)
+            .unflatten(2, (-1, self.settings.patches_along(img.shape[-1])))
+        )
         logits: Tensor = self.cells(features, img, *inputs)
         return logits

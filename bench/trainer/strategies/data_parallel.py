@@ -9,9 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from fuelrail.bench.trainer.models.staged import Block
@@ -36,16 +44,21 @@ def data_parallel(
         bucket_mib, reduce = 1e6, powerSGD_hook
         state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2)
     wrapped = DistributedDataParallel(
-        model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True, find_unused_parameters=settings.find_unused
+        model,
+        bucket_cap_mb=bucket_mib,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=settings.find_unused,
     )
     # Buffers are constants, or statistics of each rank's own. Sent around they would make every rank wait for the
     # slowest one's batch at the beginning of its forward pass, in which nothing depends on the others.
     wrapped.broadcast_buffers = False
-    wrapped.register_comm_hook(state, reduce if accelerator is None else _timed(reduce, accelerator, model))
+    wrapped.register_comm_hook(
+        state, reduce if accelerator is None else _timed(reduce, accelerator, model)
+    )
     return wrapped
 
 
-def _timed(reduce: Any, accelerator: "Accelerator", model: nn.Module) -> Any:  # noqa: ANN401 - torch's hooks
+def _timed(reduce: Any, accelerator: "Accelerator", model: nn.Module) -> Any:
     """Report to the accelerator how much of all gradients is computed, and each all-reduce."""
     num_bytes, num_ready_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad), 0
 
@@ -81,12 +94,18 @@ def shard(
     common: dict[str, Any] = {
         "mesh": mesh[axes],
         "reshard_after_forward": settings.strategy != "zero2",
-        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if settings.offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(torch.cuda.is_available())
+        if settings.offload
+        else OffloadPolicy(),
     }
     for block in units:
         # Blocks of transformers keep their residual path in low precision too, as is usual; other parts have norms
         # with statistics, and geometry: they are gathered in full, and autocast decides.
         low = isinstance(block, Block) and precision != "fp32"
-        policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32) if low else MixedPrecisionPolicy()
+        policy = (
+            MixedPrecisionPolicy(DTYPES[precision], torch.float32)
+            if low
+            else MixedPrecisionPolicy()
+        )
         fully_shard(block, mp_policy=policy, **common)
     fully_shard(part, **common)

@@ -35,7 +35,11 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 def usual_optimiser(named: Named, settings: ParallelSettings) -> Optimizer:
     """Make AdamW, or SGD with momentum, of all parameters."""
     parameters, rate = [parameter for _, parameter in named], settings.learning_rate
-    return AdamW(parameters, rate) if settings.optimiser == "adamw" else SGD(parameters, rate, _MOMENTUM)
+    return (
+        AdamW(parameters, rate)
+        if settings.optimiser == "adamw"
+        else SGD(parameters, rate, _MOMENTUM)
+    )
 
 
 def make_optimiser(named: Named, make: Callable[[Named], Optimizer], *, sharded: bool) -> Optimizer:
@@ -62,11 +66,15 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Return the parameters of each mesh, and those of none: torch computes on lists of one kind only."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        groups.setdefault(
+            parameter.device_mesh if isinstance(parameter, DTensor) else None, []
+        ).append(parameter)
     return list(groups.values())
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline: dist.ProcessGroup | None) -> None:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], largest: float, pipeline: dist.ProcessGroup | None
+) -> None:
     """Scale all gradients so that their norm, over all ranks' parts and stages, is at most ``largest``."""
     found = [p for p in parameters if p.grad is not None]
     # By the groups of ranks that have a part each. DTensor's own norm warns on every rank where two axes divide it.
@@ -74,10 +82,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, pipeline:
     for parameter, gradient in zip(found, _local_gradients(found), strict=True):
         groups = list[dist.ProcessGroup]()
         if isinstance(parameter, DTensor):
-            axes = (axis for axis, kind in enumerate(parameter.placements) if not kind.is_replicate())
+            axes = (
+                axis for axis, kind in enumerate(parameter.placements) if not kind.is_replicate()
+            )
             groups += map(parameter.device_mesh.get_group, axes)
         divided.setdefault(tuple(groups), []).append(gradient)
-    squares = {shared: get_total_norm(gradients).square() for shared, gradients in (divided or {(): []}).items()}
+    squares = {
+        shared: get_total_norm(gradients).square()
+        for shared, gradients in (divided or {(): []}).items()
+    }
     for shared, square in squares.items():
         for group in shared:
             dist.all_reduce(square, group=group)

@@ -23,7 +23,13 @@ from fuelrail.bench.trainer.models.build import Fill, draft
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
 from fuelrail.bench.trainer.strategies.optimiser import Named, make_optimiser, usual_optimiser
 from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
-from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, degrees_of, stages_of
+from fuelrail.bench.trainer.strategies.settings import (
+    Degrees,
+    ParallelSettings,
+    Precision,
+    degrees_of,
+    stages_of,
+)
 from fuelrail.bench.trainer.strategies.step import Losses, Parallel, named_parameters, precision_of
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import make_options
@@ -54,7 +60,9 @@ def degrees_of_mesh(mesh: DeviceMesh) -> Degrees:
     """Return the sizes of a mesh's axes. Raises ConfigError for axes of other names."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if sizes.keys() - {*Degrees._fields} or not sizes:
-        raise ConfigError(f"the mesh has the axes {list(sizes)}; name them {', '.join(Degrees._fields)}, each once")
+        raise ConfigError(
+            f"the mesh has the axes {list(sizes)}; name them {', '.join(Degrees._fields)}, each once"
+        )
     return Degrees(**sizes)
 
 
@@ -129,16 +137,25 @@ def parallelise(
     pipeline = None
     if mesh is not None and degrees.pp > 1:
         if settings.micro_batches is None:
-            raise ConfigError("a pipeline needs micro_batches, the parts of a rank's batch; give micro_batches=N")
+            raise ConfigError(
+                "a pipeline needs micro_batches, the parts of a rank's batch; give micro_batches=N"
+            )
         group = mesh["pp"].get_group()
         pipeline = Pipeline(
-            stages, stages_of(settings, degrees), group, settings.pipeline_schedule, settings.micro_batches, accelerator
+            stages,
+            stages_of(settings, degrees),
+            group,
+            settings.pipeline_schedule,
+            settings.micro_batches,
+            accelerator,
         )
     named = [(name, one) for name, one in named_parameters(parts) if one.requires_grad]
     sharded = settings.shards_optimiser and dist.is_initialized()
     return Parallel(
         parts,
-        make_optimiser(named, optimiser or partial(usual_optimiser, settings=settings), sharded=sharded),
+        make_optimiser(
+            named, optimiser or partial(usual_optimiser, settings=settings), sharded=sharded
+        ),
         inputs,
         settings=settings,
         mesh=mesh,
@@ -153,7 +170,7 @@ def parallelise(
 
 def _divide(
     stages: Mapping[int, nn.Module],
-    model: Any,  # noqa: ANN401 - checked before
+    model: Any,
     degrees: Degrees,
     mesh: DeviceMesh | None,
     settings: ParallelSettings,
@@ -164,7 +181,9 @@ def _divide(
     for part in stages.values():
         if mesh is not None and degrees.tp > 1:
             there = {name for name, _ in part.named_children()}  # a stage may lack stem or head
-            styles = {name: style for name, style in model.plan.items() if name.split(".")[0] in there}
+            styles = {
+                name: style for name, style in model.plan.items() if name.split(".")[0] in there
+            }
             parallelize_module(part, mesh["tp"], styles)
         units = units_of(part, wrap)
         for unit in units:
@@ -176,12 +195,16 @@ def _divide(
             shard(part, units, mesh, settings, precision)
 
 
-def _the_batch(batch: Any) -> tuple[Any]:  # noqa: ANN401 - the caller's
+def _the_batch(batch: Any) -> tuple[Any]:
     return (batch,)
 
 
 def _made(
-    model: nn.Module | Callable[[], nn.Module], settings: ParallelSettings, device: str, *, divided: bool
+    model: nn.Module | Callable[[], nn.Module],
+    settings: ParallelSettings,
+    device: str,
+    *,
+    divided: bool,
 ) -> tuple[Any, Fill | None]:
     """Return the model on the device; one that is to be divided without memory, with what gives it values."""
     if isinstance(model, nn.Module):
@@ -231,7 +254,7 @@ def _check_parts(model: nn.Module, degrees: Degrees) -> None:
 
 
 def _stages(
-    model: Any,  # noqa: ANN401 - checked before
+    model: Any,
     settings: ParallelSettings,
     degrees: Degrees,
     mesh: DeviceMesh | None,
@@ -255,7 +278,9 @@ def units_of(part: nn.Module, wrap: Sequence[type[nn.Module]]) -> list[nn.Module
     found = [one for one in part.modules() if isinstance(one, tuple(wrap)) and one is not part]
     if not found:
         names = ", ".join(one.__name__ for one in wrap)
-        raise ConfigError(f"wrap names {names}, and model {type(part).__name__} has no part of it; name classes it has")
+        raise ConfigError(
+            f"wrap names {names}, and model {type(part).__name__} has no part of it; name classes it has"
+        )
     return found[::-1]
 
 

@@ -32,7 +32,9 @@ class Stage(nn.Module):
         super().__init__()
         first, last = (len(model.blocks) * place // num_stages for place in (number, number + 1))
         self.stem = model.stem if number == 0 else None
-        self.blocks = nn.ModuleDict({str(block): model.blocks[block] for block in range(first, last)})
+        self.blocks = nn.ModuleDict(
+            {str(block): model.blocks[block] for block in range(first, last)}
+        )
         self.head = model.head if number == num_stages - 1 else None
         self._loss, self._beside = model.loss, model.beside
 
@@ -47,23 +49,30 @@ class Stage(nn.Module):
         for block in self.blocks.values():
             value = block(value, **beside)
         # Convolutions may leave another layout, which cannot be sent.
-        return value.contiguous() if self.head is None else self._loss(self.head(value, *inputs), *inputs)
+        return (
+            value.contiguous()
+            if self.head is None
+            else self._loss(self.head(value, *inputs), *inputs)
+        )
 
 
 class _TimedStage(PipelineStage):
     """A stage that reports to the accelerator when it computes; what it waits for others is in no phase."""
 
     accelerator: Accelerator | None = None
-    share = (0.0, 0.0)  # samples and images of a part of the batch, times this stage's share of the model
+    share = (
+        0.0,
+        0.0,
+    )  # samples and images of a part of the batch, times this stage's share of the model
     has_shapes = False
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self.has_shapes = True
         self.submod.train()
         with nullcontext() if self.accelerator is None else self.accelerator.forward(*self.share):
             return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self.accelerator is None else self.accelerator.backward():
             return super().backward_one_chunk(*args, **kwargs)
 
@@ -84,7 +93,8 @@ class Pipeline:
         self._micro_batches = self._parts = micro_batches
         self._scale = torch.ones(())
         self._stages = [
-            _TimedStage(module, number, num_stages, device, group=group) for number, module in modules.items()
+            _TimedStage(module, number, num_stages, device, group=group)
+            for number, module in modules.items()
         ]
         for stage in self._stages:
             stage.accelerator = accelerator
@@ -95,7 +105,9 @@ class Pipeline:
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
         return loss * self._scale / self._parts
 
-    def run(self, inputs: Sequence[Tensor], rows: tuple[int, int], scale: Tensor, accumulation: int) -> Tensor:
+    def run(
+        self, inputs: Sequence[Tensor], rows: tuple[int, int], scale: Tensor, accumulation: int
+    ) -> Tensor:
         """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without the last stage.
 
         Gradients are those of the loss times ``scale``.

@@ -6,17 +6,43 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks, tensor_sizes
+from fuelrail.bench.trainer.models.settings import (
+    GptSettings,
+    ModelSettings,
+    VitSettings,
+    num_blocks,
+    tensor_sizes,
+)
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Above0, AtLeast0, NotNegative, Positive, Settings, convert, flag, read_pairs
+from fuelrail.pipeline.settings import (
+    Above0,
+    AtLeast0,
+    NotNegative,
+    Positive,
+    Settings,
+    convert,
+    flag,
+    read_pairs,
+)
 
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"]
 Schedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
 ]
 Precision = Literal["fp32", "bf16", "fp16"]
 # Strategies by the axis that all ranks make; hsdp has two axes.
-_AXES = {"pp": ("pipeline",), "dp_replicate": ("ddp", "zero1"), "dp_shard": ("zero2", "fsdp2"), "tp": ("tensor",)}
+_AXES = {
+    "pp": ("pipeline",),
+    "dp_replicate": ("ddp", "zero1"),
+    "dp_shard": ("zero2", "fsdp2"),
+    "tp": ("tensor",),
+}
 # Of which a rank has one stage; of the others two.
 _ONE_STAGE = ("GPipe", "1F1B")
 # They compute gradients of weights apart, with `torch.autograd.grad`, of which FSDP's hooks see nothing: it loses them.
@@ -48,18 +74,24 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     micro_batches: Annotated[
         Positive | None, flag("parts of a rank's batch in a pipeline (default: one sample each)")
     ] = None
-    bucket_mib: Annotated[Above0 | None, flag("DDP's buckets (default: torch's, 1 MiB and then 25)")] = None
-    compression: Annotated[Literal["none", "fp16", "powersgd"], flag("compression of DDP's gradients")] = "none"
+    bucket_mib: Annotated[
+        Above0 | None, flag("DDP's buckets (default: torch's, 1 MiB and then 25)")
+    ] = None
+    compression: Annotated[
+        Literal["none", "fp16", "powersgd"], flag("compression of DDP's gradients")
+    ] = "none"
     offload: Annotated[bool, flag("keep sharded parameters and optimiser in host memory")] = False
     recompute: Annotated[
         Literal["none", "selective", "full"],
         flag("activation checkpointing: selective keeps the results of matrix products"),
     ] = "none"
-    compile: Annotated[Literal["none", "inductor", "aot_eager"], flag("torch.compile for each block, by backend")] = (
-        "none"
-    )
+    compile: Annotated[
+        Literal["none", "inductor", "aot_eager"], flag("torch.compile for each block, by backend")
+    ] = "none"
     optimiser: Annotated[Literal["adamw", "sgd"], flag("optimiser")] = "adamw"
-    clip_norm: Annotated[Above0 | None, flag("largest norm of all gradients (default: no limit)")] = None
+    clip_norm: Annotated[
+        Above0 | None, flag("largest norm of all gradients (default: no limit)")
+    ] = None
     rate_warmup: Annotated[NotNegative, flag("steps in which the learning rate grows from 0")] = 0
     max_skipped: Annotated[
         Positive, flag("stop after this number of steps in a row without finite gradients (fp16)")
@@ -67,13 +99,17 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     deterministic: Annotated[bool, flag("deterministic kernels, where torch has them")] = False
     precision: Annotated[
         Precision | None,
-        flag("fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"),
+        flag(
+            "fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"
+        ),
     ] = None
     learning_rate: Annotated[AtLeast0, flag("learning rate")] = 2e-3
     seed: Annotated[NotNegative, flag("random seed for order, augmentation and weights")] = 0
     batch_norm: Annotated[
         Literal["local", "sync", "frozen"],
-        flag("batch norm: statistics of each rank (local), of all data-parallel ranks (sync, GPUs only), or as loaded"),
+        flag(
+            "batch norm: statistics of each rank (local), of all data-parallel ranks (sync, GPUs only), or as loaded"
+        ),
     ] = "local"
     find_unused: Annotated[bool, flag("DDP looks for parameters that a step does not use")] = False
     alone: bool = False
@@ -81,7 +117,9 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     @classmethod
     def among(cls, options: Mapping[str, Any], where: str) -> Self:
         """Return those among a report's options. Raises ConfigError."""
-        return convert({name: options[name] for name in cls.__struct_fields__ if name in options}, cls, where)
+        return convert(
+            {name: options[name] for name in cls.__struct_fields__ if name in options}, cls, where
+        )
 
     @property
     def shards_optimiser(self) -> bool:
@@ -108,7 +146,10 @@ class Degrees(NamedTuple):
         return self.pp * self.dp_shard * self.tp > 1
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self._asdict().items() if size > 1) or "one rank"
+        return (
+            ",".join(f"{axis}={size}" for axis, size in self._asdict().items() if size > 1)
+            or "one rank"
+        )
 
 
 def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
@@ -133,9 +174,15 @@ def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
     _refuse(degrees.composed and strategy == "zero1", f"zero1 {whole}")
     _refuse(degrees.composed and settings.compression != "none", f"compression {whole}")
     small = settings.compile != "none" and (settings.bucket_mib or 1) < 1
-    _refuse(small, f"compile takes no bucket_mib below 1, and it is {settings.bucket_mib}; use 1 or more")
+    _refuse(
+        small,
+        f"compile takes no bucket_mib below 1, and it is {settings.bucket_mib}; use 1 or more",
+    )
     alone = settings.offload and degrees.dp_shard == 1
-    _refuse(alone, f"offload needs sharded parameters, and the mesh is {degrees}; use dp_shard=2 or more")
+    _refuse(
+        alone,
+        f"offload needs sharded parameters, and the mesh is {degrees}; use dp_shard=2 or more",
+    )
     return degrees
 
 
@@ -150,7 +197,11 @@ def stages_of(settings: ParallelSettings, degrees: Degrees) -> int:
 
 
 def check_fits(
-    settings: ParallelSettings, degrees: Degrees, model: ModelSettings, batch_size: int, image: tuple[int, int] = (0, 0)
+    settings: ParallelSettings,
+    degrees: Degrees,
+    model: ModelSettings,
+    batch_size: int,
+    image: tuple[int, int] = (0, 0),
 ) -> None:
     """Check that the degrees divide model and batch. ``image``: height and width of images; (0, 0): not checked.
 
@@ -158,30 +209,48 @@ def check_fits(
     """
     pp, tp, schedule = degrees.pp, degrees.tp, settings.pipeline_schedule
     for name, size in tensor_sizes(model, image).items():
-        _refuse(size % tp, f"tp={tp} does not divide the {size} {name} of the model; {_divisors('tp', size)}")
+        _refuse(
+            size % tp,
+            f"tp={tp} does not divide the {size} {name} of the model; {_divisors('tp', size)}",
+        )
     if isinstance(model, VitSettings | GptSettings):
         uneven = model.width % model.heads
         _refuse(uneven, f"{model.heads} heads do not divide the model's width of {model.width}")
     if isinstance(model, GptSettings):
         groups = model.heads % (model.kv_heads or 1)
-        _refuse(groups, f"{model.kv_heads} key-value heads do not divide the model's {model.heads} heads")
+        _refuse(
+            groups,
+            f"{model.kv_heads} key-value heads do not divide the model's {model.heads} heads",
+        )
         _refuse(
             tp > 1 and model.experts > 1,
             f"tp={tp} divides no experts, and the model has {model.experts}; use tp=1, and dp_shard to divide them",
         )
     if pp == 1:
         return
-    blocks, stages, parts = num_blocks(model), stages_of(settings, degrees), settings.micro_batches or batch_size
+    blocks, stages, parts = (
+        num_blocks(model),
+        stages_of(settings, degrees),
+        settings.micro_batches or batch_size,
+    )
     cut = f"{stages} stages ({schedule}, pp={pp})"
     uneven = isinstance(model, VitSettings | GptSettings) and blocks % stages
-    _refuse(uneven, f"{cut} do not divide the model's {blocks} layers; {_divisors('stages', blocks)}")
-    _refuse(blocks < stages, f"{cut} are more than the model's {blocks} layers; use a model of more, or a smaller pp")
+    _refuse(
+        uneven, f"{cut} do not divide the model's {blocks} layers; {_divisors('stages', blocks)}"
+    )
+    _refuse(
+        blocks < stages,
+        f"{cut} are more than the model's {blocks} layers; use a model of more, or a smaller pp",
+    )
     _refuse(
         schedule in _APART and degrees.data > 1,
         f"{schedule} loses gradients where data-parallel ranks share a pipeline (dp_shard={degrees.dp_shard}, "
         f"dp_replicate={degrees.dp_replicate}); use Interleaved1F1B, or pp and tp alone",
     )
-    would, of_batch = _divisors("micro_batches", batch_size), f"the batch of {batch_size} samples per rank"
+    would, of_batch = (
+        _divisors("micro_batches", batch_size),
+        f"the batch of {batch_size} samples per rank",
+    )
     _refuse(batch_size % parts, f"micro_batches={parts} does not divide {of_batch}; {would}")
     least = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(schedule, pp)
     multiple = "Interleaved" in schedule

@@ -102,11 +102,18 @@ class Parallel:
     @property
     def counts(self) -> bool:
         """Whether this rank counts its samples: others of its model-parallel group have the same."""
-        axes = () if self.mesh is None else {"pp", "tp"}.intersection(self.mesh.mesh_dim_names or ())
+        axes = (
+            () if self.mesh is None else {"pp", "tp"}.intersection(self.mesh.mesh_dim_names or ())
+        )
         return self.mesh is None or all(self.mesh.get_local_rank(axis) == 0 for axis in axes)
 
     def forward_backward(
-        self, inputs: tuple[Any, ...], rows: tuple[int, int] = (0, 0), *, accumulation: int = 1, last: bool = True
+        self,
+        inputs: tuple[Any, ...],
+        rows: tuple[int, int] = (0, 0),
+        *,
+        accumulation: int = 1,
+        last: bool = True,
     ) -> Tensor:
         """Add one micro-batch's share of ``accumulation`` to the gradients; return that share of its loss.
 
@@ -127,21 +134,27 @@ class Parallel:
         (model,) = self.models
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
-        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
+        with (
+            model.no_sync()
+            if isinstance(model, DistributedDataParallel) and not last
+            else nullcontext()
+        ):
             with nullcontext() if timer is None else timer.forward(*rows), precise:
                 loss = self._total(model(*inputs), inputs, accumulation)
             with nullcontext() if timer is None else timer.backward():
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _total(self, outputs: Any, inputs: tuple[Any, ...], accumulation: int) -> Tensor:  # noqa: ANN401 - the model's
+    def _total(self, outputs: Any, inputs: tuple[Any, ...], accumulation: int) -> Tensor:
         """Return the share of a micro-batch's loss, and note its parts."""
         found: Losses = outputs if self.loss is None else self.loss(outputs, *inputs)
         if isinstance(found, Tensor):
             return found / accumulation
         for name, value in found.items():
             self._noted[name] = self._noted.get(name, 0) + value.detach() / accumulation
-        parts = [value.to(torch.promote_types(value.dtype, torch.float)) for value in found.values()]
+        parts = [
+            value.to(torch.promote_types(value.dtype, torch.float)) for value in found.values()
+        ]
         return torch.stack(parts).sum() / accumulation
 
     def step(self, batches: Iterable[Any]) -> Tensor:
@@ -153,7 +166,9 @@ class Parallel:
         parts, losses = list(batches), []
         for number, batch in enumerate(parts, start=1):
             inputs = to_device(self.inputs(batch), self.device)
-            losses.append(self.forward_backward(inputs, accumulation=len(parts), last=number == len(parts)))
+            losses.append(
+                self.forward_backward(inputs, accumulation=len(parts), last=number == len(parts))
+            )
         self.update()
         return self.own_loss(torch.stack(losses).sum())
 
@@ -163,11 +178,18 @@ class Parallel:
         self._weigh()
         if self.settings.clip_norm is not None:
             group = None if self.pipeline is None else self.pipeline.group
-            clip_gradients((p for model in self.models for p in model.parameters()), self.settings.clip_norm, group)
+            clip_gradients(
+                (p for model in self.models for p in model.parameters()),
+                self.settings.clip_norm,
+                group,
+            )
         self.scaler.step(self.optimiser)
         self.scaler.update()
         self.optimiser.zero_grad()
-        self.losses, self._noted = {name: value * self._factor for name, value in self._noted.items()}, {}
+        self.losses, self._noted = (
+            {name: value * self._factor for name, value in self._noted.items()},
+            {},
+        )
         if not self.scaler.num_skipped:
             self.schedule.step()
             for name, parameter in named_parameters(self.models):
@@ -183,13 +205,17 @@ class Parallel:
             if self.world > 1:
                 dist.all_reduce(share := share / self.world)
             self._factor = 1 / share.clamp(min=1e-9)
-            for gradient in (local(one.grad) for _, one in named_parameters(self.models) if one.grad is not None):
+            for gradient in (
+                local(one.grad) for _, one in named_parameters(self.models) if one.grad is not None
+            ):
                 gradient.mul_(self._factor.to(gradient.device))
 
     def start_average(self) -> None:
         """Start the average, if there is one, at the parameters."""
         if self.decay is not None:
-            learnt = ((name, one) for name, one in named_parameters(self.models) if one.requires_grad)
+            learnt = (
+                (name, one) for name, one in named_parameters(self.models) if one.requires_grad
+            )
             self.average = {name: one.detach().clone() for name, one in learnt}
 
     def over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -207,7 +233,9 @@ class Parallel:
         Raises ConfigError for a pipeline, whose stages make no predictions by themselves.
         """
         if self.pipeline is not None:
-            raise ConfigError("a pipeline's stages cannot be evaluated; save a checkpoint, and evaluate under fsdp2")
+            raise ConfigError(
+                "a pipeline's stages cannot be evaluated; save a checkpoint, and evaluate under fsdp2"
+            )
         (model,) = self.models
         pairs = [
             (local(one.detach()), local(self.average[name]))
@@ -264,10 +292,14 @@ def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Para
             yield name.removeprefix(prefix), parameter
 
 
-def to_device(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - of any shape
+def to_device(value: Any, device: torch.device) -> Any:
     """Return tensors, and those in mappings, lists and tuples, on a device; everything else as it is."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
         return {name: to_device(one, device) for name, one in value.items()}
-    return type(value)(to_device(one, device) for one in value) if type(value) in (list, tuple) else value
+    return (
+        type(value)(to_device(one, device) for one in value)
+        if type(value) in (list, tuple)
+        else value
+    )

@@ -48,7 +48,9 @@ _DEEPEST: Final = 3
 _MAGIC: Final = b"ARROW1"
 _UNCOMPRESSED: Final = "write them without compression, or Parquet"
 _ROW: Final = re.compile(r"(.+)#row=(\d{1,9})\.(\d{1,9})&(.+)\.(?:jpg|png)\Z", re.DOTALL)
-_SPLIT: Final = re.compile(r"(?:^|[/_.-])(train|val|test|dev|eval)(?:ing|id|idation)?(?=[/_.-])", re.IGNORECASE)
+_SPLIT: Final = re.compile(
+    r"(?:^|[/_.-])(train|val|test|dev|eval)(?:ing|id|idation)?(?=[/_.-])", re.IGNORECASE
+)
 _SPLITS: Final = {"dev": "val", "eval": "val"}
 _ENDINGS: Final = (".parquet", ".arrow")
 _LANCE: Final = ".lance"
@@ -113,7 +115,10 @@ class ArrowRows(Manifest):
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         folder, _, name = location.rstrip("/").rpartition("/")
         self._only = name if name.endswith(_LANCE) else None
-        super().__init__((folder or ("/" if location.startswith("/") else ".")) if self._only else location, options)
+        super().__init__(
+            (folder or ("/" if location.startswith("/") else ".")) if self._only else location,
+            options,
+        )
         self._only = self._only or self.file
         self._files_of: dict[str, dict[str, None]] = {}
         self._last: tuple[str, int, str, pa.Array] | None = None
@@ -125,7 +130,9 @@ class ArrowRows(Manifest):
         """The files, and the folders of Lance datasets, below the root."""
         found = [self._only] if self._only else list(self._below("", _DEEPEST))
         if not found:
-            raise SourceError(f"'{self.files.shown}' has no {', '.join((*_ENDINGS, _LANCE))}, also in its folders")
+            raise SourceError(
+                f"'{self.files.shown}' has no {', '.join((*_ENDINGS, _LANCE))}, also in its folders"
+            )
         return found
 
     def _below(self, folder: str, depth: int) -> Iterator[str]:
@@ -148,27 +155,43 @@ class ArrowRows(Manifest):
     def _learnt(self, batch: pa.RecordBatch, where: str) -> _Columns:
         about = (batch.schema.metadata or {}).get(b"huggingface", b"{}")
         features = read_json(about, where, _Stated).info.features
-        stated = {key: msgspec.convert(one, _Feature) for key, one in features.items() if isinstance(one, dict)}
+        stated = {
+            key: msgspec.convert(one, _Feature)
+            for key, one in features.items()
+            if isinstance(one, dict)
+        }
         targets: dict[str, str] = {}
         for field in batch.schema:
             feature = stated.get(field.name, _Feature())
             target = self._target(field.name, _plain_column(batch, field.name), feature.kind)
             if target in targets.values():
-                raise SourceError(f"{where}: two columns are {target}; the option columns gives names to columns")
+                raise SourceError(
+                    f"{where}: two columns are {target}; the option columns gives names to columns"
+                )
             if target:
                 targets[field.name] = target
         if unknown := self.given.columns.keys() - set(batch.schema.names):
-            raise SourceError(f"{where} has no column '{min(unknown)}'; it has {', '.join(batch.schema.names):.500}")
+            raise SourceError(
+                f"{where} has no column '{min(unknown)}'; it has {', '.join(batch.schema.names):.500}"
+            )
         attributes = {
             target: attribute_type(where, pa.field(target, _plain_column(batch, key).type))
             for key, target in targets.items()
             if not is_known(target) and target not in _HIDDEN
         }
-        labels = [key for key, one in stated.items() if one.kind == "ClassLabel" and targets.get(key) in attributes]
+        labels = [
+            key
+            for key, one in stated.items()
+            if one.kind == "ClassLabel" and targets.get(key) in attributes
+        ]
         for key in labels[1:]:
-            self.noted[f"names of the labels {shown(key)} left out, the classes are those of {shown(labels[0])}"] += 1
+            self.noted[
+                f"names of the labels {shown(key)} left out, the classes are those of {shown(labels[0])}"
+            ] += 1
         if labels and self.given.classes != SOURCE:
-            raise SourceError(f"{where}: labels are numbers of the source's own classes: leave the option classes out")
+            raise SourceError(
+                f"{where}: labels are numbers of the source's own classes: leave the option classes out"
+            )
         return _Columns(targets, attributes, stated[labels[0]].names if labels else [])
 
     def _target(self, name: str, column: pa.Array, feature: str) -> str:
@@ -177,7 +200,9 @@ class ArrowRows(Manifest):
         asked = self.given.columns.get(name)
         if asked is not None and not asked:
             return ""
-        if (data := _bytes_of(column)) is not None and (feature == "Image" or (not feature and _is_picture(data))):
+        if (data := _bytes_of(column)) is not None and (
+            feature == "Image" or (not feature and _is_picture(data))
+        ):
             camera = asked or (name if name.startswith("cam.") else plain)
             return f"cam.{re.sub(r'^cam[.]|[.](path|bytes)$', '', camera)}.path"
         if asked is not None:
@@ -186,10 +211,14 @@ class ArrowRows(Manifest):
         is_time = name == "timestamp" and pa.types.is_timestamp(kind)
         if name in _OWN or ("." in name and is_known(name)) or is_boxes or is_time:
             return name
-        is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        is_number = (
+            pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        )
         if is_number and may_be_attribute(plain):
             return plain
-        is_value = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_nested(kind)
+        is_value = (
+            pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_nested(kind)
+        )
         if is_value and "binary" not in str(kind):
             return f"{VALUE}{plain}"
         self.noted[f"column {shown(name)} left out, {shown(kind)}"] += 1
@@ -224,7 +253,9 @@ class ArrowRows(Manifest):
     def _parts(self, name: str) -> Iterator[_Part]:
         """Yield the rows of a file, some at a time: a group is a row group, a record batch, or 1,024 rows of Lance."""
         for part in self._read_parts(name):
-            part.batch.validate(full=True)  # before anything else: offsets and indices of a file may lead anywhere
+            part.batch.validate(
+                full=True
+            )  # before anything else: offsets and indices of a file may lead anywhere
             yield part
 
     def _read_parts(self, name: str) -> Iterator[_Part]:
@@ -240,7 +271,9 @@ class ArrowRows(Manifest):
                 mapped = file.read_buffer()
                 is_file = mapped[: len(_MAGIC)].to_pybytes() == _MAGIC
                 reader = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
-                batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+                batches = (
+                    map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+                )
                 for group, batch in enumerate(batches):
                     yield _Part(batch, group, 0, mapped)
         else:
@@ -254,14 +287,18 @@ class ArrowRows(Manifest):
     def _local(self, name: str) -> str:
         path = self.files.path(name)
         if path is None:
-            raise SourceError(f"'{self.files.shown}/{name}' is at a URL, where Parquet alone is read: copy it here")
+            raise SourceError(
+                f"'{self.files.shown}/{name}' is at a URL, where Parquet alone is read: copy it here"
+            )
         return path
 
-    def _lance(self, name: str) -> Any:  # noqa: ANN401 - has no types
+    def _lance(self, name: str) -> Any:
         try:
             import lance
         except ImportError as error:
-            raise SourceError(f"'{self.files.shown}/{name}' is a Lance dataset: pip install pylance") from error
+            raise SourceError(
+                f"'{self.files.shown}/{name}' is a Lance dataset: pip install pylance"
+            ) from error
         return lance.dataset(self._local(name))
 
     def _batches(self, name: str, types: TypeOf) -> Iterator[pa.RecordBatch]:  # noqa: ARG002 - the one table
@@ -275,7 +312,9 @@ class ArrowRows(Manifest):
             with parsing(where):
                 for part in self._parts(name):
                     if lacking := wanted.keys() - set(part.batch.schema.names):
-                        raise ValueError(f"it has no column '{min(lacking)}', as '{self._listed[0]}' has")
+                        raise ValueError(
+                            f"it has no column '{min(lacking)}', as '{self._listed[0]}' has"
+                        )
                     yield self._table(name, part, row, number)
                     row, number = row + len(part.batch), number + len(part.batch)
 
@@ -290,56 +329,93 @@ class ArrowRows(Manifest):
             del out["timestamp_ns"]
         for column, target in self._known.targets.items():
             values = _plain_column(part.batch, column)
-            if target.startswith("cam.") and target.endswith(".path") and (data := _bytes_of(values)) is not None:
+            if (
+                target.startswith("cam.")
+                and target.endswith(".path")
+                and (data := _bytes_of(values)) is not None
+            ):
                 out |= self._images(name, part, column, target.removesuffix("path"), data, faults)
             elif target.startswith(VALUE) and _is_json(values.type):
-                texts = [None if one is None else msgspec.json.encode(one).decode() for one in values.to_pylist()]
+                texts = [
+                    None if one is None else msgspec.json.encode(one).decode()
+                    for one in values.to_pylist()
+                ]
                 out[target] = pa.array(texts, pa.string())
             else:
                 out[target] = values.cast(pa.string()) if target in (CLIP, _NAME) else values
         for clip in out[CLIP] if isinstance(out[CLIP], list) else out[CLIP].to_pylist():
             self._files_of.setdefault(clip, {})[name] = None
-        out[_FAULTS] = pa.array([msgspec.json.encode(one).decode() if one else None for one in faults], pa.string())
+        out[_FAULTS] = pa.array(
+            [msgspec.json.encode(one).decode() if one else None for one in faults], pa.string()
+        )
         return pa.table(out)
 
     def _images(
-        self, name: str, part: _Part, column: str, prefix: str, data: pa.Array, faults: list[dict[str, str]]
+        self,
+        name: str,
+        part: _Part,
+        column: str,
+        prefix: str,
+        data: pa.Array,
+        faults: list[dict[str, str]],
     ) -> dict[str, pa.Array]:
         """Return the columns of a camera: where the bytes are, and what the heads of images say; note ``faults``."""
         values = _plain_column(part.batch, column)
         is_struct = pa.types.is_struct(values.type) and values.type.get_field_index("path") >= 0
-        paths: list[str | None] = pc.struct_field(values, "path").to_pylist() if is_struct else [None] * len(data)
-        found: dict[str, list[Any]] = {one: [None] * len(data) for one in ("path", "width", "height", "num_bytes")}
+        paths: list[str | None] = (
+            pc.struct_field(values, "path").to_pylist() if is_struct else [None] * len(data)
+        )
+        found: dict[str, list[Any]] = {
+            one: [None] * len(data) for one in ("path", "width", "height", "num_bytes")
+        }
         ranges = byte_ranges(data, part.mapped, _UNCOMPRESSED) if part.mapped is not None else None
         for at, value in enumerate(data):
             found["path"][at] = paths[at]
             if not value.is_valid:
                 continue
             self._num_images += 1
-            if ranges is not None and ranges[at][1]:  # what is in the file is looked at as all files are
+            if (
+                ranges is not None and ranges[at][1]
+            ):  # what is in the file is looked at as all files are
                 found["path"][at] = f"{name}#{ranges[at][0]}+{ranges[at][1]}"
                 continue
             view = memoryview(value.as_buffer()).cast("B")
             try:
-                info = examined(lambda begin, most, view=view: view[begin : begin + most], len(view), self.depth)
+                info = examined(
+                    lambda begin, most, view=view: view[begin : begin + most], len(view), self.depth
+                )
             except ImageError as error:
                 faults[at][prefix[4:-1].lower()] = error.message
                 found["path"][at] = None
                 self._num_damaged += 1
                 continue
-            found["path"][at] = f"{name}#row={part.group}.{part.first + at}&{column}.{EXTENSION_OF[info.format]}"
-            found["width"][at], found["height"][at], found["num_bytes"][at] = info.width, info.height, len(view)
+            found["path"][at] = (
+                f"{name}#row={part.group}.{part.first + at}&{column}.{EXTENSION_OF[info.format]}"
+            )
+            found["width"][at], found["height"][at], found["num_bytes"][at] = (
+                info.width,
+                info.height,
+                len(view),
+            )
         types = {"path": pa.string()}
-        return {f"{prefix}{key}": pa.array(values, types.get(key, pa.int64())) for key, values in found.items()}
+        return {
+            f"{prefix}{key}": pa.array(values, types.get(key, pa.int64()))
+            for key, values in found.items()
+        }
 
     def clips(self) -> Iterator[Clip]:
         """Yield the clips: of a column, else groups of rows; their split is that of the names of files."""
-        splits = {name: found[1].lower() if (found := _SPLIT.search(name)) else "" for name in self._listed}
+        splits = {
+            name: found[1].lower() if (found := _SPLIT.search(name)) else ""
+            for name in self._listed
+        }
         for clip in super().clips():
             files = self._files_of[clip.name]
             split = splits[next(iter(files))] if all(splits.values()) else ""
             stamped = [name if name.endswith(_ENDINGS) else f"{name}/_versions" for name in files]
-            yield msgspec.structs.replace(clip, files=tuple(stamped), split=clip.split or _SPLITS.get(split, split))
+            yield msgspec.structs.replace(
+                clip, files=tuple(stamped), split=clip.split or _SPLITS.get(split, split)
+            )
         is_left_out = self.given.damaged_image != "error"  # else each is a finding
         if is_left_out and self._num_damaged > self.given.max_damaged * self._num_images:
             raise SourceError(
@@ -357,9 +433,13 @@ class ArrowRows(Manifest):
                     images[camera] = msgspec.structs.replace(image, made=True)
             for camera, fault in (msgspec.json.decode(faults) if faults else {}).items():
                 if self.given.damaged_image == "error":
-                    raise SourceError(f"row '{self.files.shown}/{token}': image of {camera}: {fault}{LEFT_OUT}")
+                    raise SourceError(
+                        f"row '{self.files.shown}/{token}': image of {camera}: {fault}{LEFT_OUT}"
+                    )
                 images[camera] = Absent(DAMAGED, token or "")
-            yield msgspec.structs.replace(frame, token=token or "", attributes=attributes, images=images)
+            yield msgspec.structs.replace(
+                frame, token=token or "", attributes=attributes, images=images
+            )
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Read images of Parquet and Lance: those of a row group and column at once."""
@@ -368,12 +448,16 @@ class ArrowRows(Manifest):
             name, group, row, column = _ROW.fullmatch(ref).groups()  # type: ignore[union-attr]
             wanted.setdefault((name, int(group), column), []).append((int(row), ref))
         for (name, group, column), rows in wanted.items():
-            with parsing(f"table '{self.files.shown}/{name}'", f"has no images in column '{shown(column)}'"):
+            with parsing(
+                f"table '{self.files.shown}/{name}'", f"has no images in column '{shown(column)}'"
+            ):
                 if name.endswith(".parquet"):
                     images = self._of_group(name, group, column).take([row for row, _ in rows])
                 else:
                     places = [group * _GROUP + row for row, _ in rows]
-                    images = _bytes_of(_plain_column(self._lance(name).take(places, [column]), column))
+                    images = _bytes_of(
+                        _plain_column(self._lance(name).take(places, [column]), column)
+                    )
             for (_, ref), data in zip(rows, images, strict=True):
                 yield ref, data.as_py() or b""
 
@@ -400,14 +484,18 @@ def _bytes_of(column: pa.Array) -> pa.Array | None:
     """Return the bytes of a column of bytes, or of structs with such a field; None for another."""
     if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
         column = column.flatten()[column.type.get_field_index("bytes")]
-    return column if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type) else None
+    return (
+        column if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type) else None
+    )
 
 
 def _is_picture(data: pa.Array) -> bool:
     """Return whether the first bytes there are, are those of an image."""
     first = next((value.as_buffer() for value in data if value.is_valid), None)
     with contextlib.suppress(ImageError):
-        return first is not None and probe(memoryview(first).cast("B")[: HEAD_BYTES[-1]]) is not None
+        return (
+            first is not None and probe(memoryview(first).cast("B")[: HEAD_BYTES[-1]]) is not None
+        )
     return False
 
 

@@ -15,8 +15,17 @@ from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CAMERAS = ("front_camera", "front_right_camera", "front_left_camera", "back_camera", "left_camera", "right_camera")
-FLU = np.array([[0.0, -1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])  # ego to lidar, whose y is backwards
+CAMERAS = (
+    "front_camera",
+    "front_right_camera",
+    "front_left_camera",
+    "back_camera",
+    "left_camera",
+    "right_camera",
+)
+FLU = np.array(
+    [[0.0, -1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+)  # ego to lidar, whose y is backwards
 
 
 class PandaSet(FrameSource[FrameSettings]):
@@ -33,13 +42,16 @@ class PandaSet(FrameSource[FrameSettings]):
             if name.isdecimal():
                 yield Clip(name=name, files=(f"{name}/lidar/poses.json",))
 
-    def _read(self, name: str) -> Any:  # noqa: ANN401 - JSON
+    def _read(self, name: str) -> Any:
         return json.loads(self.files.read(name))
 
     def _poses(self, folder: str) -> tuple[np.ndarray, np.ndarray]:
         rows = self._read(f"{folder}/poses.json")
         numbers = [[list(row[part].values()) for row in rows] for part in ("heading", "position")]
-        times = np.round(np.array(self._read(f"{folder}/timestamps.json")) * 1e6).astype(np.int64) * 1000
+        times = (
+            np.round(np.array(self._read(f"{folder}/timestamps.json")) * 1e6).astype(np.int64)
+            * 1000
+        )
         return times, pose(*numbers, f"{folder}/poses.json")
 
     def poses(self, clip: Clip) -> Trajectory:
@@ -52,11 +64,21 @@ class PandaSet(FrameSource[FrameSettings]):
         for camera in CAMERAS:
             folder = f"{clip.name}/camera/{camera}"
             (stamps, cam2global), k = self._poses(folder), self._read(f"{folder}/intrinsics.json")
-            cam2ego = invert_rigid(ego.at(stamps)) @ cam2global  # both poses at the camera's own time
+            cam2ego = (
+                invert_rigid(ego.at(stamps)) @ cam2global
+            )  # both poses at the camera's own time
             intrinsics = np.array([[k["fx"], 0, k["cx"]], [0, k["fy"], k["cy"]], [0, 0, 1]])
-            for number in sorted(int(name[:-4]) for name in self.files.listed(folder) if name.endswith(".jpg")):
+            for number in sorted(
+                int(name[:-4]) for name in self.files.listed(folder) if name.endswith(".jpg")
+            ):
                 images[number][camera] = Image(
-                    ref=f"{folder}/{number:02d}.jpg", timestamp_ns=int(stamps[number]),
-                    intrinsics=intrinsics, cam2ego=cam2ego[number],
-                )  # fmt: skip
-        yield from (Frame(timestamp_ns=int(t), images=found) for t, found in zip(times, images, strict=True) if found)
+                    ref=f"{folder}/{number:02d}.jpg",
+                    timestamp_ns=int(stamps[number]),
+                    intrinsics=intrinsics,
+                    cam2ego=cam2ego[number],
+                )
+        yield from (
+            Frame(timestamp_ns=int(t), images=found)
+            for t, found in zip(times, images, strict=True)
+            if found
+        )

@@ -30,7 +30,15 @@ from fuelrail.pipeline.channels.series import series_channel
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.adapter.frame import Absent, Clip, FileMember, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import (
+    Absent,
+    Clip,
+    FileMember,
+    Frame,
+    Image,
+    Sensors,
+    Sweep,
+)
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSource
@@ -42,9 +50,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 CAMERAS = (
-    "camera_front_wide_120fov", "camera_front_tele_30fov", "camera_cross_left_120fov", "camera_cross_right_120fov",
-    "camera_rear_left_70fov", "camera_rear_right_70fov", "camera_rear_tele_30fov",
-)  # fmt: skip
+    "camera_front_wide_120fov",
+    "camera_front_tele_30fov",
+    "camera_cross_left_120fov",
+    "camera_cross_right_120fov",
+    "camera_rear_left_70fov",
+    "camera_rear_right_70fov",
+    "camera_rear_tele_30fov",
+)
 MOTION = ("vx", "vy", "vz", "ax", "ay", "az", "curvature")
 LIDAR = "lidar_top_360fov"
 LIDAR_COLUMNS = ("x", "y", "z", "intensity", "ring", "time")
@@ -53,9 +66,19 @@ SPIN = ("spin_start_timestamp", "reference_timestamp")
 POINTS_BYTES = 4_000_000
 """About those of a spin."""
 RADAR = {
-    "x": "m", "y": "m", "z": "m", "vx": "m/s", "vy": "m/s", "vz": "m/s", "radial_velocity": "m/s", "rcs": "dBsm",
-    "snr": "dB", "exist_probb": "%", "doppler_ambiguity": "m/s", "dt_s": "s",
-}  # fmt: skip
+    "x": "m",
+    "y": "m",
+    "z": "m",
+    "vx": "m/s",
+    "vy": "m/s",
+    "vz": "m/s",
+    "radial_velocity": "m/s",
+    "rcs": "dBsm",
+    "snr": "dB",
+    "exist_probb": "%",
+    "doppler_ambiguity": "m/s",
+    "dt_s": "s",
+}
 FIRST_US = 1_000_000
 """Added to times, which count from the beginning of the clip."""
 MOST_BYTES = 1 << 30
@@ -65,7 +88,9 @@ MOST_BYTES = 1 << 30
 class PhysicalAiSettings(VideoSettings, frozen=True, kw_only=True):
     """Options of the adapter."""
 
-    radars: Annotated[bool, msgspec.Meta(description="true stores radars as channels of their names")] = False
+    radars: Annotated[
+        bool, msgspec.Meta(description="true stores radars as channels of their names")
+    ] = False
 
 
 class PhysicalAi(FrameSource[PhysicalAiSettings]):
@@ -106,7 +131,9 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         """The radars of which a chunk is downloaded."""
         if not self.given.radars:
             return []
-        return [name for name in self._features if name.startswith("radar_") and self._has_chunk(name)]
+        return [
+            name for name in self._features if name.startswith("radar_") and self._has_chunk(name)
+        ]
 
     def _has_chunk(self, feature: str) -> bool:
         """Return whether a chunk of a feature is downloaded."""
@@ -148,7 +175,9 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         """Yield the clips whose egomotion and at least one camera are downloaded."""
         for (clip_id,), row in sorted(self._indexed("clip_index.parquet").items()):
             chunk = int(row["chunk"])
-            names = [self._chunk_file(camera, chunk) for camera in CAMERAS if camera in self._features]
+            names = [
+                self._chunk_file(camera, chunk) for camera in CAMERAS if camera in self._features
+            ]
             files = [name for name in names if self.files.facts(name) is not None]
             motion = self._chunk_file("egomotion", chunk)
             if not row.get("clip_is_valid", True):
@@ -156,12 +185,22 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
             elif not files or self.files.facts(motion) is None:
                 self.noted["clips left out, not downloaded"] += 1
             else:
-                more = [self._chunk_file(one, chunk) for one in (*([LIDAR] if self._has_lidar else []), *self._radars)]
+                more = [
+                    self._chunk_file(one, chunk)
+                    for one in (*([LIDAR] if self._has_lidar else []), *self._radars)
+                ]
                 files += [name for name in more if self.files.facts(name) is not None]
-                clip = Clip(name=clip_id, token=str(chunk), split=row.get("split") or "", files=(motion, *files))
+                clip = Clip(
+                    name=clip_id,
+                    token=str(chunk),
+                    split=row.get("split") or "",
+                    files=(motion, *files),
+                )
                 found = self._motion(clip)
                 series = found["timestamp"], np.stack([found[name] for name in MOTION], 1)
-                yield msgspec.structs.replace(clip, attributes={"chunk": chunk}, series={"egomotion": series})
+                yield msgspec.structs.replace(
+                    clip, attributes={"chunk": chunk}, series={"egomotion": series}
+                )
 
     def _member(self, feature: str, clip: Clip, alias: str) -> tuple[Path, str]:
         """Return the zip of a clip's feature, and the name of a file in it; without ``alias`` of its only table."""
@@ -169,7 +208,11 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         if path is None:
             raise SourceError(f"'{self.files.shown}' is a URL: copy the chunks to a folder")
         files = json.loads(self._features[feature]["clip_files_in_zip"])
-        name = files[alias] if alias else next(one for one in files.values() if one.endswith(".parquet"))
+        name = (
+            files[alias]
+            if alias
+            else next(one for one in files.values() if one.endswith(".parquet"))
+        )
         return Path(path), name.replace("{clip_id}", clip.name)
 
     def _has(self, feature: str, clip: Clip) -> bool:
@@ -180,7 +223,9 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         with parsing(f"file '{path.name}'"), zipfile.ZipFile(path) as file:
             return name in file.namelist()
 
-    def _table(self, feature: str, clip: Clip, alias: str, columns: Sequence[str]) -> dict[str, np.ndarray]:
+    def _table(
+        self, feature: str, clip: Clip, alias: str, columns: Sequence[str]
+    ) -> dict[str, np.ndarray]:
         """Read columns of a Parquet file in a zip; times in nanoseconds."""
         path, name = self._member(feature, clip, alias)
         with parsing(f"file '{path.name}': {name}"), zipfile.ZipFile(path) as file:
@@ -204,7 +249,11 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
             if len(self._kept) > 1:
                 self._kept.clear()
             self._kept[name] = self._indexed(name)
-        return {sensor: row for (clip_id, sensor), row in self._kept[name].items() if clip_id == clip.name}
+        return {
+            sensor: row
+            for (clip_id, sensor), row in self._kept[name].items()
+            if clip_id == clip.name
+        }
 
     def _motion(self, clip: Clip) -> dict[str, np.ndarray]:
         """Return the egomotion of a clip; that of the last one is kept."""
@@ -215,14 +264,17 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
 
     def poses(self, clip: Clip) -> Trajectory:
         motion = self._motion(clip)
-        rotation, place = (np.stack([motion[name] for name in names], 1) for names in (
-            ("qw", "qx", "qy", "qz"), ("x", "y", "z")
-        ))  # fmt: skip
+        rotation, place = (
+            np.stack([motion[name] for name in names], 1)
+            for names in (("qw", "qx", "qy", "qz"), ("x", "y", "z"))
+        )
         return Trajectory(motion["timestamp"], pose(rotation, place, clip.name), clip.name)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each time of the first camera that is there and lies within the egomotion."""
-        intrinsics, mounts = (self._calibration(name, clip) for name in ("camera_intrinsics", "sensor_extrinsics"))
+        intrinsics, mounts = (
+            self._calibration(name, clip) for name in ("camera_intrinsics", "sensor_extrinsics")
+        )
         times = {
             camera: self._table(camera, clip, "frame_timestamps", ["timestamp"])["timestamp"]
             for camera in CAMERAS
@@ -231,11 +283,22 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         known = self._motion(clip)["timestamp"][[0, -1]]
         reference = next(iter(times.values()))
         half = int(np.median(np.diff(reference))) // 2 if len(reference) > 1 else 0
-        spins = self._spin_times(clip, known) if self._has_lidar and self._has(LIDAR, clip) else np.empty(0, np.int64)
+        spins = (
+            self._spin_times(clip, known)
+            if self._has_lidar and self._has(LIDAR, clip)
+            else np.empty(0, np.int64)
+        )
         lidar2ego = _mount(mounts[LIDAR], f"clip {clip.name}") if len(spins) else None
-        scans = {name: self._scans(name, clip, mounts, known) for name in self._radars if self._has(name, clip)}
+        scans = {
+            name: self._scans(name, clip, mounts, known)
+            for name in self._radars
+            if self._has(name, clip)
+        }
         poses = self.poses(clip) if scans else None
-        models = {camera: _model(intrinsics[camera], mounts[camera], f"clip {clip.name}") for camera in times}
+        models = {
+            camera: _model(intrinsics[camera], mounts[camera], f"clip {clip.name}")
+            for camera in times
+        }
         for time in reference[(reference >= known[0]) & (reference <= known[1])].tolist():
             images: dict[str, Image | Absent] = {}
             for camera, stamps in times.items():
@@ -248,19 +311,31 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
             sweeps = {}
             if lidar2ego is not None and (at := _nearest(spins, time)) is not None:
                 ref = f"{LIDAR}/{clip.token}/{clip.name}/{at}"
-                own = {"timestamp_ns": int(spins[at]), "lidar2ego": lidar2ego, "num_bytes": POINTS_BYTES}
+                own = {
+                    "timestamp_ns": int(spins[at]),
+                    "lidar2ego": lidar2ego,
+                    "num_bytes": POINTS_BYTES,
+                }
                 sweeps[LIDAR] = Sweep(ref=ref, **own)
             members = []
             for name, (stamps, sensor2global) in scans.items():
                 at = _nearest(stamps, time)
                 if at is not None and poses is not None:
                     matrix = invert_rigid(poses.at(time)[0]) @ sensor2global[at]
-                    numbers = ",".join(map(repr, [(time - int(stamps[at])) * 1e-9, *matrix[:3].ravel().tolist()]))
+                    numbers = ",".join(
+                        map(repr, [(time - int(stamps[at])) * 1e-9, *matrix[:3].ravel().tolist()])
+                    )
                     ref = f"{POINTS}{name}/{clip.token}/{clip.name}/{stamps[at]}|{numbers}"
                     zips = (self._chunk_file(name, int(clip.token)),)
-                    members.append(FileMember(f"{name}.npy", ref, zips, num_bytes=50 * len(RADAR) * 4))
+                    members.append(
+                        FileMember(f"{name}.npy", ref, zips, num_bytes=50 * len(RADAR) * 4)
+                    )
             yield Frame(
-                timestamp_ns=time, images=images, sweeps=sweeps, members=members, attributes={"chunk": int(clip.token)}
+                timestamp_ns=time,
+                images=images,
+                sweeps=sweeps,
+                members=members,
+                attributes={"chunk": int(clip.token)},
             )
 
     def _spin_times(self, clip: Clip, known: np.ndarray) -> np.ndarray:
@@ -281,10 +356,15 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
                 with zipfile.ZipFile(path) as file, file.open(name) as spins:
                     shutil.copyfileobj(spins, made, 1 << 20)
                 made.flush()
-                self._spins = clip.name, pq.ParquetFile(pa.memory_map(made.name))  # the mapping outlives the name
+                self._spins = (
+                    clip.name,
+                    pq.ParquetFile(pa.memory_map(made.name)),
+                )  # the mapping outlives the name
         return self._spins[1]
 
-    def _scans(self, name: str, clip: Clip, mounts: Any, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN401
+    def _scans(
+        self, name: str, clip: Clip, mounts: Any, known: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the times [ns] of a radar's scans, and sensor to global at each (S, 4, 4)."""
         times = np.unique(self._radar_table(name, clip)["timestamp"])
         times = times[(times >= known[0]) & (times <= known[1])]
@@ -311,9 +391,19 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
                 return _decoded(self._spin_file(clip), int(which))
         dt_s, *matrix = map(float, numbers.split(","))
         table, turned = self._radar_table(feature, clip), np.array(matrix).reshape(3, 4)
-        own = {key: column[table["timestamp"] == int(which)].astype(np.float64) for key, column in table.items()}
+        own = {
+            key: column[table["timestamp"] == int(which)].astype(np.float64)
+            for key, column in table.items()
+        }
         flat = np.cos(own["elevation"])
-        ray = np.stack([flat * np.cos(own["azimuth"]), flat * np.sin(own["azimuth"]), np.sin(own["elevation"])], 1)
+        ray = np.stack(
+            [
+                flat * np.cos(own["azimuth"]),
+                flat * np.sin(own["azimuth"]),
+                np.sin(own["elevation"]),
+            ],
+            1,
+        )
         xyz = ray * own["distance"][:, None] @ turned[:, :3].T + turned[:, 3]
         velocity = ray * own["radial_velocity"][:, None] @ turned[:, :3].T
         rest = [own[key] for key in list(RADAR)[6:-1]]
@@ -330,10 +420,16 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         for (camera, chunk, clip), numbers in wanted.items():
             path, name = self._member(camera, Clip(name=clip, token=chunk), "video")
             with tempfile.NamedTemporaryFile(suffix=".mp4") as made:
-                with parsing(f"file '{path.name}': {name}"), zipfile.ZipFile(path) as file, file.open(name) as video:
+                with (
+                    parsing(f"file '{path.name}': {name}"),
+                    zipfile.ZipFile(path) as file,
+                    file.open(name) as video,
+                ):
                     shutil.copyfileobj(video, made, 1 << 20)
                 made.flush()
-                for number, data in video_frames(made.name, numbers, self.stored or JpegForm(self.given.video_quality)):
+                for number, data in video_frames(
+                    made.name, numbers, self.stored or JpegForm(self.given.video_quality)
+                ):
                     yield f"{camera}/{chunk}/{clip}#frame={number}", data
 
 
@@ -343,7 +439,9 @@ def radar_channel(name: str) -> Channel:
         name=name,
         kind="points",
         field=f"{name}.npy",
-        law=Law("ego_points", roles={"positions": (("x", "y", "z"),), "vectors": (("vx", "vy", "vz"),)}),
+        law=Law(
+            "ego_points", roles={"positions": (("x", "y", "z"),), "vectors": (("vx", "vy", "vz"),)}
+        ),
         dtype="float32",
         axes=("point", "column"),
         shape=(None, len(RADAR)),
@@ -376,14 +474,19 @@ def _decoded(spins: pq.ParquetFile, row: int) -> np.ndarray:
     first = 0
     for group in range(spins.num_row_groups):
         if row < first + spins.metadata.row_group(group).num_rows:
-            names = ["draco_encoded_pointcloud", *(one for one in SPIN[:1] if one in spins.schema_arrow.names)]
+            names = [
+                "draco_encoded_pointcloud",
+                *(one for one in SPIN[:1] if one in spins.schema_arrow.names),
+            ]
             (one,) = spins.read_row_group(group, names).slice(row - first, 1).to_pylist()
             break
         first += spins.metadata.row_group(group).num_rows
     cloud = DracoPy.decode(one["draco_encoded_pointcloud"])
     found = np.full((len(cloud.points), len(LIDAR_COLUMNS)), np.nan, np.float32)
     found[:, :3] = cloud.points
-    stated = {one["name"]: one["data"].reshape(len(found), -1) for one in cloud.attributes if one["name"]}
+    stated = {
+        one["name"]: one["data"].reshape(len(found), -1) for one in cloud.attributes if one["name"]
+    }
     if "intensity" in stated:
         found[:, 3] = stated["intensity"][:, 0] / 255
     if "model_element" in stated:
@@ -395,7 +498,9 @@ def _decoded(spins: pq.ParquetFile, row: int) -> np.ndarray:
 
 def _mount(row: dict[str, float], where: str) -> np.ndarray:
     """Return sensor to rig (4, 4) of a row of ``sensor_extrinsics``."""
-    return pose([row[name] for name in ("qw", "qx", "qy", "qz")], [row[name] for name in "xyz"], where)
+    return pose(
+        [row[name] for name in ("qw", "qx", "qy", "qz")], [row[name] for name in "xyz"], where
+    )
 
 
 def _model(intrinsics: dict[str, float], mount: dict[str, float], where: str) -> dict[str, Any]:
@@ -405,7 +510,13 @@ def _model(intrinsics: dict[str, float], mount: dict[str, float], where: str) ->
         focal, width, height = forward[1], int(intrinsics["width"]), int(intrinsics["height"])
         camera = np.array([[focal, 0, intrinsics["cx"]], [0, focal, intrinsics["cy"]], [0, 0, 1]])
         return {
-            "intrinsics": camera, "cam2ego": _mount(mount, where), "dist_model": "ftheta",
-            "dist": tuple(one / focal for one in forward), "width": width, "height": height, "made": True,
-            "extension": "jpg", "num_bytes": width * height // 5,
-        }  # fmt: skip
+            "intrinsics": camera,
+            "cam2ego": _mount(mount, where),
+            "dist_model": "ftheta",
+            "dist": tuple(one / focal for one in forward),
+            "width": width,
+            "height": height,
+            "made": True,
+            "extension": "jpg",
+            "num_bytes": width * height // 5,
+        }

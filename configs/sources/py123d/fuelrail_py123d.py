@@ -33,7 +33,9 @@ _SPLIT = re.compile(r"(train|val|test)\Z")
 class Py123dSettings(FrameSettings, frozen=True, kw_only=True):
     """Options of the adapter."""
 
-    root: Annotated[str, msgspec.Meta(description="folder of the data set that paths of images are below")] = ""
+    root: Annotated[
+        str, msgspec.Meta(description="folder of the data set that paths of images are below")
+    ] = ""
 
 
 class Py123d(FrameSource[Py123dSettings]):
@@ -56,12 +58,22 @@ class Py123d(FrameSource[Py123dSettings]):
 
     def _names(self) -> list[str]:
         """Return the logs, SPLIT/LOG."""
-        folders = ((split, log) for split in self._logs.folders() for log in self._logs.folders(split))
-        return [f"{split}/{log}" for split, log in folders if f"{SYNC}.arrow" in self._logs.listed(f"{split}/{log}")]
+        folders = (
+            (split, log) for split in self._logs.folders() for log in self._logs.folders(split)
+        )
+        return [
+            f"{split}/{log}"
+            for split, log in folders
+            if f"{SYNC}.arrow" in self._logs.listed(f"{split}/{log}")
+        ]
 
     def _cameras(self, log: str) -> list[str]:
         files = self._logs.listed(log)
-        return [name.removesuffix(".arrow") for name in files if name.startswith(CAMERA) and name.endswith(".arrow")]
+        return [
+            name.removesuffix(".arrow")
+            for name in files
+            if name.startswith(CAMERA) and name.endswith(".arrow")
+        ]
 
     def _read(self, log: str, modality: str) -> tuple[pa.Table, dict[str, Any], pa.Buffer]:
         """Return the table of a modality, what its metadata states, and the mapped file."""
@@ -73,7 +85,9 @@ class Py123d(FrameSource[Py123dSettings]):
             mapped = file.read_buffer()
             table = pa.ipc.open_file(mapped).read_all()
             table.validate(full=True)
-            stated = msgspec.msgpack.decode((table.schema.metadata or {})[b"metadata"], type=dict[str, Any])
+            stated = msgspec.msgpack.decode(
+                (table.schema.metadata or {})[b"metadata"], type=dict[str, Any]
+            )
         return table, stated, mapped
 
     def sensors(self) -> Sensors:
@@ -90,7 +104,9 @@ class Py123d(FrameSource[Py123dSettings]):
     def poses(self, clip: Clip) -> Trajectory:
         table, _, _ = self._read(clip.name, EGO)
         with parsing(f"log '{clip.name}': {EGO}"):
-            return Trajectory(_times(table, EGO), _poses(table, f"{EGO}.imu_se3", clip.name), clip.name)
+            return Trajectory(
+                _times(table, EGO), _poses(table, f"{EGO}.imu_se3", clip.name), clip.name
+            )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         sync, stated, _ = self._read(clip.name, SYNC)
@@ -101,17 +117,23 @@ class Py123d(FrameSource[Py123dSettings]):
                 for name in self._cameras(clip.name)
                 if name in rows
             }
-            boxes = self._boxes(clip.name) if f"{BOXES}.arrow" in self._logs.listed(clip.name) else None
+            boxes = (
+                self._boxes(clip.name) if f"{BOXES}.arrow" in self._logs.listed(clip.name) else None
+            )
             facts = {name: stated.get(name) or "" for name in ("location", "dataset")}
             for at, time_us in enumerate(rows["sync.timestamp_us"]):
                 of_camera = {
-                    camera: found[index[at]] for camera, (index, found) in images.items() if index[at] is not None
+                    camera: found[index[at]]
+                    for camera, (index, found) in images.items()
+                    if index[at] is not None
                 }
                 number = rows[BOXES][at] if boxes is not None else None
                 yield Frame(
-                    timestamp_ns=time_us * 1000, images=of_camera, attributes=facts,
+                    timestamp_ns=time_us * 1000,
+                    images=of_camera,
+                    attributes=facts,
                     boxes=None if boxes is None or number is None else boxes[number],
-                )  # fmt: skip
+                )
 
     def _images(self, log: str, modality: str) -> list[Image | Absent]:
         """Return the images of a camera by row."""
@@ -128,10 +150,13 @@ class Py123d(FrameSource[Py123dSettings]):
         cam2global = _poses(table, f"{modality}.camera_to_global_se3", log)
         lens = () if stated.get("is_undistorted") else tuple(stated.get("distortion") or ())
         common = {
-            "intrinsics": np.array([[fx, skew, cx], [0, fy, cy], [0, 0, 1]]), "cam2ego": cam2ego,
-            "dist": lens, "dist_model": "opencv_radtan" if lens else "none", "width": stated["width"],
+            "intrinsics": np.array([[fx, skew, cx], [0, fy, cy], [0, 0, 1]]),
+            "cam2ego": cam2ego,
+            "dist": lens,
+            "dist_model": "opencv_radtan" if lens else "none",
+            "width": stated["width"],
             "height": stated["height"],
-        }  # fmt: skip
+        }
         found: list[Image | Absent] = []
         for row, (ref, time_ns) in enumerate(
             zip(_refs(table, log, modality, mapped), _times(table, modality), strict=True)
@@ -147,20 +172,34 @@ class Py123d(FrameSource[Py123dSettings]):
         rows = self._read(log, BOXES)[0].to_pydict()
         found = []
         for box, label, track, velocity, count in zip(
-            *(rows[f"{BOXES}.{name}"] for name in (
-                "bounding_box_se3", "label", "track_token", "velocity_3d", "num_lidar_points"
-            )), strict=True,
-        ):  # fmt: skip
+            *(
+                rows[f"{BOXES}.{name}"]
+                for name in (
+                    "bounding_box_se3",
+                    "label",
+                    "track_token",
+                    "velocity_3d",
+                    "num_lidar_points",
+                )
+            ),
+            strict=True,
+        ):
             numbers = np.array(box, np.float64).reshape(-1, 10)
-            speeds = np.array([one or [np.nan] * 3 for one in velocity or []], np.float64).reshape(-1, 3)
+            speeds = np.array([one or [np.nan] * 3 for one in velocity or []], np.float64).reshape(
+                -1, 3
+            )
             found.append(
                 BoxRows(
-                    centre=numbers[:, :3], rotation_wxyz=numbers[:, 3:7], size_lwh=numbers[:, 7:], in_global=True,
-                    category=[f"label_{one}" for one in label], track=list(track),
+                    centre=numbers[:, :3],
+                    rotation_wxyz=numbers[:, 3:7],
+                    size_lwh=numbers[:, 7:],
+                    in_global=True,
+                    category=[f"label_{one}" for one in label],
+                    track=list(track),
                     velocity=None if np.isnan(speeds).any() else speeds,
                     num_lidar_pts=[-1 if one is None else one for one in count],
                 )
-            )  # fmt: skip
+            )
         return found
 
 
@@ -170,7 +209,9 @@ def _times(table: pa.Table, modality: str) -> np.ndarray:
 
 def _poses(table: pa.Table, name: str, where: str) -> np.ndarray:
     """Return the poses of a column (R, 4, 4), NaN for null."""
-    rows = np.array([one or [np.nan] * 7 for one in table.column(name).to_pylist()], np.float64).reshape(-1, 7)
+    rows = np.array(
+        [one or [np.nan] * 7 for one in table.column(name).to_pylist()], np.float64
+    ).reshape(-1, 7)
     found = np.full((len(rows), 4, 4), np.nan)
     known = ~np.isnan(rows).any(1)
     found[known] = _matrices(rows[known], where)

@@ -62,7 +62,9 @@ class TextsReport(msgspec.Struct, frozen=True, kw_only=True):
             ),
             f"{self.num_empty:,} samples without an entry, {len(self.unknown):,} names of no sample",
         ]
-        return text_of([*lines, *(f"  no sample: {name}" for name in self.unknown[:_LISTED])]) + "\n"
+        return (
+            text_of([*lines, *(f"  no sample: {name}" for name in self.unknown[:_LISTED])]) + "\n"
+        )
 
 
 class _KeyFrame(msgspec.Struct, frozen=True):
@@ -83,9 +85,13 @@ class _Entries(NamedTuple):
 
 
 def import_texts(
-    base: str | os.PathLike[str], out: str | os.PathLike[str], files: Sequence[str | os.PathLike[str]],
-    *, by: str | None = None, count: Callable[[str], Any] | str | None = None,
-) -> TextsReport:  # fmt: skip
+    base: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    files: Sequence[str | os.PathLike[str]],
+    *,
+    by: str | None = None,
+    count: Callable[[str], Any] | str | None = None,
+) -> TextsReport:
     """Make a layer of the texts in ``files``; each field of the entries becomes a channel of kind ``texts``.
 
     All channels of a sample have as many texts as it has entries, in the order of the files, the empty text where an
@@ -105,7 +111,9 @@ def import_texts(
         except OSError as error:
             raise fr.SourceError(f"'{path}' cannot be read: {error.strerror}") from error
         digests.append(hashlib.sha256(data).hexdigest())
-        for name, rows, whole in _entries(data, f"file '{path}'", is_lines=path.suffix == ".jsonl", by=by):
+        for name, rows, whole in _entries(
+            data, f"file '{path}'", is_lines=path.suffix == ".jsonl", by=by
+        ):
             own = found.setdefault(name, _Entries([], {}))
             own.rows.extend(rows)
             own.whole.update(whole)
@@ -117,23 +125,39 @@ def import_texts(
     fixed = {"law": {"name": "fixed"}}
     table = [
         *({**fixed, "name": name, "kind": "texts", "field": f"{name}.json"} for name in names),
-        *({**fixed, "name": name, "kind": "text", "field": f"{name}.txt", "optional": True} for name in whole),
-        *({**fixed, "name": name, "kind": "array", "field": f"{name}.npy", "dtype": "int64"} for name in numbers),
+        *(
+            {**fixed, "name": name, "kind": "text", "field": f"{name}.txt", "optional": True}
+            for name in whole
+        ),
+        *(
+            {**fixed, "name": name, "kind": "array", "field": f"{name}.npy", "dtype": "int64"}
+            for name in numbers
+        ),
     ]
-    recipe = {"texts": digests, "by": by, "count": count if count is None or isinstance(count, str) else repr(count)}
+    recipe = {
+        "texts": digests,
+        "by": by,
+        "count": count if count is None or isinstance(count, str) else repr(count),
+    }
     with fr.LayerWriter(dataset, out, channels=table, recipe=recipe) as writer:
         for position in range(len(dataset)) if not writer.is_finished else ():
             rows, singles = of_row.get(position, _Entries([], {}))
             texts = {name: [row.get(name, "") for row in rows] for name in names}
             values = {**texts, **singles, _ENTRIES: np.int64(len(rows))}
             if size is not None:
-                values |= {f"{name}_tokens": np.int64(sum(map(size, texts[name]))) for name in names}
+                values |= {
+                    f"{name}_tokens": np.int64(sum(map(size, texts[name]))) for name in names
+                }
             writer.write(position, values)
     return TextsReport(
-        layer=os.fspath(out), fingerprint=writer.finish().fingerprint, channels=[one["name"] for one in table],
-        num_entries=sum(len(own.rows) for own in of_row.values()), num_samples=len(of_row),
-        num_empty=len(dataset) - len(of_row), unknown=unknown,
-    )  # fmt: skip
+        layer=os.fspath(out),
+        fingerprint=writer.finish().fingerprint,
+        channels=[one["name"] for one in table],
+        num_entries=sum(len(own.rows) for own in of_row.values()),
+        num_samples=len(of_row),
+        num_empty=len(dataset) - len(of_row),
+        unknown=unknown,
+    )
 
 
 def _entries(
@@ -151,8 +175,15 @@ def _entries(
             for token, raw in facts.items():
                 scene = read_json(bytes(raw), f"{where}, scene '{shown(token)}'", _Scene)
                 for name, frame in scene.key_frames.items():
-                    texts = {"scene_description": scene.scene_description, "key_objects": _text(frame.objects)}
-                    rows = [{**_fields(one, where), "task": task} for task, all_ in frame.tasks.items() for one in all_]
+                    texts = {
+                        "scene_description": scene.scene_description,
+                        "key_objects": _text(frame.objects),
+                    }
+                    rows = [
+                        {**_fields(one, where), "task": task}
+                        for task, all_ in frame.tasks.items()
+                        for one in all_
+                    ]
                     yield name, rows, {key: text for key, text in texts.items() if text}
             return
         records = read_json(bytes(facts["questions"]), f"{where}, questions", list[Record])
@@ -162,13 +193,24 @@ def _entries(
             raise fr.SourceError(
                 f"{where}, record {number}: the field '{field}' must name the sample; it has: {', '.join(record):.200}"
             )
-        fields = {_plain(key): value for key, raw in record.items() if (value := _value(raw)) is not None}
+        fields = {
+            _plain(key): value for key, raw in record.items() if (value := _value(raw)) is not None
+        }
         lists = {key: value for key, value in fields.items() if isinstance(value, list)}
         if len({len(value) for value in lists.values()}) > 1:
             sizes = ", ".join(f"{key} {len(value)}" for key, value in lists.items())
-            raise fr.SourceError(f"{where}, record {number}: its lists of texts differ in length: {sizes:.200}")
+            raise fr.SourceError(
+                f"{where}, record {number}: its lists of texts differ in length: {sizes:.200}"
+            )
         size = len(next(iter(lists.values()), [""]))
-        yield name, [{key: one[at] if key in lists else one for key, one in fields.items()} for at in range(size)], {}
+        yield (
+            name,
+            [
+                {key: one[at] if key in lists else one for key, one in fields.items()}
+                for at in range(size)
+            ],
+            {},
+        )
 
 
 def _fields(record: Record, where: str) -> dict[str, str]:
@@ -199,13 +241,17 @@ def _plain(field: str) -> str:
     return _RENAMED.get(name, name)
 
 
-def _joined(dataset: fr.Dataset, found: dict[str, _Entries]) -> tuple[dict[int, _Entries], list[str]]:
+def _joined(
+    dataset: fr.Dataset, found: dict[str, _Entries]
+) -> tuple[dict[int, _Entries], list[str]]:
     """Return the entries by position, and the names that no sample has; the source's names are read if keys fail."""
     places: dict[str, list[int]] = {}
     for position, key in enumerate(dataset.index.texts("key").to_pylist()):
         places.setdefault(key, []).append(position)
     if not found.keys() <= places.keys():
-        tokens = in_threads(lambda at: dataset.read(at, "meta")["meta"].sample_token, range(len(dataset)), _THREADS)
+        tokens = in_threads(
+            lambda at: dataset.read(at, "meta")["meta"].sample_token, range(len(dataset)), _THREADS
+        )
         for position, token in enumerate(tokens):
             if position not in places.get(token, ()):
                 places.setdefault(token, []).append(position)
@@ -226,7 +272,9 @@ def _counter(count: Callable[[str], Any] | str) -> Callable[[str], int]:
         try:
             count = pkgutil.resolve_name(count)
         except (ImportError, AttributeError, ValueError) as error:
-            raise fr.ConfigError(f"count {count!r} must be MODULE:FUNCTION that can be imported: {error}") from error
+            raise fr.ConfigError(
+                f"count {count!r} must be MODULE:FUNCTION that can be imported: {error}"
+            ) from error
         finally:
             del sys.path[0]
     given: Any = count
@@ -240,12 +288,22 @@ def _counter(count: Callable[[str], Any] | str) -> Callable[[str], int]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the layer and print the report."""
-    parser = argparse.ArgumentParser(description="Make a layer of texts: DriveLM, NuScenes-QA, or records in JSON.")
+    parser = argparse.ArgumentParser(
+        description="Make a layer of texts: DriveLM, NuScenes-QA, or records in JSON."
+    )
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of the dataset")
-    parser.add_argument("layer", metavar="LAYER", help="folder or URL of the layer: new, empty, or of a partial layer")
+    parser.add_argument(
+        "layer",
+        metavar="LAYER",
+        help="folder or URL of the layer: new, empty, or of a partial layer",
+    )
     parser.add_argument("files", metavar="FILE", nargs="+", help="JSON, or JSON lines (.jsonl)")
-    parser.add_argument("--by", help=f"field of a record that names its sample (default: {', '.join(_NAMES)})")
-    parser.add_argument("--count", metavar="MODULE:FUNCTION", help="makes tokens of a text, or counts them")
+    parser.add_argument(
+        "--by", help=f"field of a record that names its sample (default: {', '.join(_NAMES)})"
+    )
+    parser.add_argument(
+        "--count", metavar="MODULE:FUNCTION", help="makes tokens of a text, or counts them"
+    )
     args = parser.parse_args(argv)
     try:
         report = import_texts(args.dataset, args.layer, args.files, by=args.by, count=args.count)

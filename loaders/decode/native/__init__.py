@@ -72,10 +72,20 @@ class CameraJpeg:
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         common = (pointer, pointer, size)
         self._context_bytes = _function(library, "camera_jpeg_context_bytes", size)()
-        self._scratch_bytes = _function(library, "camera_jpeg_scratch_bytes", size, size, number, number, number)
+        self._scratch_bytes = _function(
+            library, "camera_jpeg_scratch_bytes", size, size, number, number, number
+        )
         self._resized = _function(library, "camera_jpeg_resized", None, *common, pointer, number)
         self._picture = _function(
-            library, "camera_jpeg_picture", number, *common, pointer, size, *(number,) * 5, pointer, size
+            library,
+            "camera_jpeg_picture",
+            number,
+            *common,
+            pointer,
+            size,
+            *(number,) * 5,
+            pointer,
+            size,
         )
         self._cut_rows = _function(library, "restart_rows_cut", None, pointer, number)
         self._local = threading.local()
@@ -105,8 +115,13 @@ class CameraJpeg:
         """
         files = [np.frombuffer(image.encoded, np.uint8) for image in images]
         jobs = _jobs(len(images))(*map(_job, images, files))
-        room_bytes = [self._scratch_bytes(job.size, job.width, job.wanted.width, job.wanted.height) for job in jobs]
-        self._resized(*self._memory(max(room_bytes, default=0), scratch), ctypes.addressof(jobs), len(jobs))
+        room_bytes = [
+            self._scratch_bytes(job.size, job.width, job.wanted.width, job.wanted.height)
+            for job in jobs
+        ]
+        self._resized(
+            *self._memory(max(room_bytes, default=0), scratch), ctypes.addressof(jobs), len(jobs)
+        )
         return [not job.declined for job in jobs]
 
     def picture(
@@ -147,15 +162,23 @@ def _job(image: ScaledImage, data: NDArray[np.uint8]) -> _Job:
     """Return job of an image with the file ``data``; an empty one, which is declined, for what the code does not do."""
     a, b, tx, c, d, ty = image.image_map.coefficients
     covered = image.image_map.covered_output()
-    does = not b and not c and abs(a) > _MIN_SCALE and abs(d) > _MIN_SCALE and covered[0] < covered[2]
+    does = (
+        not b and not c and abs(a) > _MIN_SCALE and abs(d) > _MIN_SCALE and covered[0] < covered[2]
+    )
     if not does or not CameraJpeg.takes(image.info, image.factor):
         return _Job()
     _, height, width = image.out.shape
-    wanted = _Resize(a, tx, d, ty, width, height, *covered, *image.out.strides[:2], image.out.ctypes.data)
-    return _Job(data.ctypes.data, data.size, image.info.width, image.info.height, image.factor, 0, wanted)
+    wanted = _Resize(
+        a, tx, d, ty, width, height, *covered, *image.out.strides[:2], image.out.ctypes.data
+    )
+    return _Job(
+        data.ctypes.data, data.size, image.info.width, image.info.height, image.factor, 0, wanted
+    )
 
 
-def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: type) -> ctypes._NamedFuncPointer:
+def _function(
+    library: ctypes.CDLL, name: str, result: type | None, *arguments: type
+) -> ctypes._NamedFuncPointer:
     function = library[name]
     function.restype, function.argtypes = result, arguments
     return function

@@ -42,7 +42,9 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
     if flags is None:
         flags = _LEVELS.get(platform.machine())
         if flags is None:
-            raise BuildError(f"there is no vector code for processors of kind {platform.machine()!r}")
+            raise BuildError(
+                f"there is no vector code for processors of kind {platform.machine()!r}"
+            )
     library = folder / LIBRARY_NAME
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         made = Path(scratch) / LIBRARY_NAME
@@ -63,7 +65,11 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
             check=False,
         )
         if done.returncode != 0:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-            raise BuildError(f"the C compiler {compiler!r} failed, GCC 12 or Clang 12 are needed: {first.strip()}")
+            first = next(
+                (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]
+            )
+            raise BuildError(
+                f"the C compiler {compiler!r} failed, GCC 12 or Clang 12 are needed: {first.strip()}"
+            )
         made.replace(library)
     return library

@@ -78,7 +78,9 @@ class SampleFiles:
 
     def open(self, index: int) -> int:
         """Return a descriptor of a sample's file, to read; raises OSError where it is not here."""
-        return os.open(_name(index), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.data_fd)
+        return os.open(
+            _name(index), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.data_fd
+        )
 
     def write(self, index: int, span: memoryview) -> None:
         """Put a sample's file in its place, whole; raises OSError, leaving nothing, where the disk is full or fails."""
@@ -101,7 +103,9 @@ class SampleFiles:
         fd = os.open(name, flags, 0o600, dir_fd=self._tmp_fd)
         try:
             try:
-                if os.write(fd, data) != len(data):  # what a nearly full disk does before it refuses
+                if os.write(fd, data) != len(
+                    data
+                ):  # what a nearly full disk does before it refuses
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(fd)
@@ -158,7 +162,12 @@ class CacheFolder:
     """
 
     def __init__(
-        self, path: Path, fingerprint: str, num_samples: int, length_of: Callable[[int], int], max_bytes: int
+        self,
+        path: Path,
+        fingerprint: str,
+        num_samples: int,
+        length_of: Callable[[int], int],
+        max_bytes: int,
     ) -> None:
         """Open the cache in ``path``, or create one; ``length_of`` returns a sample's number of bytes.
 
@@ -169,7 +178,9 @@ class CacheFolder:
         """Held under :meth:`locked` too; alone it guards what concerns this process only."""
         self._locks, folders = contextlib.ExitStack(), contextlib.ExitStack()
         weakref.finalize(self, self._locks.close)
-        weakref.finalize(self, folders.close)  # not before: spans are opened by these after `close` too
+        weakref.finalize(
+            self, folders.close
+        )  # not before: spans are opened by these after `close` too
         try:
             self.files = SampleFiles(path, folders)
             self._claim(_Marker(_FORMAT, _VERSION, fingerprint, num_samples))
@@ -253,11 +264,15 @@ class CacheFolder:
             found = msgspec.json.decode(data, type=_Marker)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             is_json = isinstance(error, msgspec.ValidationError)  # of another version, or program
-            if not is_json and {"lock", "users.lock", "table", "data", "tmp"} <= set(_names_in(self.files.fd)):
+            if not is_json and {"lock", "users.lock", "table", "data", "tmp"} <= set(
+                _names_in(self.files.fd)
+            ):
                 _LOG.warning("cache_dir: '%s' is damaged (%s); it is written again", file, error)
                 self.files.replace(file.name, encoded)
                 return
-            raise ConfigError(f"cache_dir: '{file}' is damaged ({error}); remove '{self.path}'") from error
+            raise ConfigError(
+                f"cache_dir: '{file}' is damaged ({error}); remove '{self.path}'"
+            ) from error
         if found != marker:
             raise ConfigError(
                 f"cache_dir: '{self.path}' is the cache of dataset {found.fingerprint} (version {found.version}, "
@@ -266,7 +281,9 @@ class CacheFolder:
             )
 
     def _open(self, name: str) -> int:
-        return _kept(self._locks, open_file(self.path / name, os.O_RDWR | os.O_CREAT, self.files.fd))
+        return _kept(
+            self._locks, open_file(self.path / name, os.O_RDWR | os.O_CREAT, self.files.fd)
+        )
 
     def _map_table(self, num_samples: int) -> None:
         fd = self._open("table")

@@ -72,7 +72,9 @@ class FutureUses:
     ``time_of(k)`` is the time of this rank's k-th sample, ``base`` the first time of the horizon.
     """
 
-    def __init__(self, coming: Coming, horizon: int, time_of: Callable[[int], int] = lambda k: k) -> None:
+    def __init__(
+        self, coming: Coming, horizon: int, time_of: Callable[[int], int] = lambda k: k
+    ) -> None:
         self._coming, self.time_of = coming, time_of
         self._horizon = max(2, min(horizon, MAX_HORIZON))
         self.base = 0
@@ -84,9 +86,15 @@ class FutureUses:
         self._see(after)
         # Keys are (row, time) in one integer, sorted: the next one at or above (row, after + 1) is the answer.
         at = np.searchsorted(self._keys, (rows << _TIME_BITS) | (after + 1 - self.base))
-        found = self._keys[np.minimum(at, len(self._keys) - 1)] if len(self._keys) else np.full(len(rows), -1)
+        found = (
+            self._keys[np.minimum(at, len(self._keys) - 1)]
+            if len(self._keys)
+            else np.full(len(rows), -1)
+        )
         known = (at < len(self._keys)) & (found >> _TIME_BITS == rows)
-        times: NDArray[np.int64] = np.where(known, self.base + (found & ((1 << _TIME_BITS) - 1)), NEVER)
+        times: NDArray[np.int64] = np.where(
+            known, self.base + (found & ((1 << _TIME_BITS) - 1)), NEVER
+        )
         return times
 
     def used(self, first: int, end: int) -> NDArray[np.int64]:
@@ -98,7 +106,9 @@ class FutureUses:
         return own
 
     def of_other_rows(
-        self, rows_of: Callable[[NDArray[np.int64]], NDArray[np.int64]], number_of: Callable[[int], int] | None
+        self,
+        rows_of: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+        number_of: Callable[[int], int] | None,
     ) -> FutureUses:
         """Return the uses of the rows that go with these, at the same times; ``rows_of`` gives FOREIGN for none.
 
@@ -109,7 +119,9 @@ class FutureUses:
             return rows_of(self._coming(first, count))
 
         return FutureUses(
-            coming, self._horizon, self.time_of if number_of is None else lambda k: self.time_of(number_of(k))
+            coming,
+            self._horizon,
+            self.time_of if number_of is None else lambda k: self.time_of(number_of(k)),
         )
 
     def _see(self, now: int) -> None:
@@ -121,7 +133,10 @@ class FutureUses:
 
 
 def coming_rows(
-    rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]], walk: Walk, ranks: range, per_position: int = 1
+    rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
+    walk: Walk,
+    ranks: range,
+    per_position: int = 1,
 ) -> tuple[Coming, int]:
     """Return the rows that ``ranks`` (of the data-parallel world, in step) take on a walk, and the number in each step.
 
@@ -133,7 +148,9 @@ def coming_rows(
     def coming(first: int, count: int, /) -> NDArray[np.int64]:
         step, skip = divmod(first, per_step)
         places = walk.positions(step, -(-(skip + count) // per_step), ranks)
-        rows = np.concatenate([np.empty(0, np.int64), *(rows_of(epoch, positions) for epoch, positions in places)])
+        rows = np.concatenate(
+            [np.empty(0, np.int64), *(rows_of(epoch, positions) for epoch, positions in places)]
+        )
         return rows[skip : skip + count]
 
     return coming, per_step
@@ -163,7 +180,9 @@ def build_future_uses(
     """
     batching = walk.batching
     ranks = ranks_on_host(batching.world)
-    coming, uses_per_step = coming_rows(rows_of, replace(walk, share=EVERY_STEP), ranks, per_position)
+    coming, uses_per_step = coming_rows(
+        rows_of, replace(walk, share=EVERY_STEP), ranks, per_position
+    )
     begin = (batching.world.rank - ranks.start) * batching.rank_batch * per_position
     own_per_step = batching.rank_batch * per_position
 
@@ -192,7 +211,11 @@ def ranks_on_host(world: World) -> range:
     except (KeyError, ValueError):
         return range(world.size)
     first = world.rank - rank
-    return range(first, first + size) if fits and 0 <= first <= world.size - size else range(world.size)
+    return (
+        range(first, first + size)
+        if fits and 0 <= first <= world.size - size
+        else range(world.size)
+    )
 
 
 class FarthestFirst:
@@ -202,7 +225,9 @@ class FarthestFirst:
     :meth:`advance` with time, because a resident's use moves its next use. ``now`` is the latest time given.
     """
 
-    def __init__(self, future_uses: FutureUses, is_resident: Callable[[int], bool], lag: int = 0) -> None:
+    def __init__(
+        self, future_uses: FutureUses, is_resident: Callable[[int], bool], lag: int = 0
+    ) -> None:
         self._future_uses, self._is_resident, self._lag = future_uses, is_resident, lag
         self.now = 0
         self._walked = 0

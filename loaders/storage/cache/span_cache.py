@@ -69,7 +69,11 @@ class CachedSpan:
         except OSError as error:
             if error.errno in _NOT_THE_FILE:
                 self._cache.forget(self._index)
-            _LOG.warning("cache file '%s' cannot be read: %s", self._cache.folder.files.path_of(self._index), error)
+            _LOG.warning(
+                "cache file '%s' cannot be read: %s",
+                self._cache.folder.files.path_of(self._index),
+                error,
+            )
             return None
         return buffer
 
@@ -83,7 +87,12 @@ class SpanCache:
     """A cache of one dataset's spans; safe to use from many threads and processes."""
 
     def __init__(
-        self, folder: Path, fingerprint: str, num_samples: int, length_of: Callable[[int], int], max_bytes: int
+        self,
+        folder: Path,
+        fingerprint: str,
+        num_samples: int,
+        length_of: Callable[[int], int],
+        max_bytes: int,
     ) -> None:
         """Open the cache in ``folder``, or create one; ``length_of`` returns a sample's number of bytes.
 
@@ -100,7 +109,9 @@ class SpanCache:
         self._has_stock = False
 
     @classmethod
-    def open_for(cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None) -> Self:
+    def open_for(
+        cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None
+    ) -> Self:
         """Open the cache of a dataset in a folder for several datasets; see :func:`parse_size` for the size."""
         base = Path(cache_dir) / "spans"
         fingerprint = dataset.manifest.fingerprint
@@ -108,12 +119,22 @@ class SpanCache:
         try:
             make_folder(base.parent, restrict=False)
             make_folder(base)
-            max_bytes = parse_size(cache_size) if cache_size is not None else part_of_free_space(base, folder)
+            max_bytes = (
+                parse_size(cache_size)
+                if cache_size is not None
+                else part_of_free_space(base, folder)
+            )
         except OSError as error:
-            raise ConfigError(f"cache_dir: '{cache_dir}' cannot be used as a cache: {error}") from error
+            raise ConfigError(
+                f"cache_dir: '{cache_dir}' cannot be used as a cache: {error}"
+            ) from error
         others = [entry.name for entry in base.iterdir() if entry.name != fingerprint]
         if others:
-            _LOG.info("cache '%s' also holds %d other datasets; cache_size is for each", cache_dir, len(others))
+            _LOG.info(
+                "cache '%s' also holds %d other datasets; cache_size is for each",
+                cache_dir,
+                len(others),
+            )
         index = dataset.index
         return cls(folder, fingerprint, len(index), lambda row: index.row(row).length, max_bytes)
 
@@ -222,7 +243,9 @@ class SpanCache:
             next_use = NEVER
             if policy is not None and time is not None:
                 policy.advance(time)
-                if policy.wants_stock:  # not before the cache is full: until then nothing is evicted
+                if (
+                    policy.wants_stock
+                ):  # not before the cache is full: until then nothing is evicted
                     policy.rebuild(self.folder.held(), time)
                     self._has_stock = True
                 next_use = policy.next_use(index)

@@ -65,15 +65,23 @@ class AttributesFile:
             for name in names:
                 if name not in schema.names:
                     raise IndexFileError(f"'{self._path}' has no column '{shown(name)}'")
-            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+            groups = [
+                file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)
+            ]
             ends = list(itertools.accumulate((group.num_rows for group in groups), initial=0))
             wanted = range(ends[-1]) if rows is None else rows
-            numbers = [n for n in range(len(groups)) if ends[n] < wanted.stop and ends[n + 1] > wanted.start]
+            numbers = [
+                n
+                for n in range(len(groups))
+                if ends[n] < wanted.stop and ends[n + 1] > wanted.start
+            ]
             if self._blocks is not None:
                 self._blocks.need_parts(*_chunks([groups[number] for number in numbers], names))
             at = ends[numbers[0]] if numbers else 0
             for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=numbers, columns=list(names)):
-                low, high = (min(max(side - at, 0), len(batch)) for side in (wanted.start, wanted.stop))
+                low, high = (
+                    min(max(side - at, 0), len(batch)) for side in (wanted.start, wanted.stop)
+                )
                 at += len(batch)
                 if low < high:
                     yield self._expanded(batch.slice(low, high - low).select(list(names)))
@@ -104,7 +112,9 @@ class AttributesFile:
                     self._check(file.metadata, schema)
                     yield file, schema
         except OSError as error:
-            raise IndexFileError(f"'{self._path}' cannot be read: {error.strerror or error}") from error
+            raise IndexFileError(
+                f"'{self._path}' cannot be read: {error.strerror or error}"
+            ) from error
         except (pa.ArrowException, ValueError, MemoryError) as error:
             if isinstance(error, FuelrailError):
                 raise
@@ -114,12 +124,16 @@ class AttributesFile:
         if self._blocks is None:
             return open_file(self._path, _MAX_FILE_BYTES)
         if len(self._blocks.map) > _MAX_FILE_BYTES:
-            raise IndexFileError(f"'{self._path}' has over {_MAX_FILE_BYTES} bytes, which is all that is read of it")
+            raise IndexFileError(
+                f"'{self._path}' has over {_MAX_FILE_BYTES} bytes, which is all that is read of it"
+            )
         return self._blocks.stream()
 
     def _check(self, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
         if metadata.num_columns > _MAX_COLUMNS:
-            raise IndexFileError(f"'{self._path}' has {metadata.num_columns} columns, at most {_MAX_COLUMNS} are read")
+            raise IndexFileError(
+                f"'{self._path}' has {metadata.num_columns} columns, at most {_MAX_COLUMNS} are read"
+            )
         for name, count in Counter(schema.names).items():
             if count > 1:
                 raise IndexFileError(f"'{self._path}' has the column '{shown(name)}' {count} times")
@@ -133,14 +147,18 @@ class AttributesFile:
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
             columns = [group.column(column) for column in range(group.num_columns)]
-            num_bytes = max(group.total_byte_size, sum(column.total_uncompressed_size for column in columns))
+            num_bytes = max(
+                group.total_byte_size, sum(column.total_uncompressed_size for column in columns)
+            )
             if num_bytes > _MAX_GROUP_BYTES:
                 raise IndexFileError(
                     f"'{self._path}': row group {number} has {num_bytes} bytes, at most {_MAX_GROUP_BYTES} are read"
                 )
 
 
-def _chunks(groups: Sequence[pq.RowGroupMetaData], names: Sequence[str]) -> Iterator[tuple[int, int]]:
+def _chunks(
+    groups: Sequence[pq.RowGroupMetaData], names: Sequence[str]
+) -> Iterator[tuple[int, int]]:
     """Yield first byte and end of each column chunk of these columns."""
     for group in groups:
         for column in map(group.column, range(group.num_columns)):

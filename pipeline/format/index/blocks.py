@@ -52,7 +52,9 @@ def num_blocks(num_bytes: int) -> int:
 def block_digests(path: Path) -> bytes:
     """Return the SHA-256 of each block of a file of a dataset, one after the other; raise OSError."""
     with open_file(path) as file:
-        return b"".join(hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b""))
+        return b"".join(
+            hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")
+        )
 
 
 def split_digests(data: bytes, sizes: Iterable[tuple[str, int]]) -> dict[str, bytes]:
@@ -65,7 +67,9 @@ def split_digests(data: bytes, sizes: Iterable[tuple[str, int]]) -> dict[str, by
         end = first + DIGEST_BYTES * num_blocks(num_bytes)
         found[name], first = data[first:end], end
     if first != len(data):
-        raise IndexFileError(f"{BLOCKS_FILE} has {len(data)} bytes; the tables of the dataset make {first}")
+        raise IndexFileError(
+            f"{BLOCKS_FILE} has {len(data)} bytes; the tables of the dataset make {first}"
+        )
     return found
 
 
@@ -104,7 +108,9 @@ class BlockFile:
         be fetched or stored.
         """
         if not 0 <= first <= end <= len(self._view):
-            raise IndexFileError(f"'{self.path}': bytes {first} to {end} lie outside its {len(self._view)}")
+            raise IndexFileError(
+                f"'{self.path}': bytes {first} to {end} lie outside its {len(self._view)}"
+            )
         if self._digests is not None:
             low, high = first // BLOCK_BYTES, num_blocks(end)
             if 0 in self._good[low:high]:
@@ -116,7 +122,9 @@ class BlockFile:
         if self._read is not None:
             found = set[int]()
             for first, end in parts:
-                found.update(range(max(first, 0) // BLOCK_BYTES, num_blocks(min(end, len(self._view)))))
+                found.update(
+                    range(max(first, 0) // BLOCK_BYTES, num_blocks(min(end, len(self._view))))
+                )
             self._check(sorted(found))
 
     def _missing(self, blocks: Sequence[int]) -> list[int]:
@@ -126,7 +134,9 @@ class BlockFile:
             if not self._good[block]:
                 # Not through the map: in a tmpfs each hole that is looked at takes memory, and SIGBUS comes where it is
                 # full.
-                self._good[block] = self._matches(block, os.pread(self._descriptor, BLOCK_BYTES, block * BLOCK_BYTES))
+                self._good[block] = self._matches(
+                    block, os.pread(self._descriptor, BLOCK_BYTES, block * BLOCK_BYTES)
+                )
         return [block for block in blocks if not self._good[block]]
 
     def _check(self, blocks: Sequence[int]) -> None:
@@ -160,7 +170,9 @@ class BlockFile:
                 for first in left:
                     # One after the other: the interpreter would wait for the threads of a pool when it ends, but not
                     # for daemons. What is stored by then stays in the cache.
-                    for run in _runs(self._missing(range(first, min(first + _MAX_RUN, len(self._good))))):
+                    for run in _runs(
+                        self._missing(range(first, min(first + _MAX_RUN, len(self._good))))
+                    ):
                         self._fetch(read, run)
 
         self._in_background = [
@@ -172,7 +184,10 @@ class BlockFile:
 
     def _matches(self, block: int, data: memoryview | bytes) -> bool:
         assert self._digests is not None
-        return hashlib.sha256(data).digest() == self._digests[DIGEST_BYTES * block : DIGEST_BYTES * (block + 1)]
+        return (
+            hashlib.sha256(data).digest()
+            == self._digests[DIGEST_BYTES * block : DIGEST_BYTES * (block + 1)]
+        )
 
     def _fetch(self, read: Read, run: range) -> None:
         first, end = run.start * BLOCK_BYTES, min(run.stop * BLOCK_BYTES, len(self._view))
@@ -256,17 +271,24 @@ class _Stream(RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._file.map)}[whence]
+        self._at = (
+            offset
+            + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._file.map)}[whence]
+        )
         return self._at
 
-    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - a writable buffer
-        found = self._file.need(self._at, max(min(self._at + len(buffer), len(self._file.map)), self._at))
+    def readinto(self, buffer: Any) -> int:
+        found = self._file.need(
+            self._at, max(min(self._at + len(buffer), len(self._file.map)), self._at)
+        )
         buffer[: len(found)] = found
         self._at += len(found)
         return len(found)
 
 
-def open_sparse(path: Path, num_bytes: int, digests: bytes, read: Callable[[int, int], bytes]) -> BlockFile:
+def open_sparse(
+    path: Path, num_bytes: int, digests: bytes, read: Callable[[int, int], bytes]
+) -> BlockFile:
     """Open a table at a URL, fetched by blocks: ``read`` gets a range, which a sparse file in the cache takes.
 
     Raises IndexFileError, and DatasetError where the sparse file cannot be made.
@@ -279,5 +301,7 @@ def open_sparse(path: Path, num_bytes: int, digests: bytes, read: Callable[[int,
         finally:
             os.close(descriptor)
     except (OSError, OverflowError) as error:
-        raise DatasetError(f"'{path}' cannot take the {num_bytes} bytes of the index: {error}") from error
+        raise DatasetError(
+            f"'{path}' cannot take the {num_bytes} bytes of the index: {error}"
+        ) from error
     return BlockFile(path, digests, read)

@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import IndexFileError
-from fuelrail.pipeline.format.codecs import MAX_MEMBER_BYTES, MAX_MEMBERS, MAX_SAMPLE_BYTES, RAW, member_cap
+from fuelrail.pipeline.format.codecs import (
+    MAX_MEMBER_BYTES,
+    MAX_MEMBERS,
+    MAX_SAMPLE_BYTES,
+    RAW,
+    member_cap,
+)
 from fuelrail.pipeline.format.tar import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
@@ -48,12 +54,16 @@ def check_plain(view: memoryview, number: int) -> None:
         batch = header_at + struct.unpack_from("<I", message, header_at)[0]
         # Before Arrow 1.0 the compression stood in the message's metadata; we and Arrow write none there.
         if _field(message, batch, _BATCH_COMPRESSION) or _field(message, table, _MESSAGE_METADATA):
-            raise IndexFileError("its buffers are compressed, and an index is not: it is meant to be mapped")
+            raise IndexFileError(
+                "its buffers are compressed, and an index is not: it is meant to be mapped"
+            )
         buffers, count = _vector(message, _field(message, batch, _BATCH_BUFFERS))
         for one in range(count):
             offset, length = struct.unpack_from("<qq", message, buffers + _BUFFER_BYTES * one)
             if not 0 <= offset <= offset + length <= min(body_bytes, len(view)):
-                raise IndexFileError(f"a buffer of {length} bytes at {offset} lies outside the file")
+                raise IndexFileError(
+                    f"a buffer of {length} bytes at {offset} lies outside the file"
+                )
     except (struct.error, ValueError, OverflowError) as error:
         raise IndexFileError(f"it is not an Arrow file: {error}") from error
 
@@ -93,7 +103,9 @@ def _block(view: memoryview, number: int) -> tuple[int, int, int]:
     blocks, count = _vector(footer, _field(footer, _root(footer), _FOOTER_BATCHES))
     if not 0 <= number < count:
         raise IndexFileError(f"it has no record batch {number}")
-    found: tuple[int, int, int] = struct.unpack_from("<qi4xq", footer, blocks + _BLOCK_BYTES * number)
+    found: tuple[int, int, int] = struct.unpack_from(
+        "<qi4xq", footer, blocks + _BLOCK_BYTES * number
+    )
     return found
 
 
@@ -144,7 +156,9 @@ def check_spans(
 ) -> None:
     """Raise IndexFileError for a span that is too long or begins before its shard, or for a shard that is not there."""
     if _most(length) > MAX_SAMPLE_BYTES:
-        raise IndexFileError(f"a span of {_signed(_most(length))} bytes; allowed are 0 to {MAX_SAMPLE_BYTES}")
+        raise IndexFileError(
+            f"a span of {_signed(_most(length))} bytes; allowed are 0 to {MAX_SAMPLE_BYTES}"
+        )
     if _most(offset) >= 1 << 63:
         raise IndexFileError("a span that begins before its shard")
     if num_shards is not None and _most(shard) >= num_shards:
@@ -157,7 +171,10 @@ def _signed(number: int) -> int:
 
 
 def check_caps(
-    starts: NDArray[np.int32], members: Sequence[NDArray[Any]], names: Sequence[str], codecs: Sequence[str]
+    starts: NDArray[np.int32],
+    members: Sequence[NDArray[Any]],
+    names: Sequence[str],
+    codecs: Sequence[str],
 ) -> None:
     """Raise IndexFileError where a sample would take more memory than the caps allow.
 
@@ -171,14 +188,22 @@ def check_caps(
         raise IndexFileError(f"a sample of {most_members} members, over the cap of {MAX_MEMBERS}")
     if most_raw > MAX_MEMBER_BYTES or most_stored > MAX_SAMPLE_BYTES:
         worst = max(map(_signed, (most_raw, most_stored)), key=abs)
-        raise IndexFileError(f"a member of {worst} bytes, over the cap of {MAX_MEMBER_BYTES} or under 0")
+        raise IndexFileError(
+            f"a member of {worst} bytes, over the cap of {MAX_MEMBER_BYTES} or under 0"
+        )
     for number, text in enumerate(names):
-        if member_cap(text) < most_raw and (found := int(raw[name == number].max(initial=0))) > member_cap(text):
-            raise IndexFileError(f"a member {text} of {found} bytes, over the cap of {member_cap(text)}")
+        if member_cap(text) < most_raw and (
+            found := int(raw[name == number].max(initial=0))
+        ) > member_cap(text):
+            raise IndexFileError(
+                f"a member {text} of {found} bytes, over the cap of {member_cap(text)}"
+            )
     if most_members * (most_stored + most_raw) <= MAX_SAMPLE_BYTES:
         return
     plain = codecs.index(RAW) if RAW in codecs else -1
     sums = np.concatenate(([0], np.cumsum(stored + np.where(codec == plain, 0, raw))))
     most = int((sums[starts[1:]] - sums[starts[:-1]]).max())
     if most > MAX_SAMPLE_BYTES:
-        raise IndexFileError(f"a sample would take {most} bytes of memory, over the cap of {MAX_SAMPLE_BYTES}")
+        raise IndexFileError(
+            f"a sample would take {most} bytes of memory, over the cap of {MAX_SAMPLE_BYTES}"
+        )

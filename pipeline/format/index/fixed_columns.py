@@ -27,7 +27,9 @@ class FixedColumns:
         self._file = file
         reader = file.open_arrow()
         if not reader.schema.equals(schema, check_metadata=True) or reader.num_record_batches != 1:
-            raise IndexFileError(f"'{file.path}' does not have the columns and the one record batch of this version")
+            raise IndexFileError(
+                f"'{file.path}' does not have the columns and the one record batch of this version"
+            )
         try:
             first, end = batch_range(memoryview(file.map), 0)
             file.need(first, min(end, first + HEAD_BYTES))
@@ -44,8 +46,14 @@ class FixedColumns:
             if any(buffer is not None and buffer.size for buffer in buffers[:-1]):
                 raise IndexFileError(f"'{file.path}': column {name} has nulls")
             data = buffers[-1]
-            if data is None or data.size < self.num_rows * dtype.itemsize or batch.column(number).offset:
-                raise IndexFileError(f"'{file.path}': column {name} is shorter than its {self.num_rows} rows")
+            if (
+                data is None
+                or data.size < self.num_rows * dtype.itemsize
+                or batch.column(number).offset
+            ):
+                raise IndexFileError(
+                    f"'{file.path}': column {name} is shorter than its {self.num_rows} rows"
+                )
             self._columns[name] = np.frombuffer(data, dtype, self.num_rows), data.address - base
 
     def read(self, name: str, first: int, end: int) -> NDArray[np.generic]:

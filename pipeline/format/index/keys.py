@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 
 KEYS_FILE: Final = "keys.arrow"
 
-ENTRY: Final = np.dtype([("xxh3", "<u8"), ("row", "<u8"), ("offset", "<u8"), ("length", "<u4"), ("shard", "<u4")])
+ENTRY: Final = np.dtype(
+    [("xxh3", "<u8"), ("row", "<u8"), ("offset", "<u8"), ("length", "<u4"), ("shard", "<u4")]
+)
 """An entry: XXH3-64 of the key in UTF-8, the key's row in the index, and the place of its span."""
 _SCHEMA: Final = pa.schema(
-    [pa.field("entry", pa.binary(ENTRY.itemsize), nullable=False)], metadata={"fuelrail.keys.version": "1"}
+    [pa.field("entry", pa.binary(ENTRY.itemsize), nullable=False)],
+    metadata={"fuelrail.keys.version": "1"},
 )
 _ROWS_AT_ONCE: Final = 1 << 16
 _BUCKET_ROWS: Final = 1 << 20
@@ -109,7 +112,11 @@ def write_keys(path: Path, index: SampleIndex) -> None:
 
 def write_entries(path: Path, entries: NDArray[np.void]) -> None:
     """Write a table of sorted entries."""
-    data = pa.py_buffer(np.ascontiguousarray(entries).view(np.uint8)) if len(entries) else pa.py_buffer(b"")
+    data = (
+        pa.py_buffer(np.ascontiguousarray(entries).view(np.uint8))
+        if len(entries)
+        else pa.py_buffer(b"")
+    )
     array = pa.FixedSizeBinaryArray.from_buffers(_SCHEMA.field(0).type, len(entries), [None, data])
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays([array], schema=_SCHEMA))
@@ -119,7 +126,10 @@ class KeyTable:
     """The table of an open dataset."""
 
     def __init__(
-        self, opened: Callable[[], BlockFile], num_samples: int, checked: Callable[[], BlockFile] | None = None
+        self,
+        opened: Callable[[], BlockFile],
+        num_samples: int,
+        checked: Callable[[], BlockFile] | None = None,
     ) -> None:
         """Take functions that open the file: ``opened`` at the first look-up, ``checked`` with digests at a miss.
 
@@ -156,7 +166,9 @@ class KeyTable:
         for first in range(0, self._num_samples, _ROWS_AT_ONCE):
             end = min(first + _ROWS_AT_ONCE, self._num_samples)
             if not np.array_equal(self._columns.read("entry", first, end), wanted[first:end]):
-                raise IndexFileError(f"the rows from {first} on are not those of the keys of the index")
+                raise IndexFileError(
+                    f"the rows from {first} on are not those of the keys of the index"
+                )
 
     def find(self, key: str) -> list[KeyEntry]:
         """Return the entries whose key has the hash of this one: rarely more than one, often none.
@@ -183,7 +195,9 @@ class KeyTable:
         found = [KeyEntry(*entry) for entry in part[list(KeyEntry._fields)][first:end].tolist()]
         for entry in found:
             if entry.row >= total:
-                raise IndexFileError(f"keys.arrow puts key '{key}' at row {entry.row}, the index has {total}")
+                raise IndexFileError(
+                    f"keys.arrow puts key '{key}' at row {entry.row}, the index has {total}"
+                )
         return found
 
     def row(self, key: str, key_of: Callable[[int], str]) -> int | None:
@@ -213,5 +227,7 @@ class KeyTable:
     def _bytes_of(self, guess: int, width: int) -> tuple[int, int]:
         """Return the bytes of the entries that are no farther than ``width`` from ``guess``."""
         end = len(self._file.map)
-        low, high = (min(max(guess + side, 0) * ENTRY.itemsize, end - 1) for side in (-width, width))
+        low, high = (
+            min(max(guess + side, 0) * ENTRY.itemsize, end - 1) for side in (-width, width)
+        )
         return low, min(high + HEAD_BYTES, end)

@@ -44,7 +44,9 @@ class MemberColumns(NamedTuple):
 class MemberParts:
     """The members of all samples of a part of the index, one after the other, in columns as they are stored."""
 
-    def __init__(self, columns: tuple[memoryview, ...], kinds: Callable[[bytes, bytes], MemberKinds]) -> None:
+    def __init__(
+        self, columns: tuple[memoryview, ...], kinds: Callable[[bytes, bytes], MemberKinds]
+    ) -> None:
         """Take numbers of names and codecs, which ``kinds`` knows, offsets, stored and raw bytes, and digests."""
         self.columns, self._kinds = columns, kinds
 
@@ -94,7 +96,11 @@ class Members(Sequence[MemberEntry]):
         return iter(self._entries())
 
     def __eq__(self, other: object) -> bool:
-        return self._entries() == tuple(other) if isinstance(other, (Members, tuple)) else NotImplemented
+        return (
+            self._entries() == tuple(other)
+            if isinstance(other, (Members, tuple))
+            else NotImplemented
+        )
 
     def __hash__(self) -> int:
         return hash(self._entries())
@@ -154,10 +160,16 @@ class IndexRow(NamedTuple):
         if not 0 <= start < start + length <= self.length:
             return self
         members = tuple([entry._replace(offset=entry.offset - start) for entry in kept])
-        return self._replace(offset=self.offset + start, length=length, members=members, is_part=True)
+        return self._replace(
+            offset=self.offset + start, length=length, members=members, is_part=True
+        )
 
 
 @lru_cache(maxsize=1024)
 def member_kinds(names: tuple[str, ...], codecs: tuple[str, ...]) -> MemberKinds:
     """Return kinds of a list of members, with their fields; rarely do two samples of a dataset have different ones."""
-    return MemberKinds(names, codecs, tuple([name + suffix(codec) for name, codec in zip(names, codecs, strict=True)]))
+    return MemberKinds(
+        names,
+        codecs,
+        tuple([name + suffix(codec) for name, codec in zip(names, codecs, strict=True)]),
+    )

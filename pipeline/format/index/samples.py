@@ -27,11 +27,26 @@ from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
 from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.index.blocks import BlockFile
 from fuelrail.pipeline.format.index.checks import check_caps, check_plain, check_spans, check_texts
-from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry, MemberKinds, MemberParts, Members, member_kinds
+from fuelrail.pipeline.format.index.row import (
+    IndexRow,
+    MemberEntry,
+    MemberKinds,
+    MemberParts,
+    Members,
+    member_kinds,
+)
 from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
 from fuelrail.pipeline.text import shown
 
-__all__ = ["INDEX_FILE", "ROWS_PER_BATCH", "IndexRow", "IndexWriter", "MemberEntry", "SampleIndex", "write_index"]
+__all__ = [
+    "INDEX_FILE",
+    "ROWS_PER_BATCH",
+    "IndexRow",
+    "IndexWriter",
+    "MemberEntry",
+    "SampleIndex",
+    "write_index",
+]
 
 INDEX_FILE: Final = "index.arrow"
 INDEX_VERSION: Final = 1
@@ -43,7 +58,10 @@ _KINDS_KEPT: Final = 1 << 10
 _BATCHES_KEPT: Final = 1 << 14
 """Checked batches that are kept as Python objects of some 3 kB."""
 
-_MEMBER_NUMBERS: Final = {**dict.fromkeys(("offset", "stored_bytes", "raw_bytes"), pa.int64()), "xxh3": pa.uint64()}
+_MEMBER_NUMBERS: Final = {
+    **dict.fromkeys(("offset", "stored_bytes", "raw_bytes"), pa.int64()),
+    "xxh3": pa.uint64(),
+}
 _MEMBER_TYPE = pa.struct([("name", pa.int16()), ("codec", pa.int16()), *_MEMBER_NUMBERS.items()])
 _COLUMNS: Final = [
     pa.field("key", pa.string(), nullable=False),
@@ -58,11 +76,15 @@ _COLUMNS: Final = [
 ]
 _TEXTS: Final = ("key", "clip_id")
 _SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
-_TYPES: Final = {field.name: field.type for field in (pa.field("num_members", pa.int32()), *_COLUMNS[:-1])} | {
-    f"members.{field.name}": field.type for field in _MEMBER_TYPE
-}
+_TYPES: Final = {
+    field.name: field.type for field in (pa.field("num_members", pa.int32()), *_COLUMNS[:-1])
+} | {f"members.{field.name}": field.type for field in _MEMBER_TYPE}
 """The types of the columns of a batch."""
-_VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
+_VERSION_KEY, _NAMES_KEY, _CODECS_KEY = (
+    b"fuelrail.index.version",
+    b"fuelrail.members",
+    b"fuelrail.codecs",
+)
 _make_row = partial(tuple.__new__, IndexRow)
 """An IndexRow from a tuple, at half the price of the call."""
 
@@ -74,7 +96,9 @@ class IndexWriter:
     to a temporary name, syncs, renames).
     """
 
-    def __init__(self, path: str | os.PathLike[str], names: Sequence[str], codecs: Sequence[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], names: Sequence[str], codecs: Sequence[str]
+    ) -> None:
         self._name_code = {name: code for code, name in enumerate(names)}
         self._codec_code = {codec: code for code, codec in enumerate(codecs)}
         lists = {_NAMES_KEY: json.dumps(list(names)), _CODECS_KEY: json.dumps(list(codecs))}
@@ -108,7 +132,10 @@ class IndexWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.close()
@@ -119,7 +146,9 @@ class IndexWriter:
         if self._pending:
             self._convert()
         columns = {
-            name: pa.concat_arrays(column.parts()).cast(pa.string()) if name in _TEXTS else pa.array(column.values)
+            name: pa.concat_arrays(column.parts()).cast(pa.string())
+            if name in _TEXTS
+            else pa.array(column.values)
             for name, column in self._columns.items()
         }
         self._rows_in_batch = 0
@@ -137,7 +166,8 @@ class IndexWriter:
         disk = Disk(self._folder)
         disk.release()  # what Arrow keeps of the batch before
         return {
-            name: disk.texts() if name in _TEXTS else disk.column(numpy_dtype(kind)) for name, kind in _TYPES.items()
+            name: disk.texts() if name in _TEXTS else disk.column(numpy_dtype(kind))
+            for name, kind in _TYPES.items()
         }
 
     def _convert(self) -> None:
@@ -149,7 +179,10 @@ class IndexWriter:
             "members.name": [self._name_code[member.name] for member in members],
             "members.codec": [self._codec_code[member.codec] for member in members],
             **{name: [getattr(row, name) for row in rows] for name in (*_TEXTS, *_SCALARS)},
-            **{f"members.{name}": [getattr(member, name) for member in members] for name in _MEMBER_NUMBERS},
+            **{
+                f"members.{name}": [getattr(member, name) for member in members]
+                for name in _MEMBER_NUMBERS
+            },
         }
         for name, values in columns.items():
             self._columns[name].append(values)
@@ -168,7 +201,9 @@ class _Texts(NamedTuple):
 def _kinds(names: Sequence[str], codecs: Sequence[str], name: bytes, codec: bytes) -> MemberKinds:
     """Return a list of names and codecs by the numbers that stand for them, 16 bits each."""
     wanted = [names[number] for number in memoryview(name).cast("h")]
-    return member_kinds(tuple(wanted), tuple([codecs[number] for number in memoryview(codec).cast("h")]))
+    return member_kinds(
+        tuple(wanted), tuple([codecs[number] for number in memoryview(codec).cast("h")])
+    )
 
 
 class _Batch(NamedTuple):
@@ -195,7 +230,10 @@ class SampleIndex:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], num_shards: int | None = None, file: BlockFile | None = None
+        self,
+        path: str | os.PathLike[str],
+        num_shards: int | None = None,
+        file: BlockFile | None = None,
     ) -> None:
         """Map the file; raises IndexFileError where it is not a whole index file of this version.
 
@@ -214,7 +252,9 @@ class SampleIndex:
                 f"index '{self._path}' has version {shown(version)}; this Fuelrail reads {INDEX_VERSION}"
             )
         if not self._file.schema.equals(pa.schema(_COLUMNS)):
-            raise IndexFileError(f"index '{self._path}' has columns other than version {INDEX_VERSION} prescribes")
+            raise IndexFileError(
+                f"index '{self._path}' has columns other than version {INDEX_VERSION} prescribes"
+            )
         self.names = _vocabulary(metadata, _NAMES_KEY, self._path)
         self.codecs = _vocabulary(metadata, _CODECS_KEY, self._path)
         for codec in self.codecs:
@@ -241,11 +281,30 @@ class SampleIndex:
             raise OrderError(f"sample {index} is outside the index of {self._length} samples")
         number, at = divmod(index, ROWS_PER_BATCH)
         batch = self._batches[number] or self._batch(number)
-        _, _, _, key, clip_id, (frame, timestamp_ns, shard, offset, length, xxh3), starts, members = batch
-        return _make_row((
-            key(at), clip_id(at), frame[at], timestamp_ns[at], shard[at], offset[at], length[at], xxh3[at],
-            Members(members, starts[at], starts[at + 1]), False,
-        ))  # fmt: skip
+        (
+            _,
+            _,
+            _,
+            key,
+            clip_id,
+            (frame, timestamp_ns, shard, offset, length, xxh3),
+            starts,
+            members,
+        ) = batch
+        return _make_row(
+            (
+                key(at),
+                clip_id(at),
+                frame[at],
+                timestamp_ns[at],
+                shard[at],
+                offset[at],
+                length[at],
+                xxh3[at],
+                Members(members, starts[at], starts[at + 1]),
+                False,
+            )
+        )
 
     def has_row(self, index: int) -> bool:
         """Return whether nothing has to be fetched to read a row."""
@@ -255,8 +314,13 @@ class SampleIndex:
         """Copy a scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1."""
         at = _SCALARS.index(name)
         end = self._length if end is None else end
-        numbers = range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
-        parts = [self._column(n, name)[max(first - n * ROWS_PER_BATCH, 0) : end - n * ROWS_PER_BATCH] for n in numbers]
+        numbers = (
+            range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
+        )
+        parts = [
+            self._column(n, name)[max(first - n * ROWS_PER_BATCH, 0) : end - n * ROWS_PER_BATCH]
+            for n in numbers
+        ]
         return np.concatenate(parts) if parts else np.empty(0, numpy_dtype(_COLUMNS[2 + at].type))
 
     def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
@@ -268,7 +332,9 @@ class SampleIndex:
         """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an Arrow array, not copied."""
         end = self._length if end is None else end
         parts = []
-        for n in range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0):
+        for n in (
+            range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
+        ):
             array, low = self._column(n, name), max(first - n * ROWS_PER_BATCH, 0)
             parts.append(array.slice(low, max(min(end - n * ROWS_PER_BATCH, len(array)) - low, 0)))
         return pa.chunked_array(parts, pa.string())
@@ -287,7 +353,9 @@ class SampleIndex:
         """Return [3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
         totals = np.zeros((3, len(self.names), len(self.codecs)))
         for number in range(len(self._batches)):
-            name, codec, _, stored, raw, _ = map(np.asarray, self._batch(number).row_members.columns)
+            name, codec, _, stored, raw, _ = map(
+                np.asarray, self._batch(number).row_members.columns
+            )
             for total, numbers in zip(totals, (np.ones(1), stored, raw), strict=True):
                 np.add.at(total, (name, codec), numbers)
         return totals
@@ -299,7 +367,9 @@ class SampleIndex:
     def _batch(self, number: int) -> _Batch:
         batch = self._batches[number]
         if batch is None:
-            self._source.need_batch(number)  # not under the lock: others continue while this waits for storage
+            self._source.need_batch(
+                number
+            )  # not under the lock: others continue while this waits for storage
             with self._lock:  # Arrow's file reader has a read position
                 batch = self._batches[number]
                 if batch is None:
@@ -309,7 +379,7 @@ class SampleIndex:
                     self._num_kept += 1
         return batch
 
-    def _column(self, number: int, name: str) -> Any:  # noqa: ANN401 - texts are an Arrow array, numbers numpy's
+    def _column(self, number: int, name: str) -> Any:
         """Return one column of a batch, checked by itself: nothing else of the mapped batch is read."""
         if (batch := self._batches[number]) is not None:
             return getattr(batch, name) if name in _TEXTS else batch.scalars[_SCALARS.index(name)]
@@ -334,7 +404,9 @@ class SampleIndex:
             record = self._file.get_batch(number)
         wanted = 1 if number == len(self._batches) - 1 else ROWS_PER_BATCH
         if not wanted <= record.num_rows <= ROWS_PER_BATCH:
-            raise IndexFileError(f"index '{self._path}': record batch {number} has {record.num_rows} rows")
+            raise IndexFileError(
+                f"index '{self._path}': record batch {number} has {record.num_rows} rows"
+            )
         return record
 
     def _view(self, number: int) -> _Batch:
@@ -349,7 +421,10 @@ class SampleIndex:
             record.validate(full=True)
             members = columns["members"]
             scalars = tuple(columns[name].to_numpy(zero_copy_only=True) for name in _SCALARS)
-            parts = [members.values.field(i).to_numpy(zero_copy_only=True) for i in range(_MEMBER_TYPE.num_fields)]
+            parts = [
+                members.values.field(i).to_numpy(zero_copy_only=True)
+                for i in range(_MEMBER_TYPE.num_fields)
+            ]
             batch = _Batch(
                 columns["key"],
                 columns["clip_id"],
@@ -363,7 +438,9 @@ class SampleIndex:
             self._check(batch, members.offsets.to_numpy(zero_copy_only=True), parts)
             return batch
 
-    def _check(self, batch: _Batch, starts: NDArray[np.int32], parts: Sequence[NDArray[Any]]) -> None:
+    def _check(
+        self, batch: _Batch, starts: NDArray[np.int32], parts: Sequence[NDArray[Any]]
+    ) -> None:
         for codes, known in zip(parts, (self.names, self.codecs), strict=False):
             if codes.size and not 0 <= codes.min() <= codes.max() < len(known):
                 raise IndexFileError("no such name or codec")
@@ -383,17 +460,26 @@ def _damaged_at(path: str, number: int) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException, IndexFileError) as error:
-        raise IndexFileError(f"index '{path}' is damaged at record batch {number}: {error}") from error
+        raise IndexFileError(
+            f"index '{path}' is damaged at record batch {number}: {error}"
+        ) from error
 
 
 def _texts(column: pa.StringArray) -> _Texts:
     _, starts, utf8 = column.buffers()
-    numbers = np.frombuffer(starts, np.int32, len(column) + 1, column.offset * 4) if starts else np.zeros(1, np.int32)
+    numbers = (
+        np.frombuffer(starts, np.int32, len(column) + 1, column.offset * 4)
+        if starts
+        else np.zeros(1, np.int32)
+    )
     return _Texts(memoryview(numbers), memoryview(utf8 or b""))  # type: ignore[arg-type]  # numpy's buffers
 
 
 def write_index(
-    path: str | os.PathLike[str], rows: Iterable[IndexRow], names: Sequence[str], codecs: Sequence[str]
+    path: str | os.PathLike[str],
+    rows: Iterable[IndexRow],
+    names: Sequence[str],
+    codecs: Sequence[str],
 ) -> int:
     """Write all rows to a new index file; returns their number."""
     count = 0

@@ -36,7 +36,8 @@ SHARDS_SCHEMA: Final = pa.schema(
     metadata={"fuelrail.shards.version": "1"},
 )
 _DTYPES: Final = {
-    one.name: np.dtype("V32") if one.type == pa.binary(32) else numpy_dtype(one.type) for one in SHARDS_SCHEMA
+    one.name: np.dtype("V32") if one.type == pa.binary(32) else numpy_dtype(one.type)
+    for one in SHARDS_SCHEMA
 }
 _ENDINGS: Final = (".tar", ".tar.zst")
 
@@ -75,13 +76,24 @@ def write_shards(path: Path, shards: Iterable[ShardEntry]) -> None:
         number = numbers.get(shard.split, 0)
         numbers[shard.split] = number + 1
         framed = shard.name.endswith(_ENDINGS[1])
-        assert shard.name == shard_name(shard.split, number, framed=framed), f"'{shard.name}' is not shard {number}"
+        assert shard.name == shard_name(shard.split, number, framed=framed), (
+            f"'{shard.name}' is not shard {number}"
+        )
         listed = bytes.fromhex(shard.idx_sha256) if shard.idx_bytes else _NO_DIGEST
         rows.append(
-            (shard.first_sample, shard.bytes, bytes.fromhex(shard.sha256), int(framed), shard.idx_bytes, listed)
+            (
+                shard.first_sample,
+                shard.bytes,
+                bytes.fromhex(shard.sha256),
+                int(framed),
+                shard.idx_bytes,
+                listed,
+            )
         )
     columns = list(zip(*rows, strict=True)) or [()] * len(SHARDS_SCHEMA)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, SHARDS_SCHEMA, strict=True)]
+    arrays = [
+        pa.array(column, field.type) for column, field in zip(columns, SHARDS_SCHEMA, strict=True)
+    ]
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SHARDS_SCHEMA) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SHARDS_SCHEMA))
 
@@ -99,7 +111,9 @@ class ShardTable(Sequence[ShardEntry]):
         self.mapped = file.map
         self._num_samples = manifest.num_samples
         self._places: dict[int, tuple[str, int]] = {}
-        splits = sorted((entry.first_shard, name) for name, entry in manifest.splits.items() if entry.num_shards)
+        splits = sorted(
+            (entry.first_shard, name) for name, entry in manifest.splits.items() if entry.num_shards
+        )
         self._splits = [name for _, name in splits]
         self._first_shards = [first for first, _ in splits]
         self._length = sum(entry.num_shards for entry in manifest.splits.values())
@@ -136,7 +150,9 @@ class ShardTable(Sequence[ShardEntry]):
             return name
         where = f"the index of '{self._file.path.parent}' puts sample {row.key}"
         if not name:
-            raise IndexFileError(f"{where} into shard number {row.shard}, but the manifest has {self._length}")
+            raise IndexFileError(
+                f"{where} into shard number {row.shard}, but the manifest has {self._length}"
+            )
         raise IndexFileError(
             f"{where} at bytes {row.offset} to {row.offset + row.length} of shard {name}, which has {num_bytes}"
         )
@@ -162,13 +178,17 @@ class ShardTable(Sequence[ShardEntry]):
 
     def lengths(self, first: int, end: int) -> NDArray[np.int64]:
         """Return the number of samples of shards ``first`` to ``end - 1``; raise ManifestError for one below 1."""
-        firsts = self._columns.read("first_sample", first, min(end + 1, self._length)).astype(np.int64)
+        firsts = self._columns.read("first_sample", first, min(end + 1, self._length)).astype(
+            np.int64
+        )
         if end == self._length:
             firsts = np.append(firsts, self._num_samples)
         lengths: NDArray[np.int64] = np.diff(firsts)
         if len(lengths) and lengths.min() < 1:
             at = first + int(lengths.argmin())
-            raise ManifestError(f"'{self._file.path}': shard {at} holds {lengths.min()} samples; each holds 1 or more")
+            raise ManifestError(
+                f"'{self._file.path}': shard {at} holds {lengths.min()} samples; each holds 1 or more"
+            )
         return lengths
 
     def check(self, num_bytes: int) -> None:
@@ -180,7 +200,9 @@ class ShardTable(Sequence[ShardEntry]):
                 self._at_least(name, int(values.argmin()), 0)
         total = self.num_bytes
         if total != num_bytes:
-            raise ManifestError(f"'{self._file.path}': the shards have {total} bytes, the manifest states {num_bytes}")
+            raise ManifestError(
+                f"'{self._file.path}': the shards have {total} bytes, the manifest states {num_bytes}"
+            )
 
     def _at_least(self, name: str, number: int, least: int) -> int:
         value = int(self._columns.read(name, number, number + 1)[0].item())
@@ -199,7 +221,9 @@ class ShardTable(Sequence[ShardEntry]):
             return tuple(map(self._entry, range(*number.indices(self._length))))
         at = number + self._length if number < 0 else number
         if not 0 <= at < self._length:
-            raise IndexError(f"shard {number} is not in the dataset: it has shards 0 to {self._length - 1}")
+            raise IndexError(
+                f"shard {number} is not in the dataset: it has shards 0 to {self._length - 1}"
+            )
         return self._entry(at)
 
     def __iter__(self) -> Iterator[ShardEntry]:
@@ -208,10 +232,19 @@ class ShardTable(Sequence[ShardEntry]):
     def _entry(self, number: int) -> ShardEntry:
         split = self._splits[bisect.bisect_right(self._first_shards, number) - 1]
         idx_bytes = self._at_least("idx_bytes", number, 0)
-        digests = (self._columns.read(name, number, number + 1).tobytes().hex() for name in ("sha256", "idx_sha256"))
+        digests = (
+            self._columns.read(name, number, number + 1).tobytes().hex()
+            for name in ("sha256", "idx_sha256")
+        )
         sha256, idx_sha256 = digests
         first_sample = self._at_least("first_sample", number, 0)
         return ShardEntry(
-            self.name(number), split, first_sample, int(self.lengths(number, number + 1)[0]),
-            self.size(number), sha256, idx_bytes, idx_sha256 if idx_bytes else "",
-        )  # fmt: skip
+            self.name(number),
+            split,
+            first_sample,
+            int(self.lengths(number, number + 1)[0]),
+            self.size(number),
+            sha256,
+            idx_bytes,
+            idx_sha256 if idx_bytes else "",
+        )

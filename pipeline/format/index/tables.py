@@ -51,7 +51,9 @@ def open_tables(folder: Path, manifest: Manifest, origin: RemoteFolder | None = 
     shards = open_shards(folder, manifest, origin)
     index = SampleIndex(folder / INDEX_FILE, len(shards), opened.table(INDEX_FILE))
     if len(index) != manifest.num_samples:
-        raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
+        raise IndexFileError(
+            f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}"
+        )
     checked = partial(opened.table, KEYS_FILE, is_checked=True) if origin is None else None
     return Tables(shards, index, KeyTable(partial(opened.table, KEYS_FILE), len(index), checked))
 
@@ -80,13 +82,17 @@ class _Opener:
     def _entry(self, name: str) -> FileEntry:
         entry = self._manifest.file(name)
         if entry is None:
-            raise ManifestError(f"the manifest of '{self._folder}' does not name {name}, which every dataset has")
+            raise ManifestError(
+                f"the manifest of '{self._folder}' does not name {name}, which every dataset has"
+            )
         return entry
 
     def _digests(self, name: str) -> bytes:
         entry, path = self._entry(BLOCKS_FILE), self._folder / BLOCKS_FILE
         if entry.bytes > MAX_BLOCKS_BYTES:
-            raise ManifestError(f"'{path}' has {entry.bytes} bytes, at most {MAX_BLOCKS_BYTES} are read")
+            raise ManifestError(
+                f"'{path}' has {entry.bytes} bytes, at most {MAX_BLOCKS_BYTES} are read"
+            )
         if self._origin is not None:
             self._origin.whole(entry)
         try:
@@ -94,12 +100,18 @@ class _Opener:
         except OSError as error:
             raise IndexFileError(f"'{path}' cannot be read: {error.strerror or error}") from error
         if len(data) != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise IndexFileError(f"'{path}' is not the file that dataset.json describes (SHA-256 differs)")
+            raise IndexFileError(
+                f"'{path}' is not the file that dataset.json describes (SHA-256 differs)"
+            )
         entries = (self._manifest.file(table) for table in TABLE_FILES)
-        return split_digests(data, ((one.name, one.bytes) for one in entries if one is not None))[name]
+        return split_digests(data, ((one.name, one.bytes) for one in entries if one is not None))[
+            name
+        ]
 
 
-def open_attributes(folder: Path, manifest: Manifest, origin: RemoteFolder | None = None) -> AttributesFile:
+def open_attributes(
+    folder: Path, manifest: Manifest, origin: RemoteFolder | None = None
+) -> AttributesFile:
     """Open ``attributes.parquet``, which need not exist, as :func:`open_tables` does."""
     entry, path = manifest.file(ATTRIBUTES_FILE), folder / ATTRIBUTES_FILE
     if origin is None or entry is None:

@@ -43,7 +43,9 @@ def clip_arrays(
     images = [image if isinstance(image, Image) else None for image in images]
     sweeps = [frame.sweeps.get(lidar.channel) for frame in frames for lidar in sensors.lidars]
 
-    def poses_at(stated: list[Any], times: NDArray[np.int64], is_there: NDArray[np.bool_]) -> NDArray[np.float64]:
+    def poses_at(
+        stated: list[Any], times: NDArray[np.int64], is_there: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
         found = np.full((len(stated), 4, 4), np.nan)
         if not has_poses:
             found[is_there] = np.eye(4)
@@ -64,7 +66,9 @@ def clip_arrays(
 
     own = poses_at([frame.ego2global for frame in frames], time_ns, np.ones(len(frames), np.bool_))
     motion = _motion(frames, time_ns, own, has_poses)
-    return ClipArrays(time_ns, own, *of(images, len(sensors.cameras)), *of(sweeps, len(sensors.lidars)), motion)
+    return ClipArrays(
+        time_ns, own, *of(images, len(sensors.cameras)), *of(sweeps, len(sensors.lidars)), motion
+    )
 
 
 def stacked_geometry(
@@ -91,22 +95,35 @@ def stacked_geometry(
     for at, image in enumerate(images):
         if image is not None and image.dist:
             if len(image.dist) > NUM_DIST:
-                raise SourceError(f"{where}: {len(image.dist)} lens coefficients, allowed are {NUM_DIST}")
+                raise SourceError(
+                    f"{where}: {len(image.dist)} lens coefficients, allowed are {NUM_DIST}"
+                )
             dist[at, : len(image.dist)] = image.dist
 
-    def matrices(name: str, ones: Sequence[Any], size: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-        return _unique([None if one is None else getattr(one, name) for one in ones], size, f"{where}: {name}")
+    def matrices(
+        name: str, ones: Sequence[Any], size: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+        return _unique(
+            [None if one is None else getattr(one, name) for one in ones], size, f"{where}: {name}"
+        )
 
     cam2ego, camera_at = matrices("cam2ego", images, 4)
     lidar2ego, lidar_at = matrices("lidar2ego", sweeps, 4)
     intrinsics, intrinsics_at = matrices("intrinsics", images, 3)
     needs = np.array(
-        [image is not None and (image.intrinsics is not None or image.cam2ego is not None) for image in images],
+        [
+            image is not None and (image.intrinsics is not None or image.cam2ego is not None)
+            for image in images
+        ],
         np.bool_,
     )
     is_placed = np.asarray(np.isfinite(cam2ego).all((1, 2)))
     with np.errstate(all="ignore"):
-        is_lens = np.isfinite(intrinsics).all((1, 2)) & (intrinsics[:, 0, 0] > 0) & (intrinsics[:, 1, 1] > 0)
+        is_lens = (
+            np.isfinite(intrinsics).all((1, 2))
+            & (intrinsics[:, 0, 0] > 0)
+            & (intrinsics[:, 1, 1] > 0)
+        )
     bad = needs & is_there.ravel() & ~(is_lens[intrinsics_at] & is_placed[camera_at])
     if bad.any():
         at = int(np.argmax(bad))
@@ -154,10 +171,15 @@ def _rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.fl
         )
     flat[known] = made
     parts = np.split(flat, ends[:-1])
-    return {name: part.reshape(value.shape) for part, (name, value) in zip(parts, values.items(), strict=True)}
+    return {
+        name: part.reshape(value.shape)
+        for part, (name, value) in zip(parts, values.items(), strict=True)
+    }
 
 
-def _unique(values: Sequence[Any], size: int, where: str) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+def _unique(
+    values: Sequence[Any], size: int, where: str
+) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
     """Return the distinct matrices (U, size, size) of P values, NaN for None, and of each value its number (P,)."""
     places: dict[int, int] = {}
     unique: list[Any] = [np.full((size, size), np.nan)]
@@ -176,11 +198,17 @@ def _unique(values: Sequence[Any], size: int, where: str) -> tuple[NDArray[np.fl
 
 
 def _motion(
-    frames: Sequence[Frame], time_ns: NDArray[np.int64], ego2global: NDArray[np.float64], has_poses: bool
+    frames: Sequence[Frame],
+    time_ns: NDArray[np.int64],
+    ego2global: NDArray[np.float64],
+    has_poses: bool,
 ) -> NDArray[np.float64]:
     """Return (F, 3, 3): the motion that frames state, and velocities by their neighbours' poses; NaN unknown."""
     motion = np.full((len(frames), 3, 3), np.nan)
-    before, after = np.maximum(np.arange(len(frames)) - 1, 0), np.minimum(np.arange(len(frames)) + 1, len(frames) - 1)
+    before, after = (
+        np.maximum(np.arange(len(frames)) - 1, 0),
+        np.minimum(np.arange(len(frames)) + 1, len(frames) - 1),
+    )
     span_ns = time_ns[after] - time_ns[before]
     with np.errstate(all="ignore"):
         moved = ego2global[after, :3, 3] - ego2global[before, :3, 3]

@@ -50,7 +50,9 @@ def clip_boxes(
     own = [(at, one) for at, one in enumerate(rows) if one is not None]
     counts = np.array([len(one.category) for _, one in own], np.int64)
     if not own:
-        return ClipBoxes([None] * len(rows), [0] * len(rows), np.zeros((len(rows), len(classes.names)), np.int64))
+        return ClipBoxes(
+            [None] * len(rows), [0] * len(rows), np.zeros((len(rows), len(classes.names)), np.int64)
+        )
     frame = np.repeat(np.array([at for at, _ in own], np.int64), counts)
     for _, one in own:
         for text, number in one.unknown_visibility.items():
@@ -63,13 +65,18 @@ def clip_boxes(
     for (at, _), data in zip(own, encode_parts(Boxes(**found), counts.tolist()), strict=True):
         encoded[at] = data
     num_classes = len(classes.names) + 1
-    of_class = np.bincount(frame * num_classes + found["label"] + 1, minlength=len(rows) * num_classes)
+    of_class = np.bincount(
+        frame * num_classes + found["label"] + 1, minlength=len(rows) * num_classes
+    )
     num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
     return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
 
 
 def in_ego(
-    own: Sequence[tuple[int, BoxRows]], frame: NDArray[np.int64], timestamp_ns: NDArray[np.int64], ego2global: F64
+    own: Sequence[tuple[int, BoxRows]],
+    frame: NDArray[np.int64],
+    timestamp_ns: NDArray[np.int64],
+    ego2global: F64,
 ) -> dict[str, NDArray[Any]]:
     """Return columns of boxes but label and validity; ``own`` are numbers of frames with their boxes.
 
@@ -86,8 +93,12 @@ def in_ego(
     stated2ego = np.where(in_global[:, None, None], to_ego[:, :3, :3], np.eye(3))
     moved = np.einsum("mij,mj->mi", to_ego[:, :3, :3], centre) + to_ego[:, :3, 3]
     centre_in_ego = np.where(in_global[:, None], moved, centre)
-    rotation = stated2ego @ _rotations(column("rotation_wxyz", np.float64, 4), column("yaw", np.float64))
-    is_sound = (np.abs(centre) <= FARTHEST_M).all(1) & (size <= FARTHEST_M).all(1) & (size > 0).all(1)
+    rotation = stated2ego @ _rotations(
+        column("rotation_wxyz", np.float64, 4), column("yaw", np.float64)
+    )
+    is_sound = (
+        (np.abs(centre) <= FARTHEST_M).all(1) & (size <= FARTHEST_M).all(1) & (size > 0).all(1)
+    )
     bad = ~(is_sound & np.isfinite(rotation).all((1, 2)))
     if bad.any():
         at = int(np.argmax(bad))
@@ -130,12 +141,18 @@ def _cast(values: F64, kind: type, name: str, frame: NDArray[np.int64]) -> NDArr
         bad = ~((values >= np.iinfo(kind).min) & (values <= np.iinfo(kind).max))
         if bad.any():
             at = int(np.argmax(bad))
-            raise SourceError(f"frame {int(frame[at])}: {name} of a box is {values[at]:g}, out of range; unknown is -1")
+            raise SourceError(
+                f"frame {int(frame[at])}: {name} of a box is {values[at]:g}, out of range; unknown is -1"
+            )
     return values.astype(kind)
 
 
 def _column(
-    own: Sequence[tuple[int, BoxRows]], number: int, name: str, shape: tuple[int, ...], unknown: float
+    own: Sequence[tuple[int, BoxRows]],
+    number: int,
+    name: str,
+    shape: tuple[int, ...],
+    unknown: float,
 ) -> NDArray[Any]:
     """Return one column of all boxes, which are ``number``; ``own`` are the numbers of frames with their boxes."""
     all_stated = [getattr(one, name) for _, one in own]
@@ -144,11 +161,15 @@ def _column(
     parts = []
     for (at, one), stated in zip(own, all_stated, strict=True):
         count = len(one.category)
-        part = np.full((count, *shape), unknown) if stated is None else np.asarray(stated, np.float64)
+        part = (
+            np.full((count, *shape), unknown) if stated is None else np.asarray(stated, np.float64)
+        )
         if not count and not part.size:
             part = part.reshape(0, *shape)
         if part.shape != (count, *shape):
-            raise SourceError(f"frame {at}: {name} of boxes is {list(part.shape)}, wanted {[count, *shape]}")
+            raise SourceError(
+                f"frame {at}: {name} of boxes is {list(part.shape)}, wanted {[count, *shape]}"
+            )
         parts.append(part)
     return np.concatenate(parts)
 
@@ -200,7 +221,10 @@ def boxes_by_key(boxes: BoxRows, keys: NDArray[np.integer[Any]]) -> dict[int, Bo
 
 
 def velocities(
-    centre: NDArray[np.float64], timestamp_us: NDArray[np.int64], prev: NDArray[np.int64], following: NDArray[np.int64]
+    centre: NDArray[np.float64],
+    timestamp_us: NDArray[np.int64],
+    prev: NDArray[np.int64],
+    following: NDArray[np.int64],
 ) -> NDArray[np.float64]:
     """Return the velocity (A, 3) [m/s] in the centres' frame: centred, one-sided at a track's ends, else NaN.
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 COMPUTED: Final = "computed:"
 """Begins the reference of a member that the scan computed."""
-SIGNALS_AS_SERIES: Final = "true stores signals as series, at their own rate: windows in seconds read them by time"
+SIGNALS_AS_SERIES: Final = (
+    "true stores signals as series, at their own rate: windows in seconds read them by time"
+)
 """Describes the option ``series`` of sources with signals."""
 _BESIDE_NS: Final = 500_000_000
 """How long before and after its samples a clip has signals."""
@@ -38,14 +40,21 @@ _TEXTS: Final = "texts"
 _NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
 
 
-def value_channel(name: str, dtype: str = "", shape: tuple[int | None, ...] = (), description: str = "") -> Channel:
+def value_channel(
+    name: str, dtype: str = "", shape: tuple[int | None, ...] = (), description: str = ""
+) -> Channel:
     """Return the entry of the table for a sample's value (``Frame.values``); augmentation does not move it.
 
     Without ``dtype`` it is a text, with "texts" a list of texts, with "bytes" bytes. Else it is an array of this shape,
     a number where that is (), and in batches a tensor [B, ...]. Where the first side is None it varies: batches then
     have ``{"values": list of B tensors}``.
     """
-    about: dict[str, Any] = {"name": name, "law": Law("fixed"), "optional": True, "description": description}
+    about: dict[str, Any] = {
+        "name": name,
+        "law": Law("fixed"),
+        "optional": True,
+        "description": description,
+    }
     if not dtype:
         return Channel(kind="text", field=f"{name}.txt", **about)
     if dtype == _TEXTS:
@@ -67,7 +76,7 @@ class ValueForms:
         self._forms: dict[str, tuple[str, tuple[int | None, ...]]] = {}
         self.refused: dict[str, str] = {}
 
-    def learn(self, name: str, value: Any) -> None:  # noqa: ANN401 - what a source has
+    def learn(self, name: str, value: Any) -> None:
         """Take a value: a text or a list of texts, bytes, a number, or numbers in an array or lists; None: missing."""
         if value is None or name in self.refused:
             return
@@ -81,10 +90,13 @@ class ValueForms:
         """Return the channels, by name; bytes come last, where who does not select them does not fetch them."""
         ordered = sorted(self._forms.items(), key=lambda item: (item[1][0] == _BYTES, item[0]))
         forms = {name: form for name, form in ordered if name not in self.refused}
-        return tuple(value_channel(name, *(_NONE if form == _EMPTY else form)) for name, form in forms.items())
+        return tuple(
+            value_channel(name, *(_NONE if form == _EMPTY else form))
+            for name, form in forms.items()
+        )
 
 
-def _form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:  # noqa: ANN401
+def _form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
     """Return dtype ("" for a text, "texts", "bytes") and shape of a value; raise ValueError for one of no such form."""
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise ValueError(
@@ -98,7 +110,9 @@ def _form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:  # noqa:
     if array.shape == (0,):
         return _EMPTY
     if array.dtype.name not in DTYPES or 0 in array.shape[1:] or array.ndim > MAX_RANK:
-        raise ValueError(f"it is neither text nor numbers in an array, but {array.dtype.name}{list(array.shape)}")
+        raise ValueError(
+            f"it is neither text nor numbers in an array, but {array.dtype.name}{list(array.shape)}"
+        )
     return array.dtype.name, array.shape
 
 
@@ -134,7 +148,10 @@ def clip_series(
         if one is None:
             continue
         there = [frame for frame in frames if frame.values.get(channel.name) is not None]
-        of_frames = [frame.timestamp_ns for frame in there], [frame.values[channel.name] for frame in there]
+        of_frames = (
+            [frame.timestamp_ns for frame in there],
+            [frame.values[channel.name] for frame in there],
+        )
         times, values = clip.series.get(channel.name, of_frames)
         stamps, array = np.asarray(times, np.int64), np.asarray(values)
         array = array.reshape(0, *one.shape) if not len(stamps) else array
@@ -148,7 +165,9 @@ def clip_series(
     return found
 
 
-def value_members(channels: Sequence[Channel], values: Mapping[str, Any], where: str) -> list[Reference]:
+def value_members(
+    channels: Sequence[Channel], values: Mapping[str, Any], where: str
+) -> list[Reference]:
     """Return references of a frame's values; raise SourceError, naming ``where``, for one unlike its channel."""
     known = {channel.name: channel for channel in channels}
     found = []
@@ -165,7 +184,7 @@ def value_members(channels: Sequence[Channel], values: Mapping[str, Any], where:
     return found
 
 
-def encode_value(channel: Channel, value: Any) -> bytes:  # noqa: ANN401
+def encode_value(channel: Channel, value: Any) -> bytes:
     """Encode a value of a :func:`value_channel`, or a part of a series; raise SchemaError and ValueError for others."""
     if one_of_series(channel) is not None:
         return KINDS[channel.kind].encode(value, channel)
@@ -189,7 +208,9 @@ def boxes2d_channel(camera: str, description: str) -> Channel:
         name=f"boxes2d_{camera}",
         kind="ragged",
         field=f"boxes2d_{camera}.safetensors",
-        law=Law("image_points", camera=camera, roles={"boxes": (("box",),), "visible": (("visible",),)}),
+        law=Law(
+            "image_points", camera=camera, roles={"boxes": (("box",),), "visible": (("visible",),)}
+        ),
         arrays=(
             ArraySpec("box", "float32", (4,), "px"),
             ArraySpec("row", "int32"),
@@ -204,7 +225,12 @@ def boxes2d_channel(camera: str, description: str) -> Channel:
 
 
 def signals_channel(
-    name: str, units: Mapping[str, str], source_name: str, *, has_unknown: bool = False, series: bool = False
+    name: str,
+    units: Mapping[str, str],
+    source_name: str,
+    *,
+    has_unknown: bool = False,
+    series: bool = False,
 ) -> Channel:
     """Return the entry of the table for messages of numbers, such as CAN's: columns to units, after ``dt_s``.
 
@@ -213,9 +239,15 @@ def signals_channel(
     measurements are the columns without ``dt_s``.
     """
     if series:
-        columns = ", ".join(f"{column} [{unit}]" if unit else column for column, unit in units.items())
-        found = series_channel(name, "float64", (len(units),), description=f"columns: {columns}"[:MAX_TEXT])
-        return msgspec.structs.replace(found, source_name=source_name, allows_nan=has_unknown, allows_inf=has_unknown)
+        columns = ", ".join(
+            f"{column} [{unit}]" if unit else column for column, unit in units.items()
+        )
+        found = series_channel(
+            name, "float64", (len(units),), description=f"columns: {columns}"[:MAX_TEXT]
+        )
+        return msgspec.structs.replace(
+            found, source_name=source_name, allows_nan=has_unknown, allows_inf=has_unknown
+        )
     return Channel(
         name=name,
         kind="points",
@@ -236,7 +268,10 @@ def signals_channel(
 
 
 def signals(
-    channel: Channel, stamp_ns: NDArray[np.int64], values: NDArray[np.float64], times_ns: Sequence[int]
+    channel: Channel,
+    stamp_ns: NDArray[np.int64],
+    values: NDArray[np.float64],
+    times_ns: Sequence[int],
 ) -> list[list[Reference]]:
     """Return members of samples at ascending times: messages (N, C) with stamps (N,) of a :func:`signals_channel`.
 
@@ -247,7 +282,9 @@ def signals(
     found: list[list[Reference]] = []
     for begin, end, time_ns in zip([first, *ends], ends, times_ns, strict=False):
         rows = np.concatenate([(time_ns - stamp_ns[begin:end, None]) * 1e-9, values[begin:end]], 1)
-        found.append([computed(channel, KINDS[channel.kind].encode(rows, channel))] if begin < end else [])
+        found.append(
+            [computed(channel, KINDS[channel.kind].encode(rows, channel))] if begin < end else []
+        )
     return found
 
 
@@ -261,15 +298,20 @@ def signal_series(
     """
     stamps, rows = np.unique(stamp_ns, return_index=True)
     if times_ns:
-        first, end = np.searchsorted(stamps, (times_ns[0] - _BESIDE_NS, times_ns[-1] + _BESIDE_NS + 1))
+        first, end = np.searchsorted(
+            stamps, (times_ns[0] - _BESIDE_NS, times_ns[-1] + _BESIDE_NS + 1)
+        )
         stamps, rows = stamps[first:end], rows[first:end]
     return stamps, values[rows]
 
 
 def image_boxes(
-    channels: Sequence[Channel], boxes: Mapping[str, ImageBoxRows], cameras: Collection[str], classes: ClassMap,
+    channels: Sequence[Channel],
+    boxes: Mapping[str, ImageBoxRows],
+    cameras: Collection[str],
+    classes: ClassMap,
     where: str,
-) -> list[Reference]:  # fmt: skip
+) -> list[Reference]:
     """Return references of a frame's 2-D boxes, of those ``cameras`` that have an image.
 
     Raises SourceError, naming ``where``, for boxes that are not finite, or whose borders are in the wrong order.
@@ -291,7 +333,9 @@ def image_boxes(
         number, tracks = len(box), rows.track or [""] * len(box)
         value = {
             "box": box.astype(np.float32),
-            "row": np.full(number, -1, np.int32) if rows.row is None else np.asarray(rows.row, np.int32),
+            "row": np.full(number, -1, np.int32)
+            if rows.row is None
+            else np.asarray(rows.row, np.int32),
             "label": classes.labels(rows.category, counted=False),
             "instance_id": np.array([stable_id(name) if name else -1 for name in tracks], np.int64),
             "visible": np.ones(number, np.uint8),

@@ -23,9 +23,17 @@ NUSCENES10: Final = "nuscenes10"
 MAX_CLASSES: Final = 1 << 12
 
 CLASSES: Final = (
-    "car", "truck", "construction_vehicle", "bus", "trailer", "barrier", "motorcycle", "bicycle", "pedestrian",
+    "car",
+    "truck",
+    "construction_vehicle",
+    "bus",
+    "trailer",
+    "barrier",
+    "motorcycle",
+    "bicycle",
+    "pedestrian",
     "traffic_cone",
-)  # fmt: skip
+)
 """The ten detection classes of nuScenes, in the order that mmdetection3d and its descendants use."""
 
 _OTHER_NAMES: Final = {
@@ -36,12 +44,18 @@ _OTHER_NAMES: Final = {
     "trailer": ("vehicular_trailer", "towed_object"),
     "barrier": ("construction_barrier", "temporary_construction_barriers"),
     "bicycle": ("cyclist", "type_cyclist"),
-    "pedestrian": ("person", "person_sitting", "pedestrian_with_object", "type_pedestrian", "official_signaler"),
+    "pedestrian": (
+        "person",
+        "person_sitting",
+        "pedestrian_with_object",
+        "type_pedestrian",
+        "official_signaler",
+    ),
     "traffic_cone": ("construction_cone", "cone", "cones"),
 }
-_OF_OTHERS: Final = {name: known for known, names in _OTHER_NAMES.items() for name in (known, *names)} | {
-    "motorcycle": "motorcycle"
-}
+_OF_OTHERS: Final = {
+    name: known for known, names in _OTHER_NAMES.items() for name in (known, *names)
+} | {"motorcycle": "motorcycle"}
 """Names that Argoverse 2, KITTI, PandaSet, T4 and Waymo have for the ten classes, with underscores."""
 
 ClassOption = str | dict[str, str | None]
@@ -78,9 +92,13 @@ class ClassMap:
 
     def __init__(self, option: ClassOption, known: Sequence[str]) -> None:
         self._is_open = option == SOURCE
-        self._mapping: Mapping[str, str | None] | None = option if isinstance(option, dict) else None
+        self._mapping: Mapping[str, str | None] | None = (
+            option if isinstance(option, dict) else None
+        )
         if self._mapping is not None:
-            self.names = list(dict.fromkeys(name for name in self._mapping.values() if name is not None))
+            self.names = list(
+                dict.fromkeys(name for name in self._mapping.values() if name is not None)
+            )
         else:
             self.names = list(dict.fromkeys(known)) if self._is_open else list(CLASSES)
         self._labels: dict[str, int] = {}
@@ -119,7 +137,10 @@ class ClassMap:
                 on_purpose = self._mapping is not None and name in self._mapping
                 (report.outside_classes if on_purpose else report.unmapped)[name] = count
         if report.boxes and sum(report.unmapped.values()) == report.boxes:
-            listed = ", ".join(f"{ascii(name)[1:-1]} {count:,}" for name, count in list(report.unmapped.items())[:12])
+            listed = ", ".join(
+                f"{ascii(name)[1:-1]} {count:,}"
+                for name, count in list(report.unmapped.items())[:12]
+            )
             raise SourceError(
                 f"none of the {report.boxes:,} boxes has a class, their categories are: {listed}; the option "
                 "classes=source keeps the source's own, classes=FILE maps them"

@@ -36,10 +36,14 @@ class Sensors(NamedTuple):
     @property
     def channels(self) -> list[str]:
         """The channels of cameras, then of lidars."""
-        return [camera.channel for camera in self.cameras] + [lidar.channel for lidar in self.lidars]
+        return [camera.channel for camera in self.cameras] + [
+            lidar.channel for lidar in self.lidars
+        ]
 
     @classmethod
-    def of(cls, cameras: Iterable[str], lidars: Mapping[str, Sequence[str]] | None = None) -> Sensors:
+    def of(
+        cls, cameras: Iterable[str], lidars: Mapping[str, Sequence[str]] | None = None
+    ) -> Sensors:
         """Return the rig of these cameras, and lidars with the names of their columns; channels are in lower case."""
         return cls(
             [Camera(name.lower(), name) for name in cameras],
@@ -155,7 +159,9 @@ class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     unknown_visibility: Mapping[str, int] = {}
 
 
-NO_BOXES: Final = BoxRows(centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0))
+NO_BOXES: Final = BoxRows(
+    centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0)
+)
 """The boxes of a frame that is labelled, and has none."""
 
 

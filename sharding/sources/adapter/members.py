@@ -42,7 +42,9 @@ DAMAGED: Final = "damaged"
 """Why there is no image of a camera whose file is."""
 NOTED: Final = "faulty"
 """Stands for what is noted as a fault of the source, so that it is noted once."""
-LEFT_OUT: Final = "; the option damaged_image=mask leaves such members out, damaged_image=drop the whole frames"
+LEFT_OUT: Final = (
+    "; the option damaged_image=mask leaves such members out, damaged_image=drop the whole frames"
+)
 _NUMBER: Final = re.compile(r"[0-9]{1,18}\Z", re.ASCII)
 
 
@@ -79,7 +81,9 @@ def check_inside(name: str, where: str) -> None:
     if not is_inside(name):
         raise SourceError(f"{where}: the file name '{name}' is not inside the source")
     if name.startswith(NO_FILE):
-        raise SourceError(f"{where}: the file name '{name}' begins with a word of Fuelrail's own: rename it")
+        raise SourceError(
+            f"{where}: the file name '{name}' begins with a word of Fuelrail's own: rename it"
+        )
 
 
 def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFacts | None]:
@@ -100,7 +104,9 @@ def image_heads(
         there = facts[part.name]
         length = part.length if part.length is not None else 0 if there is None else there.num_bytes
         try:
-            return examined(lambda at, most: files.read(part.name, part.offset + at, most), length, depth)
+            return examined(
+                lambda at, most: files.read(part.name, part.offset + at, most), length, depth
+            )
         except ImageError as error:
             return error.message
         except SourceError as error:
@@ -194,28 +200,46 @@ class MemberFinder:
             members.append(self._members(place, frame, facts))
         return found, members
 
-    def _members(self, place: str, frame: Frame, facts: Mapping[str, FileFacts | None]) -> list[Found]:
+    def _members(
+        self, place: str, frame: Frame, facts: Mapping[str, FileFacts | None]
+    ) -> list[Found]:
         found = []
         for member in frame.members:
             if not isinstance(member, FileMember):
                 found.append(Found(member, ""))
                 continue
             own = [facts[name] for name in member.files]
-            empty = [name for name, one in zip(member.files, own, strict=True) if one is not None and not one.num_bytes]
+            empty = [
+                name
+                for name, one in zip(member.files, own, strict=True)
+                if one is not None and not one.num_bytes
+            ]
             there = [one for one in own if one is not None]
             if empty:
-                self._note(place, member.name, f"file '{self.files.shown}/{empty[0]}' is empty (0 bytes)")
+                self._note(
+                    place, member.name, f"file '{self.files.shown}/{empty[0]}' is empty (0 bytes)"
+                )
             elif len(there) == len(own):
                 num_bytes = member.num_bytes or sum(one.num_bytes for one in there)
-                reference = Reference(member.name, member.ref, num_bytes, is_estimate=member.is_estimate)
+                reference = Reference(
+                    member.name, member.ref, num_bytes, is_estimate=member.is_estimate
+                )
                 found.append(Found(reference, " ".join(one.stamp for one in there)))
             elif member.hint:
                 name = member.files[own.index(None)]
-                self._note(place, member.name, f"file '{self.files.shown}/{name}' is not there; {member.hint}")
+                self._note(
+                    place,
+                    member.name,
+                    f"file '{self.files.shown}/{name}' is not there; {member.hint}",
+                )
         return found
 
     def _heads(
-        self, where: str, channels: Mapping[str, str], parts: Mapping[str, Part], facts: Mapping[str, FileFacts | None]
+        self,
+        where: str,
+        channels: Mapping[str, str],
+        parts: Mapping[str, Part],
+        facts: Mapping[str, FileFacts | None],
     ) -> dict[str, ImageInfo | None]:
         """Return the heads of images of these channels by reference; None for a damaged one that is left out."""
         wanted = {ref: parts[ref] for ref in channels if facts[parts[ref].name]}
@@ -227,7 +251,9 @@ class MemberFinder:
                 heads[ref] = head
                 self.report.note_image(channels[ref], head)
             elif self.policy.damaged == "error":
-                self.findings.add("images", f"{where}: image '{self.files.shown}/{ref}': {head}{LEFT_OUT}")
+                self.findings.add(
+                    "images", f"{where}: image '{self.files.shown}/{ref}': {head}{LEFT_OUT}"
+                )
             else:
                 heads[ref] = None
                 damaged.append(f"'{ref}' ({head})")
@@ -242,18 +268,34 @@ class MemberFinder:
         size, extension = (image.width, image.height), _extension(image)
         if image.made and not extension:
             listed = ", ".join(EXTENSION_OF)
-            return self._note(place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it")
+            return self._note(
+                place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it"
+            )
         if head is not None:  # not the name, which may be wrong
-            extension, stated_size, size = EXTENSION_OF[head.format], size, (head.width, head.height)
+            extension, stated_size, size = (
+                EXTENSION_OF[head.format],
+                size,
+                (head.width, head.height),
+            )
             if 0 not in stated_size and stated_size != size:
-                text = f"has {size[0]} x {size[1]} px, stated are {stated_size[0]} x {stated_size[1]}"
-                return self._note(place, channel, f"image '{image.ref}' {text}; state the file's, with K of that size")
+                text = (
+                    f"has {size[0]} x {size[1]} px, stated are {stated_size[0]} x {stated_size[1]}"
+                )
+                return self._note(
+                    place,
+                    channel,
+                    f"image '{image.ref}' {text}; state the file's, with K of that size",
+                )
         name = f"{channel}.{extension}"
         if image.made:
             if 0 in size or not image.num_bytes:
-                text = f"image '{image.ref}' is made: state its size, and about how many bytes it has"
+                text = (
+                    f"image '{image.ref}' is made: state its size, and about how many bytes it has"
+                )
                 return self._note(place, channel, text)
-            return Found(Reference(name, MADE + image.ref, image.num_bytes, *size, is_estimate=True), "")
+            return Found(
+                Reference(name, MADE + image.ref, image.num_bytes, *size, is_estimate=True), ""
+            )
         part = known.parts[image.ref]
         there = known.facts[part.name]
         if there is None:
@@ -261,11 +303,15 @@ class MemberFinder:
         end = there.num_bytes if part.length is None else part.offset + part.length
         num_bytes = there.num_bytes if part.length is None else part.length
         if not there.num_bytes:
-            return self._note(place, channel, f"image '{self.files.shown}/{part.name}' is empty (0 bytes)")
+            return self._note(
+                place, channel, f"image '{self.files.shown}/{part.name}' is empty (0 bytes)"
+            )
         if end > there.num_bytes or not num_bytes or image.num_bytes not in (None, num_bytes):
             stated = "" if image.num_bytes is None else f", stated are {image.num_bytes}"
             return self._note(
-                place, channel, f"image '{image.ref}' has {num_bytes} bytes in a file of {there.num_bytes}{stated}"
+                place,
+                channel,
+                f"image '{image.ref}' has {num_bytes} bytes in a file of {there.num_bytes}{stated}",
             )
         if image.ref in known.heads and head is None:
             return DAMAGED
@@ -278,14 +324,25 @@ class MemberFinder:
         if num_bytes is None:
             part = known.parts[sweep.ref]
             there = known.facts[part.name]
-            end = 0 if there is None else there.num_bytes if part.length is None else part.offset + part.length
+            end = (
+                0
+                if there is None
+                else there.num_bytes
+                if part.length is None
+                else part.offset + part.length
+            )
             if there is None or not there.num_bytes or end > there.num_bytes:
                 short = "is empty" if there and not there.num_bytes else "ends before"
                 what = "is not there" if there is None else short
                 text = f"lidar file '{self.files.shown}/{sweep.ref}' {what}; the option points=false leaves sweeps out"
                 return self._note(place, channel, text)
-            num_bytes, stamp = (there.num_bytes if part.length is None else part.length), there.stamp
-        return Found(Reference(f"{channel}.{POINTS_EXTENSION}", POINTS + sweep.ref, num_bytes), stamp)
+            num_bytes, stamp = (
+                (there.num_bytes if part.length is None else part.length),
+                there.stamp,
+            )
+        return Found(
+            Reference(f"{channel}.{POINTS_EXTENSION}", POINTS + sweep.ref, num_bytes), stamp
+        )
 
     def _note(self, place: str, channel: str, text: str) -> str:
         self.findings.add(channel, f"{place}, {channel}: {text}")

@@ -21,7 +21,7 @@ _ROUNDED: Final = 1e-9
 _LAST_ROW: Final = np.array([[0.0], [0.0], [0.0], [1.0]])
 
 
-def pose(rotation_wxyz: Any, translation: Any, where: str) -> F64:  # noqa: ANN401 - what numpy makes arrays of
+def pose(rotation_wxyz: Any, translation: Any, where: str) -> F64:
     """Make transforms (..., 4, 4) of quaternions (..., 4) w, x, y, z and translations (..., 3) [m].
 
     Raises SourceError, naming ``where``, for what is not finite, and for quaternions that are not of unit length.
@@ -67,7 +67,9 @@ def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
     with np.errstate(all="ignore"):
         numbers = np.moveaxis(matrices, 0, -1).copy()  # numpy is slow where the last axis is short
         rotation = a, b, c = numbers[:3, :3]
-        skew = np.abs(np.einsum("ijp,kjp->ikp", rotation, rotation) - np.eye(3)[..., None]).max((0, 1))
+        skew = np.abs(np.einsum("ijp,kjp->ikp", rotation, rotation) - np.eye(3)[..., None]).max(
+            (0, 1)
+        )
         determinant = (a * (b[[1, 2, 0]] * c[[2, 0, 1]] - b[[2, 0, 1]] * c[[1, 2, 0]])).sum(0)
         sound = (
             (skew <= MAX_SKEW)
@@ -108,7 +110,9 @@ class Trajectory:
     There is no pose before the first and after the last, nor in a gap of over ``max_gap_s`` seconds.
     """
 
-    def __init__(self, timestamp_ns: Any, ego2global: F64, where: str, *, max_gap_s: float = 0.5) -> None:  # noqa: ANN401
+    def __init__(
+        self, timestamp_ns: Any, ego2global: F64, where: str, *, max_gap_s: float = 0.5
+    ) -> None:
         """Take poses (P, 4, 4) at times (P,) [ns], ascending; raises SourceError, naming ``where``."""
         times = np.asarray(timestamp_ns)
         if times.dtype.kind not in "iu" or times.shape != (len(ego2global),):
@@ -124,11 +128,13 @@ class Trajectory:
         matrices, sound = nearest_rigid(np.asarray(ego2global, np.float64).reshape(-1, 4, 4))
         if not sound.all():
             row = int(np.argmin(sound))
-            raise SourceError(f"{where}: row {row} is not a rotation and a translation: {matrices[row].tolist()}")
+            raise SourceError(
+                f"{where}: row {row} is not a rotation and a translation: {matrices[row].tolist()}"
+            )
         self._times, self._matrices, self._max_gap_ns = times, matrices, max_gap_s * 1e9
         self._q = quaternions(matrices[:, :3, :3])
 
-    def at(self, timestamp_ns: Any) -> F64:  # noqa: ANN401 - what numpy makes an array of
+    def at(self, timestamp_ns: Any) -> F64:
         """Return the poses (T, 4, 4) at times (T,) [ns]; NaN where there is none."""
         wanted = np.asarray(timestamp_ns, np.int64).reshape(-1)
         found = np.full((len(wanted), 4, 4), np.nan)
@@ -139,7 +145,12 @@ class Trajectory:
         found[exact] = self._matrices[after[exact]]
         before = np.maximum(after - 1, 0)
         gap = self._times[after] - self._times[before]
-        between = ~exact & (self._times[before] < wanted) & (wanted < self._times[after]) & (gap <= self._max_gap_ns)
+        between = (
+            ~exact
+            & (self._times[before] < wanted)
+            & (wanted < self._times[after])
+            & (gap <= self._max_gap_ns)
+        )
         if between.any():
             first, last = before[between], after[between]
             share = (wanted[between] - self._times[first]) / gap[between]

@@ -112,7 +112,9 @@ class ClipRows:
     is_unix: bool
     channels: Sequence[Channel] = ()
 
-    def add(self, clip: Clip, frames: Sequence[Frame], trajectory: Trajectory | None, rate: float = 0.0) -> None:
+    def add(
+        self, clip: Clip, frames: Sequence[Frame], trajectory: Trajectory | None, rate: float = 0.0
+    ) -> None:
         """Write a clip's rows, at most ``rate`` a second (0: all).
 
         Raises SourceError for what spoils the whole clip, and notes smaller faults.
@@ -126,7 +128,9 @@ class ClipRows:
         frames = [frame for frame in frames if frame.timestamp_ns in due]
         arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
         stamp = self._stamp(clip)
-        finder = MemberFinder(self.files, self.sensors, self.findings, self.report, self.points, self.policy)
+        finder = MemberFinder(
+            self.files, self.sensors, self.findings, self.report, self.points, self.policy
+        )
         found, others = finder.find(where, frames, ~np.isnan(arrays.cam_ego2global[..., 0, 0]))
         kept = self._kept(where, frames, found, arrays)
         boxes = self._boxes(where, frames, kept, arrays)
@@ -140,12 +144,16 @@ class ClipRows:
         num_cameras = is_there.sum(1).tolist()
         rank = {channel.field: number for number, channel in enumerate(self.channels)}
         parts = {
-            name: dict(zip(order.tolist(), parts_of_series(*of_one, arrays.time_ns[order]), strict=True))
+            name: dict(
+                zip(order.tolist(), parts_of_series(*of_one, arrays.time_ns[order]), strict=True)
+            )
             for name, of_one in series.items()
         }
         for first in range(0, len(order), _AT_ONCE):
             rows = order[first : first + _AT_ONCE]
-            geometry = stacked_geometry(where, self.sensors, frames, sizes[rows], is_there[rows], arrays, rows)
+            geometry = stacked_geometry(
+                where, self.sensors, frames, sizes[rows], is_there[rows], arrays, rows
+            )
             shown = np.where(is_there[rows, :, None], geometry.img_wh, -1)
             self.report.note_principal_points(cameras, geometry.intrinsics, shown)
             for at, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
@@ -159,7 +167,9 @@ class ClipRows:
                     values = {name: of_one[at] for name, of_one in parts.items()}
                     own += value_members(self.channels, {**frames[at].values, **values}, place)
                     present = [one.name.partition(".")[0] for one in members]
-                    own += image_boxes(self.channels, frames[at].boxes2d, present, self.classes, place)
+                    own += image_boxes(
+                        self.channels, frames[at].boxes2d, present, self.classes, place
+                    )
                 if own:
                     members += sorted(own, key=lambda member: rank.get(member.name, -1))
                 files = [one.stamp for one in (*there, *others[at]) if one.stamp]
@@ -173,13 +183,21 @@ class ClipRows:
         before = -1
         for at, frame in enumerate(frames):
             if frame.timestamp_ns <= before:
-                what = "is negative" if frame.timestamp_ns < 0 else f"is not later than {before} of the frame before it"
-                raise SourceError(f"{where}: the time of frame {at}, {frame.timestamp_ns} ns, {what}")
+                what = (
+                    "is negative"
+                    if frame.timestamp_ns < 0
+                    else f"is not later than {before} of the frame before it"
+                )
+                raise SourceError(
+                    f"{where}: the time of frame {at}, {frame.timestamp_ns} ns, {what}"
+                )
             before = frame.timestamp_ns
             if not (frame.images.keys() <= channels and frame.sweeps.keys() <= channels):
                 unknown = (frame.images.keys() | frame.sweeps.keys()) - channels
                 known = ", ".join(sorted(channels))
-                raise SourceError(f"{where}: frame {at} has the sensor '{min(unknown)}', the rig has {known}")
+                raise SourceError(
+                    f"{where}: frame {at} has the sensor '{min(unknown)}', the rig has {known}"
+                )
         steps_s = np.diff([frame.timestamp_ns for frame in frames]) * 1e-9
         hole_s = max(_HOLE_S, _HOLE_STEPS * float(np.median(steps_s))) if len(steps_s) else _HOLE_S
         self.report.note(_HOLES, int(np.count_nonzero(steps_s > hole_s)))
@@ -190,11 +208,19 @@ class ClipRows:
         facts = facts_by_name(self.files, clip.files)
         for name, found in facts.items():
             if found is None:
-                raise SourceError(f"clip '{clip.name}': file '{self.files.shown}/{name}' is not there")
-        return " ".join(f"{found.num_bytes}-{found.stamp}" for found in facts.values() if found is not None)
+                raise SourceError(
+                    f"clip '{clip.name}': file '{self.files.shown}/{name}' is not there"
+                )
+        return " ".join(
+            f"{found.num_bytes}-{found.stamp}" for found in facts.values() if found is not None
+        )
 
     def _kept(
-        self, where: str, frames: Sequence[Frame], found: Sequence[Mapping[str, Found | str]], arrays: ClipArrays
+        self,
+        where: str,
+        frames: Sequence[Frame],
+        found: Sequence[Mapping[str, Found | str]],
+        arrays: ClipArrays,
     ) -> NDArray[np.bool_]:
         """Return which frames are samples (F,); count those left out, and note what the policy refuses."""
         kept = np.ones(len(frames), np.bool_)
@@ -209,7 +235,8 @@ class ClipRows:
             refused = {
                 channel: why
                 for channel, why in absent.items()
-                if why not in (NOT_IN_CLIP, NOTED) and not getattr(images.get(channel), "absent", "")
+                if why not in (NOT_IN_CLIP, NOTED)
+                and not getattr(images.get(channel), "absent", "")
             }
             if not has_pose[at] or len(absent) == len(channels):
                 kept[at] = False
@@ -228,7 +255,11 @@ class ClipRows:
                 if why == DAMAGED:
                     self.report.damaged[channel] = self.report.damaged.get(channel, 0) + 1
                 elif left_out[channel] == "error":
-                    named = f" '{self.files.shown}/{image.ref}'" if image is not None and image.ref else ""
+                    named = (
+                        f" '{self.files.shown}/{image.ref}'"
+                        if image is not None and image.ref
+                        else ""
+                    )
                     self.findings.add(
                         channel,
                         f"{where}: frame {at} has no image of {channel}{named} ({why}); the option missing_camera=mask "
@@ -238,8 +269,13 @@ class ClipRows:
                 self.report.mask(channel, why)
         return kept
 
-    def _boxes(self, where: str, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays) -> ClipBoxes:
-        rows = [frame.boxes if is_kept else None for frame, is_kept in zip(frames, kept.tolist(), strict=True)]
+    def _boxes(
+        self, where: str, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays
+    ) -> ClipBoxes:
+        rows = [
+            frame.boxes if is_kept else None
+            for frame, is_kept in zip(frames, kept.tolist(), strict=True)
+        ]
         try:
             return clip_boxes(rows, arrays.time_ns, arrays.ego2global, self.classes, self.report)
         except SourceError as error:
@@ -258,14 +294,24 @@ class ClipRows:
                 image = _staying(frame, channel) if isinstance(one, str) else one.reference
                 sizes.append((-1, -1) if image is None else (image.width, image.height))
         shape = (len(found), len(channels))
-        return np.array(sizes, np.int32).reshape(*shape, 2), np.array(is_there, np.bool_).reshape(shape)
+        return np.array(sizes, np.int32).reshape(*shape, 2), np.array(is_there, np.bool_).reshape(
+            shape
+        )
 
     def _note_cameras(
-        self, frames: Sequence[Frame], is_there: NDArray[np.bool_], arrays: ClipArrays, order: NDArray[np.intp]
+        self,
+        frames: Sequence[Frame],
+        is_there: NDArray[np.bool_],
+        arrays: ClipArrays,
+        order: NDArray[np.intp],
     ) -> None:
         """Count distorted images, and note the largest time offsets."""
         is_there = is_there[order]
-        offset_ns = np.where(is_there, np.abs(arrays.cam_time_ns - arrays.time_ns[:, None])[order], 0).max(0).tolist()
+        offset_ns = (
+            np.where(is_there, np.abs(arrays.cam_time_ns - arrays.time_ns[:, None])[order], 0)
+            .max(0)
+            .tolist()
+        )
         for number, camera in enumerate(self.sensors.cameras):
             channel = camera.channel
             self.report.offset(channel, offset_ns[number])
@@ -278,16 +324,25 @@ class ClipRows:
 def _staying(frame: Frame, channel: str) -> Image | None:
     """Return the image of a camera that stays in the sample where its bytes are absent, and has a size."""
     image = frame.images.get(channel)
-    return image if isinstance(image, Image) and image.stays and min(image.width, image.height) > 0 else None
+    return (
+        image
+        if isinstance(image, Image) and image.stays and min(image.width, image.height) > 0
+        else None
+    )
 
 
 class _ClipFacts:
     """Metadata and attributes of a clip's frames; frames keep their numbers, and a dropped one is not a neighbour."""
 
     def __init__(
-        self, rows: ClipRows, clip: Clip, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays,
+        self,
+        rows: ClipRows,
+        clip: Clip,
+        frames: Sequence[Frame],
+        kept: NDArray[np.bool_],
+        arrays: ClipArrays,
         boxes: ClipBoxes,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._clip, self._frames, self._id = clip, frames, clip.id or clip_id(clip.name)
         self._sync, self._is_unix = rows.sync or rows.policy.missing, rows.is_unix
         self._has_frame = np.pad(kept, 1).tolist()
@@ -297,7 +352,8 @@ class _ClipFacts:
         self._counted = [name for name, is_one in zip(names, is_column, strict=True) if is_one]
         self._counts = boxes.of_class[:, is_column].tolist()
         self._num_boxes = [
-            None if data is None else number for data, number in zip(boxes.encoded, boxes.num_boxes, strict=True)
+            None if data is None else number
+            for data, number in zip(boxes.encoded, boxes.num_boxes, strict=True)
         ]
         self._speeds = np.linalg.norm(arrays.motion[:, 0], axis=1).tolist()
         self._nothing = {
@@ -348,8 +404,14 @@ class _ClipFacts:
             split="",
             cameras=cameras,
             tags=clip.tags,
-            stats={"max_sync_offset_ns": latest_ns, **({} if number is None else {"num_boxes": number})},
-            sync={"policy": self._sync, "dropped": [name for name in self._cameras if isinstance(found[name], str)]},
+            stats={
+                "max_sync_offset_ns": latest_ns,
+                **({} if number is None else {"num_boxes": number}),
+            },
+            sync={
+                "policy": self._sync,
+                "dropped": [name for name in self._cameras if isinstance(found[name], str)],
+            },
         )
 
     def attributes(self, at: int, num_cameras: int) -> dict[str, Any]:
@@ -360,7 +422,9 @@ class _ClipFacts:
             "num_cameras": num_cameras,
             "num_boxes": self._num_boxes[at],
             "speed_mps": None if math.isnan(speed) else speed,
-            "hour_utc": frame.timestamp_ns % (24 * _NS_PER_HOUR) / _NS_PER_HOUR if self._is_unix else None,
+            "hour_utc": frame.timestamp_ns % (24 * _NS_PER_HOUR) / _NS_PER_HOUR
+            if self._is_unix
+            else None,
         }
         if self._num_boxes[at] is not None:
             found.update(zip(self._counted, self._counts[at], strict=True))

@@ -59,7 +59,9 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
 
     classes: Annotated[
         ClassOption,
-        Meta(description="classes of boxes: source (its own), nuscenes10, or a YAML file that maps category to class"),
+        Meta(
+            description="classes of boxes: source (its own), nuscenes10, or a YAML file that maps category to class"
+        ),
     ] = SOURCE
     missing_camera: Annotated[
         Literal["error", "mask", "drop"],
@@ -80,7 +82,8 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
     rate: Annotated[float, Meta(ge=0, description="frames a second to keep at most; 0: all")] = 0.0
     points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
     cameras: Annotated[
-        tuple[str, ...], Meta(description="cameras to keep, as a list of their names in the dataset; empty: all")
+        tuple[str, ...],
+        Meta(description="cameras to keep, as a list of their names in the dataset; empty: all"),
     ] = ()
 
 
@@ -140,7 +143,11 @@ class FrameSource(Generic[S]):
         self.noted = Counter[str]()
         path = Path(location.removeprefix("file://"))
         self.file = path.name if not is_url(location) and os.path.isfile(path) else None  # noqa: PTH113 - False for any name
-        self.files = source_files(location) if self.file is None else source_files(str(path.parent), path.name)
+        self.files = (
+            source_files(location)
+            if self.file is None
+            else source_files(str(path.parent), path.name)
+        )
 
     # What an adapter has.
 
@@ -180,7 +187,9 @@ class FrameSource(Generic[S]):
     @property
     def options(self) -> dict[str, Any]:
         """All options; a mapping file of classes as what it says."""
-        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.given))  # no tuples, as they are stored
+        found: dict[str, Any] = msgspec.json.decode(
+            msgspec.json.encode(self.given)
+        )  # no tuples, as they are stored
         return recorded(found)
 
     @property
@@ -205,20 +214,38 @@ class FrameSource(Generic[S]):
         findings = Findings(given.max_damaged)
         columns = list(self.attribute_types)
         boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
-        channels = (*self.channels, *boxes2d, *([self.maps.channel] if self.maps is not None else ()))
-        names = self.given.cameras if isinstance(self.given.cameras, tuple) else ()  # logs name topics besides
+        channels = (
+            *self.channels,
+            *boxes2d,
+            *([self.maps.channel] if self.maps is not None else ()),
+        )
+        names = (
+            self.given.cameras if isinstance(self.given.cameras, tuple) else ()
+        )  # logs name topics besides
         sensors, channels, left_out = _chosen(sensors, channels, names, self.files.shown)
         rows = ClipRows(
-            out=out, files=self.files, sensors=sensors, classes=classes, report=report, findings=findings,
-            columns=columns, policy=policy, sync=self.sync, points=self.given.points, has_poses=self.has_poses,
-            is_unix=self.time_base == "unix", channels=channels,
-        )  # fmt: skip
+            out=out,
+            files=self.files,
+            sensors=sensors,
+            classes=classes,
+            report=report,
+            findings=findings,
+            columns=columns,
+            policy=policy,
+            sync=self.sync,
+            points=self.given.points,
+            has_poses=self.has_poses,
+            is_unix=self.time_base == "unix",
+            channels=channels,
+        )
         splits: dict[str, list[str]] = {}
         num_clips, is_calibrated = 0, False
         for clip in self.clips():
             num_clips += 1
             with findings.of("clips"):
-                frames = [frame.without(left_out) if left_out else frame for frame in self.frames(clip)]
+                frames = [
+                    frame.without(left_out) if left_out else frame for frame in self.frames(clip)
+                ]
                 is_calibrated = is_calibrated or any(map(_is_calibrated, frames))
                 rows.add(clip, frames, self.poses(clip), self.given.rate)
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
@@ -237,8 +264,13 @@ class FrameSource(Generic[S]):
                 f"{summary}"
             )
         if not out.clips:
-            dropped = ", ".join(f"{why} {count:,}" for why, count in report.dropped_samples.items()) or "there are none"
-            raise SourceError(f"no frame of the {self.kind} source '{self.files.shown}' is kept: {dropped}")
+            dropped = (
+                ", ".join(f"{why} {count:,}" for why, count in report.dropped_samples.items())
+                or "there are none"
+            )
+            raise SourceError(
+                f"no frame of the {self.kind} source '{self.files.shown}' is kept: {dropped}"
+            )
         return ScanInfo(
             name=self.kind,
             clips=out.clips,
@@ -281,7 +313,9 @@ class FrameSource(Generic[S]):
         part = Part.of(ref)
         data = part.read(self.files)
         if part.length is not None and len(data) < part.length:
-            raise SourceError(f"file '{self.files.shown}/{part.name}' ends before byte {part.offset + part.length}")
+            raise SourceError(
+                f"file '{self.files.shown}/{part.name}' ends before byte {part.offset + part.length}"
+            )
         return data
 
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
@@ -297,7 +331,9 @@ class FrameSource(Generic[S]):
 
 def _is_calibrated(frame: Frame) -> bool:
     """Return whether a camera of the frame is."""
-    return any(isinstance(image, Image) and image.intrinsics is not None for image in frame.images.values())
+    return any(
+        isinstance(image, Image) and image.intrinsics is not None for image in frame.images.values()
+    )
 
 
 def _chosen(
@@ -309,5 +345,7 @@ def _chosen(
     return (
         sensors._replace(cameras=[camera for camera in sensors.cameras if camera.channel in kept]),
         tuple(channel for channel in channels if lies_on(channel, kept)),
-        frozenset({*rig} - {*kept} | {channel.field for channel in channels if not lies_on(channel, kept)}),
+        frozenset(
+            {*rig} - {*kept} | {channel.field for channel in channels if not lies_on(channel, kept)}
+        ),
     )

@@ -36,11 +36,15 @@ class VectorMap(NamedTuple):
         if not lines:
             return cls([], [], np.empty((0, 4)))
         points, starts = np.concatenate(lines), np.cumsum([0, *map(len, lines[:-1])])
-        bounds = np.concatenate([np.minimum.reduceat(points, starts), np.maximum.reduceat(points, starts)], 1)
+        bounds = np.concatenate(
+            [np.minimum.reduceat(points, starts), np.maximum.reduceat(points, starts)], 1
+        )
         if not (finite := np.isfinite(bounds).all(1)).all():
             at = int(np.argmin(finite))
             bad = lines[at][~np.isfinite(lines[at]).all(1)][0]
-            raise SourceError(f"{where}: line {at} has a vertex at {bad.tolist()}; wanted are finite numbers [m]")
+            raise SourceError(
+                f"{where}: line {at} has a vertex at {bad.tolist()}; wanted are finite numbers [m]"
+            )
         return cls(lines, layers, bounds)
 
 
@@ -78,7 +82,11 @@ def map_channel(layers: Sequence[str]) -> Channel:
         kind="ragged",
         field="map.safetensors",
         law=Law("ego_points", roles={"positions": (("point",),)}),
-        arrays=(ArraySpec("point", "float32", (2,), "m"), ArraySpec("line", "int32"), ArraySpec("layer", "uint8")),
+        arrays=(
+            ArraySpec("point", "float32", (2,), "m"),
+            ArraySpec("line", "int32"),
+            ArraySpec("layer", "uint8"),
+        ),
         frame="ego",
         optional=True,
         description=f"vertices of lines and outlines, cut at x, y = +-{HALF_M} m; line counts lines; layer is of: "
@@ -94,7 +102,9 @@ def encoded_window(whole: VectorMap, ego2global: Sequence[float], channel: Chann
 def window(whole: VectorMap, ego2global: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
     """Return the part of a map about an ego pose (3, 4), as :func:`map_channel` has it, in the ego's own height."""
     place, reach = ego2global[:2, 3], HALF_M * 2**0.5 * 1.1
-    near = (whole.bounds[:, :2] <= place + reach).all(1) & (whole.bounds[:, 2:] >= place - reach).all(1)
+    near = (whole.bounds[:, :2] <= place + reach).all(1) & (
+        whole.bounds[:, 2:] >= place - reach
+    ).all(1)
     points, layers = [], []
     for row in np.flatnonzero(near).tolist():
         in_ego = (whole.lines[row] - place) @ ego2global[:2, :2]

@@ -35,7 +35,13 @@ S = TypeVar("S", bound=VideoSettings)
 class Videos:
     """The video files of a source; what is known of the last ones is kept. ``num_decoded`` counts decoded frames."""
 
-    def __init__(self, files: SourceFiles, inside: Callable[[str], str] = str, *, only_keyframes: bool = False) -> None:
+    def __init__(
+        self,
+        files: SourceFiles,
+        inside: Callable[[str], str] = str,
+        *,
+        only_keyframes: bool = False,
+    ) -> None:
         """Take ``inside``, which makes names below the root of paths; with ``only_keyframes`` others are left out."""
         self._files, self._inside, self._only_keyframes = files, inside, only_keyframes
         self.facts = lru_cache(maxsize=_KEPT)(self._facts)
@@ -47,7 +53,9 @@ class Videos:
         check_inside(name, "video")
         path = self._files.path(name)
         if path is None:
-            raise SourceError(f"video '{name}' is at the URL {self._files.shown}: copy the source to a folder")
+            raise SourceError(
+                f"video '{name}' is at the URL {self._files.shown}: copy the source to a folder"
+            )
         return None if self._files.facts(name) is None else VideoFile(path).facts()
 
     def completed(self, image: Image) -> Image | Absent:
@@ -61,18 +69,30 @@ class Videos:
         if facts is None:
             return Absent("no file", name)
         if number >= facts.num_frames:
-            raise SourceError(f"'{image.ref}': the video has {facts.num_frames} frames, counted from 0")
+            raise SourceError(
+                f"'{image.ref}': the video has {facts.num_frames} frames, counted from 0"
+            )
         if number < facts.first_frame:
             return Absent("no keyframe before it", image.ref)
-        if self._only_keyframes and not self._video(self._files.path(name) or name).order.packets[number].is_keyframe:
+        if (
+            self._only_keyframes
+            and not self._video(self._files.path(name) or name).order.packets[number].is_keyframe
+        ):
             image = msgspec.structs.replace(image, absent="between keyframes")
         width, height = facts.width, facts.height
         if image.width > 0 and (image.width, image.height) != (width, height):
-            raise SourceError(f"'{image.ref}' is {width}x{height}, and {image.width}x{image.height} is stated")
+            raise SourceError(
+                f"'{image.ref}' is {width}x{height}, and {image.width}x{image.height} is stated"
+            )
         return msgspec.structs.replace(
-            image, ref=f"{name}{FRAME}{number}", width=width, height=height, num_bytes=max(width * height // 5, 1),
-            made=True, extension="jpg",
-        )  # fmt: skip
+            image,
+            ref=f"{name}{FRAME}{number}",
+            width=width,
+            height=height,
+            num_bytes=max(width * height // 5, 1),
+            made=True,
+            extension="jpg",
+        )
 
     def jpegs(self, refs: Sequence[str], form: JpegForm) -> Iterator[tuple[str, bytes]]:
         """Yield these frames as JPEG: video by video, in the order of presentation, each decoded once."""
@@ -92,7 +112,9 @@ def frame_of(ref: str) -> tuple[str, int]:
     """Return the video and the number that ``VIDEO#frame=NUMBER`` names; raise SourceError."""
     found = _FRAME.match(ref)
     if found is None:
-        raise SourceError(f"'{ref}' must be VIDEO{FRAME}N, N from 0 in the order in which frames are shown")
+        raise SourceError(
+            f"'{ref}' must be VIDEO{FRAME}N, N from 0 in the order in which frames are shown"
+        )
     return found[1], int(found[2])
 
 

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
 
 _ALIKE: Final = {
-    "cameras": "cameras", "lidars": "lidars",
-    "classes": "classes", "attributes": "attributes of boxes",
-    "time_base": "time base", "ego_origin": "origin of ego",
-}  # fmt: skip
+    "cameras": "cameras",
+    "lidars": "lidars",
+    "classes": "classes",
+    "attributes": "attributes of boxes",
+    "time_base": "time base",
+    "ego_origin": "origin of ego",
+}
 
 
 def open_source(location: str) -> Dataset:
@@ -42,7 +45,10 @@ def check_alike(datasets: Sequence[Dataset]) -> None:
                 )
         one, two = (_table(dataset.manifest.extra_channels) for dataset in (first, other))
         if list(one.items()) != list(two.items()):
-            sides = differences(one, two, "in the first", "in the second") or "they are in another order"
+            sides = (
+                differences(one, two, "in the first", "in the second")
+                or "they are in another order"
+            )
             raise SourceError(f"{both} cannot become one dataset: their channels differ: {sides}")
 
 
@@ -87,7 +93,10 @@ def _shown(value: object) -> str:
 
 def _table(channels: Sequence[Channel]) -> dict[str, Any]:
     """Return the entries by name, without what may differ between two datasets that become one."""
-    alike = [msgspec.structs.replace(channel, codec="", description="", source_name="") for channel in channels]
+    alike = [
+        msgspec.structs.replace(channel, codec="", description="", source_name="")
+        for channel in channels
+    ]
     return {channel.name: msgspec.to_builtins(channel) for channel in alike}
 
 

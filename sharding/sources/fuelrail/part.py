@@ -75,19 +75,25 @@ class DatasetPart:
         entries = [entry for entry in row.members if entry.name in INLINE]
         end = max((entry.offset + entry.stored_bytes for entry in entries), default=0)
         if min((entry.offset for entry in entries), default=0) < 0 or end > codecs.MAX_SAMPLE_BYTES:
-            raise SourceError(f"dataset '{self.dataset.location}' is damaged: members outside of sample '{row.key}'")
+            raise SourceError(
+                f"dataset '{self.dataset.location}' is damaged: members outside of sample '{row.key}'"
+            )
         head = self._read_head(row, end)
         found: dict[str, Any] = {}
         for name, offset, stored_bytes, raw_bytes, codec, _ in entries:
             stored = head[offset : offset + stored_bytes]
             try:
-                found[name] = codecs.decode(codec, stored, raw_bytes, dictionary=self.dataset.dictionary)
+                found[name] = codecs.decode(
+                    codec, stored, raw_bytes, dictionary=self.dataset.dictionary
+                )
             except MemberError as error:
                 place = f"{row.key}.{name} of dataset '{self.dataset.location}'"
                 raise SourceError(f"{place} cannot be decoded: {error.message}") from error
         for needed in (META, GEOMETRY):
             if needed not in found:
-                raise SourceError(f"sample '{row.key}' of dataset '{self.dataset.location}' has no {needed}")
+                raise SourceError(
+                    f"sample '{row.key}' of dataset '{self.dataset.location}' has no {needed}"
+                )
         return found
 
     def read(self, at: int, field: str) -> memoryview:
@@ -101,7 +107,9 @@ class DatasetPart:
                 members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
                 decode_sample(row.key, members, self.fields)
             except (ShardError, MemberError) as error:
-                raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
+                raise SourceError(
+                    f"dataset '{self.dataset.location}' is damaged: {error}"
+                ) from error
             self._read = (at, {name: members[name] for name in members if name not in INLINE})
         return self._read[1].pop(field)  # each is asked for once, and a large one is not to stay
 
@@ -124,7 +132,9 @@ class DatasetPart:
     def _rows_by_clip(self) -> NDArray[np.int64]:
         index = self.dataset.index
         clips = index.texts("clip_id").dictionary_encode().combine_chunks()
-        rank = np.argsort(np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable"))
+        rank = np.argsort(
+            np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable")
+        )
         return np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
 
     def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
@@ -142,7 +152,9 @@ class DatasetPart:
         except ShardError as error:
             raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
         except OSError as error:
-            raise SourceError(f"shard '{self.dataset.location}/{name}' cannot be read: {error.strerror}") from error
+            raise SourceError(
+                f"shard '{self.dataset.location}/{name}' cannot be read: {error.strerror}"
+            ) from error
 
     def _read_bytes(self, row: IndexRow, num_bytes: int) -> bytes:
         """Read the first bytes of a span as they are stored."""
@@ -150,18 +162,31 @@ class DatasetPart:
         try:
             if self._remote is not None:
                 fs, root = self._remote
-                data: bytes = fs.cat_file(f"{root}/{path.name}", start=row.offset, end=row.offset + num_bytes)
+                data: bytes = fs.cat_file(
+                    f"{root}/{path.name}", start=row.offset, end=row.offset + num_bytes
+                )
                 return data
             with open_file(path) as file:
                 file.seek(row.offset)
                 return file.read(num_bytes)
         except Exception as error:
-            why = error.strerror if isinstance(error, OSError) and error.strerror else fault_of(error).text
-            raise SourceError(f"shard '{self.dataset.location}/{path.name}' cannot be read: {why}") from error
+            why = (
+                error.strerror
+                if isinstance(error, OSError) and error.strerror
+                else fault_of(error).text
+            )
+            raise SourceError(
+                f"shard '{self.dataset.location}/{path.name}' cannot be read: {why}"
+            ) from error
 
 
 def _python_type(field: pa.Field) -> type:
-    for arrow, python in ((pa.bool_(), bool), (pa.int64(), int), (pa.float64(), float), (pa.string(), str)):
+    for arrow, python in (
+        (pa.bool_(), bool),
+        (pa.int64(), int),
+        (pa.float64(), float),
+        (pa.string(), str),
+    ):
         if field.type == arrow:
             return python
     raise SourceError(f"{ATTRIBUTES_FILE}: column '{field.name}' is of type {field.type}")

@@ -29,7 +29,12 @@ from fuelrail.pipeline.sample.schema import (
 from fuelrail.pipeline.sample.schema import Meta as SampleMeta
 from fuelrail.pipeline.settings import Settings, convert, flag
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.sources.fuelrail.merging import check_alike, check_disjoint, joined, joined_types
+from fuelrail.sharding.sources.fuelrail.merging import (
+    check_alike,
+    check_disjoint,
+    joined,
+    joined_types,
+)
 from fuelrail.sharding.sources.fuelrail.part import INLINE, DatasetPart
 from fuelrail.sharding.sources.shared.scan_table import Reference, frame_key
 from fuelrail.sharding.sources.source import Camera, ScanInfo
@@ -51,7 +56,9 @@ class FuelrailOptions(Settings, frozen=True):
     The fingerprints of several datasets are joined by ``+``.
     """
 
-    points: Annotated[bool, Meta(description="lidar sweeps; false, or --no-points, leaves them out")] = True
+    points: Annotated[
+        bool, Meta(description="lidar sweeps; false, or --no-points, leaves them out")
+    ] = True
     cameras: Annotated[
         tuple[str, ...],
         flag(
@@ -77,7 +84,9 @@ class FuelrailSource:
         there = self._fingerprint
         if self._options.fingerprint not in (None, there):
             named = "', '".join(location.split(SEPARATOR))
-            raise ConfigError(f"'{named}' has the fingerprint {there}, expected {self._options.fingerprint}")
+            raise ConfigError(
+                f"'{named}' has the fingerprint {there}, expected {self._options.fingerprint}"
+            )
         check_alike([part.dataset for part in self._parts])
         first = self._parts[0].dataset
         rig = [camera.channel for camera in first.manifest.cameras]
@@ -118,12 +127,20 @@ class FuelrailSource:
         for clip, number in owners:
             # A part's samples come clip by clip in the order of the ids, as the owners do.
             for position, (row, attributes) in enumerate(next(walks[number])):
-                self._append(out, number, row, {**dict.fromkeys(types), **attributes}, clip if not position else None)
+                self._append(
+                    out,
+                    number,
+                    row,
+                    {**dict.fromkeys(types), **attributes},
+                    clip if not position else None,
+                )
         first = manifests[0]
         splits: dict[str, list[str]] = {}
         for part in self._parts:
             for name, split in part.dataset.manifest.splits.items():
-                ids = part.dataset.index.clip_ids(split.first_sample, split.first_sample + split.num_samples)
+                ids = part.dataset.index.clip_ids(
+                    split.first_sample, split.first_sample + split.num_samples
+                )
                 splits[name] = sorted([*splits.get(name, []), *ids])
         return ScanInfo(
             name=joined([manifest.name for manifest in manifests]) or "",
@@ -134,7 +151,9 @@ class FuelrailSource:
                 if camera.channel in self._cameras
             ],
             lidars=list(first.lidars),
-            channels=tuple(channel for channel in first.extra_channels if lies_on(channel, self._cameras)),
+            channels=tuple(
+                channel for channel in first.extra_channels if lies_on(channel, self._cameras)
+            ),
             classes=list(first.classes),
             attributes=list(first.attributes),
             names=out.member_names([one.name for one in first.channels if one.field != BOXES]),
@@ -149,7 +168,12 @@ class FuelrailSource:
         )
 
     def _append(
-        self, out: ScanWriter, number: int, row: tuple[int, IndexRow], attributes: dict[str, Any], begins: str | None
+        self,
+        out: ScanWriter,
+        number: int,
+        row: tuple[int, IndexRow],
+        attributes: dict[str, Any],
+        begins: str | None,
     ) -> None:
         at, entry = row
         part = self._parts[number]
@@ -181,13 +205,25 @@ class FuelrailSource:
         for member in entry.members:
             _check_channel(entry.key, member.name, part)
             is_points = lidar_channel(member.name) in part.lidars
-            if member.name in INLINE or member.name in self._left_out or (is_points and not self._options.points):
+            if (
+                member.name in INLINE
+                or member.name in self._left_out
+                or (is_points and not self._options.points)
+            ):
                 continue
             camera = meta.cameras.get(member.name.partition(".")[0])
             size = (0, 0) if camera is None else (camera.width, camera.height)
-            members.append(Reference(member.name, f"{number}/{at}/{member.name}", member.raw_bytes, *size))
+            members.append(
+                Reference(member.name, f"{number}/{at}/{member.name}", member.raw_bytes, *size)
+            )
         boxes = small.get(BOXES)
-        out.append(meta, bytes(small[GEOMETRY]), None if boxes is None else bytes(boxes), members, attributes)
+        out.append(
+            meta,
+            bytes(small[GEOMETRY]),
+            None if boxes is None else bytes(boxes),
+            members,
+            attributes,
+        )
 
 
 def _of_cameras(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
@@ -208,7 +244,11 @@ def _check_channel(key: str, name: str, part: DatasetPart) -> None:
     if name in part.fields:
         return
     rig = part.cameras if extension in IMAGE_EXTENSIONS else part.lidars
-    if extension in (*IMAGE_EXTENSIONS, POINTS_EXTENSION) and channel not in rig and not name.startswith("x_"):
+    if (
+        extension in (*IMAGE_EXTENSIONS, POINTS_EXTENSION)
+        and channel not in rig
+        and not name.startswith("x_")
+    ):
         raise SourceError(
             f"sample '{key}' of dataset '{part.dataset.location}' has the member '{shown(name)}', but the manifest has "
             f"no sensor '{shown(channel)}': `fuelrail verify` says more"

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import F64
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
-CATEGORIES: Final = ("Car", "Van", "Truck", "Pedestrian", "Person_sitting", "Cyclist", "Tram", "Misc")
+CATEGORIES: Final = (
+    "Car",
+    "Van",
+    "Truck",
+    "Pedestrian",
+    "Person_sitting",
+    "Cyclist",
+    "Tram",
+    "Misc",
+)
 LIDAR: Final = "velodyne"
 _DIGITS: Final = 19
 """More digits than a number of 64 bits has."""
@@ -43,7 +52,9 @@ class Numbers(NamedTuple):
         if found is None:
             raise SourceError(f"{self.where} has no line '{key}:'; it has {', '.join(self.values)}")
         if len(found) != rows * columns or not np.isfinite(found).all():
-            raise SourceError(f"{self.where}: '{key}' is {found}, wanted are {rows * columns} finite numbers")
+            raise SourceError(
+                f"{self.where}: '{key}' is {found}, wanted are {rows * columns} finite numbers"
+            )
         return np.array(found).reshape(rows, columns)
 
     def transform(self, rotation: F64, translation: F64) -> F64:
@@ -72,14 +83,18 @@ def camera(projection: F64, ego2rect: F64) -> Image:
     """Return what all images of the camera of P_rect (3, 4) have; ``ego2rect`` (4, 4) leads to rectified camera 0."""
     shift = np.eye(4)
     shift[:3, 3] = np.linalg.solve(projection[:, :3], projection[:, 3])
-    return Image(ref="", timestamp_ns=0, intrinsics=projection[:, :3], cam2ego=invert_rigid(shift @ ego2rect))
+    return Image(
+        ref="", timestamp_ns=0, intrinsics=projection[:, :3], cam2ego=invert_rigid(shift @ ego2rect)
+    )
 
 
 def read_points(files: SourceFiles, name: str) -> NDArray[np.float32]:
     """Read points (P, 4): x, y, z [m] in the lidar's frame, reflectance 0 to 1."""
     data = read_file(files, name)
     if len(data) % 16:
-        raise SourceError(f"file '{files.shown}/{name}' has {len(data)} bytes, not a multiple of 16: it is cut off")
+        raise SourceError(
+            f"file '{files.shown}/{name}' has {len(data)} bytes, not a multiple of 16: it is cut off"
+        )
     return np.frombuffer(data, "<f4").reshape(-1, 4)
 
 

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.adapter.frame import BoxRows, Clip, Frame, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import (
+    BoxRows,
+    Clip,
+    Frame,
+    ImageBoxRows,
+    Sensors,
+    Sweep,
+)
 from fuelrail.sharding.sources.adapter.poses import quaternions
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.kitti.calibration import (
@@ -39,9 +46,12 @@ _TYPE_TO_IGNORE: Final = "DontCare"
 class KittiObjectSettings(FrameSettings, frozen=True, kw_only=True):
     """Options of the source."""
 
-    right: Annotated[bool, Meta(description="true takes the right colour camera (image_3) too")] = False
+    right: Annotated[bool, Meta(description="true takes the right colour camera (image_3) too")] = (
+        False
+    )
     boxes2d: Annotated[
-        bool, Meta(description="true stores the labels' boxes in image_2 as the channel boxes2d_image_2")
+        bool,
+        Meta(description="true stores the labels' boxes in image_2 as the channel boxes2d_image_2"),
     ] = False
 
 
@@ -75,7 +85,9 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each image: the dataset does not say which drive it is from."""
         names = self.files.listed()
-        folders = [folder for folder in SPLITS if folder in names] or ([""] if "image_2" in names else [])
+        folders = [folder for folder in SPLITS if folder in names] or (
+            [""] if "image_2" in names else []
+        )
         for folder in folders:
             prefix = f"{folder}/" if folder else ""
             inside = self.files.listed(folder)
@@ -85,7 +97,11 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             for name in numbers_of(self.files.listed(f"{prefix}image_2"), ["png", "jpg"]).values():
                 stem = name.rpartition(".")[0]
                 labels = (f"{prefix}label_2/{stem}.txt",) if has["label_2"] else ()
-                scan = (f"{prefix}velodyne/{stem}.bin",) if has["velodyne"] and self.given.points else ()
+                scan = (
+                    (f"{prefix}velodyne/{stem}.bin",)
+                    if has["velodyne"] and self.given.points
+                    else ()
+                )
                 yield Clip(
                     name=f"{folder or 'frame'}-{stem}",
                     token=f"{prefix}image_2/{name}",
@@ -99,19 +115,31 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         number = int(image.rpartition("/")[2].partition(".")[0])
         numbers = read_numbers(self.files, clip.files[0])
         rect = numbers.transform(numbers.matrix("R0_rect", 3, 3), np.zeros(3))
-        velo2cam, imu2velo = (_transform(numbers.matrix(key, 3, 4)) for key in ("Tr_velo_to_cam", "Tr_imu_to_velo"))
-        velo2cam, imu2velo = (numbers.transform(one[:3, :3], one[:3, 3]) for one in (velo2cam, imu2velo))
+        velo2cam, imu2velo = (
+            _transform(numbers.matrix(key, 3, 4)) for key in ("Tr_velo_to_cam", "Tr_imu_to_velo")
+        )
+        velo2cam, imu2velo = (
+            numbers.transform(one[:3, :3], one[:3, 3]) for one in (velo2cam, imu2velo)
+        )
         ego2rect = rect @ velo2cam @ imu2velo
         images = {}
         for name in self._cameras:
             found = camera(numbers.matrix(_CAMERAS[name], 3, 4), ego2rect)
-            images[name] = replace(found, ref=image.replace("image_2/", f"{name}/"), timestamp_ns=number + 1)
+            images[name] = replace(
+                found, ref=image.replace("image_2/", f"{name}/"), timestamp_ns=number + 1
+            )
         scans = [name for name in clip.files if name.endswith(".bin")]
         lidar2ego = invert_rigid(imu2velo)
-        sweeps = {LIDAR: Sweep(ref=scans[0], timestamp_ns=number + 1, lidar2ego=lidar2ego)} if scans else {}
+        sweeps = (
+            {LIDAR: Sweep(ref=scans[0], timestamp_ns=number + 1, lidar2ego=lidar2ego)}
+            if scans
+            else {}
+        )
         labels = [name for name in clip.files[1:] if name.endswith(".txt")]
         boxes, bounds = self._boxes(labels[0], invert_rigid(ego2rect)) if labels else (None, {})
-        yield Frame(timestamp_ns=number + 1, images=images, sweeps=sweeps, boxes=boxes, boxes2d=bounds)
+        yield Frame(
+            timestamp_ns=number + 1, images=images, sweeps=sweeps, boxes=boxes, boxes2d=bounds
+        )
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read points (P, 4) in the lidar's frame."""
@@ -136,7 +164,9 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         centre = np.stack([x, y - height / 2, z], 1)
         cos, sin, none = np.cos(turn), np.sin(turn), np.zeros(len(kinds))
         # Columns: the box's forward, left and up, in the camera's axes right, down and forward.
-        axes = np.stack([cos, sin, none, none, none, none - 1, -sin, cos, none], 1).reshape(-1, 3, 3)
+        axes = np.stack([cos, sin, none, none, none, none - 1, -sin, cos, none], 1).reshape(
+            -1, 3, 3
+        )
         in_image = ImageBoxRows(box=np.stack(bounds, 1), category=kinds, row=np.arange(len(kinds)))
         in_space = BoxRows(
             centre=centre @ rect2ego[:3, :3].T + rect2ego[:3, 3],

@@ -23,7 +23,15 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
 from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
 from fuelrail.sharding.sources.adapter.channels import signals, signals_channel
-from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import (
+    NO_BOXES,
+    BoxRows,
+    Clip,
+    Frame,
+    Image,
+    Sensors,
+    Sweep,
+)
 from fuelrail.sharding.sources.adapter.poses import Trajectory, quaternions
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.kitti.calibration import (
@@ -55,13 +63,23 @@ _DRIVE: Final = re.compile(r"[0-9]{4}_[0-9]{2}_[0-9]{2}_drive_[0-9]{4}_sync\Z")
 _CALIBRATION: Final = ("calib_cam_to_cam.txt", "calib_velo_to_cam.txt", "calib_imu_to_velo.txt")
 _DEPTH: Final = 4
 _OXTS: Final = {
-    "lat": "deg", "lon": "deg", "alt": "m", "roll": "rad", "pitch": "rad", "yaw": "rad",
+    "lat": "deg",
+    "lon": "deg",
+    "alt": "m",
+    "roll": "rad",
+    "pitch": "rad",
+    "yaw": "rad",
     **dict.fromkeys(("vn", "ve", "vf", "vl", "vu"), "m/s"),
     **dict.fromkeys(("ax", "ay", "az", "af", "al", "au"), "m/s^2"),
     **dict.fromkeys(("wx", "wy", "wz", "wf", "wl", "wu"), "rad/s"),
-    "pos_accuracy": "m", "vel_accuracy": "m/s", "navstat": "", "numsats": "", "posmode": "", "velmode": "",
+    "pos_accuracy": "m",
+    "vel_accuracy": "m/s",
+    "navstat": "",
+    "numsats": "",
+    "posmode": "",
+    "velmode": "",
     "orimode": "",
-}  # fmt: skip
+}
 """Columns and units, after ``dataformat.txt`` of the development kit."""
 CAN: Final = signals_channel("can_oxts", _OXTS, "oxts")
 _TRACKLETS: Final = "tracklet_labels.xml"
@@ -71,7 +89,9 @@ class KittiSettings(FrameSettings, frozen=True, kw_only=True):
     """Options of the source."""
 
     gray: Annotated[bool, Meta(description="true takes the two gray cameras too")] = False
-    oxts: Annotated[bool, Meta(description="true stores the rows of oxts as the channel can_oxts")] = False
+    oxts: Annotated[
+        bool, Meta(description="true stores the rows of oxts as the channel can_oxts")
+    ] = False
 
 
 class _Layout(NamedTuple):
@@ -128,7 +148,9 @@ class Kitti(FrameSource[KittiSettings]):
                 found.calibrations.setdefault(date[0], prefix)
             if _DRIVE.match(own) and "oxts" in names:
                 if not folder:
-                    raise SourceError(f"'{self.files.shown}' is one drive; give the folder that holds it")
+                    raise SourceError(
+                        f"'{self.files.shown}' is one drive; give the folder that holds it"
+                    )
                 if own in found.drives:
                     raise SourceError(
                         f"drive {own} is there twice: '{self.files.shown}/{folder}' and "
@@ -147,7 +169,9 @@ class Kitti(FrameSource[KittiSettings]):
         """
         folder = self._layout.drives[clip.name]
         times, rows = self._oxts_of(folder)
-        return Trajectory(*with_edges(times, rows, oxts_poses(rows)), f"'{self.files.shown}/{folder}/oxts/data'")
+        return Trajectory(
+            *with_edges(times, rows, oxts_poses(rows)), f"'{self.files.shown}/{folder}/oxts/data'"
+        )
 
     @cached_property
     def _oxts_of(self) -> Callable[[str], tuple[NDArray[np.int64], F64]]:
@@ -169,7 +193,9 @@ class Kitti(FrameSource[KittiSettings]):
         except ValueError:
             found = []
         if len(found) != len(_OXTS) or not all(map(isfinite, found)):
-            raise SourceError(f"file '{self.files.shown}/{name}' has not {len(_OXTS)} finite numbers: {text[:60]!r}")
+            raise SourceError(
+                f"file '{self.files.shown}/{name}' has not {len(_OXTS)} finite numbers: {text[:60]!r}"
+            )
         return found
 
     def _times(self, name: str, last: int) -> NDArray[np.int64]:
@@ -179,9 +205,13 @@ class Kitti(FrameSource[KittiSettings]):
         try:
             found = np.array([line.strip() for line in lines], "datetime64[ns]")
         except ValueError as error:
-            raise SourceError(f"{where}: {error}; wanted are lines such as 2011-09-26 13:02:25.951199337") from error
+            raise SourceError(
+                f"{where}: {error}; wanted are lines such as 2011-09-26 13:02:25.951199337"
+            ) from error
         if last >= len(found):
-            raise SourceError(f"{where} has {len(found)} rows, the sensor has a file of number {last}")
+            raise SourceError(
+                f"{where} has {len(found)} rows, the sensor has a file of number {last}"
+            )
         if np.isnat(found[: last + 1]).any():
             raise SourceError(f"{where}: line {int(np.argmax(np.isnat(found))) + 1} is empty")
         return found.astype(np.int64)
@@ -190,19 +220,30 @@ class Kitti(FrameSource[KittiSettings]):
         """Yield a frame for each number that a camera has, at the lidar's time, or else the first camera's."""
         folder = self._layout.drives[clip.name]
         rig = self._rig(clip)
-        files = {name: numbers_of(names_in(self.files, folder, name, "data"), ["png", "jpg"]) for name in self._cameras}
+        files = {
+            name: numbers_of(names_in(self.files, folder, name, "data"), ["png", "jpg"])
+            for name in self._cameras
+        }
         scans = numbers_of(names_in(self.files, folder, "velodyne_points", "data"), ["bin"])
         numbers = sorted(set().union(*files.values()))
         if not numbers:
-            raise SourceError(f"drive '{self.files.shown}/{folder}' has no images in {' or '.join(self._cameras)}")
+            raise SourceError(
+                f"drive '{self.files.shown}/{folder}' has no images in {' or '.join(self._cameras)}"
+            )
         times = {
-            name: self._times(f"{folder}/{name}/timestamps.txt", max(found)) for name, found in files.items() if found
+            name: self._times(f"{folder}/{name}/timestamps.txt", max(found))
+            for name, found in files.items()
+            if found
         }
         reference = next(iter(times.values()))
         if "velodyne_points" in self.files.listed(folder):
-            reference = self._times(f"{folder}/velodyne_points/timestamps.txt", max(*numbers, *scans))
+            reference = self._times(
+                f"{folder}/velodyne_points/timestamps.txt", max(*numbers, *scans)
+            )
         elif numbers[-1] >= len(reference):
-            raise SourceError(f"drive '{self.files.shown}/{folder}' has no time of frame {numbers[-1]}")
+            raise SourceError(
+                f"drive '{self.files.shown}/{folder}' has no time of frame {numbers[-1]}"
+            )
         boxes = self._tracklets(folder, invert_rigid(rig.lidar2ego))
         members: list[list[Reference]] = [[] for _ in numbers]
         if self.given.oxts:
@@ -210,7 +251,9 @@ class Kitti(FrameSource[KittiSettings]):
         for at, number in enumerate(numbers):
             time = int(reference[number])
             sweep = Sweep(
-                ref=f"{folder}/velodyne_points/data/{scans.get(number)}", timestamp_ns=time, lidar2ego=rig.lidar2ego
+                ref=f"{folder}/velodyne_points/data/{scans.get(number)}",
+                timestamp_ns=time,
+                lidar2ego=rig.lidar2ego,
             )
             yield Frame(
                 timestamp_ns=time,
@@ -248,7 +291,10 @@ class Kitti(FrameSource[KittiSettings]):
         velo2cam = velo.transform(velo.matrix("R", 3, 3), velo.matrix("T", 1, 3)[0])
         imu2velo = imu.transform(imu.matrix("R", 3, 3), imu.matrix("T", 1, 3)[0])
         ego2rect = cams.transform(cams.matrix("R_rect_00", 3, 3), np.zeros(3)) @ velo2cam @ imu2velo
-        cameras = {name: camera(cams.matrix(f"P_rect_{name[-2:]}", 3, 4), ego2rect) for name in self._cameras}
+        cameras = {
+            name: camera(cams.matrix(f"P_rect_{name[-2:]}", 3, 4), ego2rect)
+            for name in self._cameras
+        }
         return _Rig(cameras, invert_rigid(imu2velo))
 
     def _tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
@@ -262,9 +308,15 @@ class Kitti(FrameSource[KittiSettings]):
         with parsing(where, what):
             for item in builder.close().iterfind("tracklets/item"):
                 poses = item.findall("poses/item")
-                place = [[float(one.findtext(tag, "")) for one in poses] for tag in ("tx", "ty", "tz", "rz")]
+                place = [
+                    [float(one.findtext(tag, "")) for one in poses]
+                    for tag in ("tx", "ty", "tz", "rz")
+                ]
                 size = [[float(item.findtext(tag, ""))] * len(poses) for tag in ("l", "w", "h")]
-                first, kind = int(item.findtext("first_frame", "")), category(item.findtext("objectType", "unknown"))
+                first, kind = (
+                    int(item.findtext("first_frame", "")),
+                    category(item.findtext("objectType", "unknown")),
+                )
                 tracks.append((kind, np.arange(first, first + len(poses)), np.array(place + size)))
         return _boxes(tracks, invert_rigid(ego2lidar))
 
@@ -275,7 +327,9 @@ def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> 
         return {}
     x, y, z, yaw, length, width, height = np.concatenate([numbers for _, _, numbers in tracks], 1)
     half, none = yaw / 2, np.zeros(len(x))
-    turned = lidar2ego[:3, :3] @ rotation_matrices(np.stack([np.cos(half), none, none, np.sin(half)], 1))
+    turned = lidar2ego[:3, :3] @ rotation_matrices(
+        np.stack([np.cos(half), none, none, np.sin(half)], 1)
+    )
     names = [(kind, f"{number}") for number, (kind, own, _) in enumerate(tracks) for _ in own]
     found = BoxRows(
         centre=np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
@@ -318,7 +372,9 @@ def with_edges(times: NDArray[np.int64], rows: F64, poses: F64) -> tuple[NDArray
         speed = max(float(np.linalg.norm(rates)), 1e-12)
         half = speed * seconds / 2
         moved = poses[at].copy()
-        moved[:3, :3] = moved[:3, :3] @ rotation_matrices(np.array([np.cos(half), *(rates / speed * np.sin(half))]))
+        moved[:3, :3] = moved[:3, :3] @ rotation_matrices(
+            np.array([np.cos(half), *(rates / speed * np.sin(half))])
+        )
         moved[:3, 3] += np.array([east, north, up]) * seconds
         ends.append(moved)
     return (

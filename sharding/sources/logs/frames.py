@@ -46,21 +46,32 @@ class FrameMaker:
         self._channels, self._poses = chosen.channels, poses
         self._apart = dict[str, float]()
         self._gps = chosen.gps
-        self._cameras, self._lidars, self._reference = chosen.cameras, chosen.lidars, chosen.reference
+        self._cameras, self._lidars, self._reference = (
+            chosen.cameras,
+            chosen.lidars,
+            chosen.reference,
+        )
         self._all = {**self._cameras, **self._lidars, **self._given.radars}
 
     def frames(self, times: NDArray[np.int64]) -> Iterator[Frame]:
         """Yield a frame for each of these times of the reference [ns]; raise SourceError."""
         index = self._index
-        rows = {channel: self._matched(channel, topic, times).tolist() for channel, topic in self._all.items()}
+        rows = {
+            channel: self._matched(channel, topic, times).tolist()
+            for channel, topic in self._all.items()
+        }
         stamps = {topic: index.series[topic].stamps.tolist() for topic in self._cameras.values()}
         lidar2ego = {
-            channel: index.tree.sensor2ego(index.frame_ids[topic].lstrip("/"), self._given.ego_frame)
+            channel: index.tree.sensor2ego(
+                index.frame_ids[topic].lstrip("/"), self._given.ego_frame
+            )
             for channel, topic in self._lidars.items()
             if topic in index.frame_ids and self._given.points
         }
         models = {
-            channel: camera_models(index, channel, topic, self._info_topic(channel, topic), self._given.ego_frame)
+            channel: camera_models(
+                index, channel, topic, self._info_topic(channel, topic), self._given.ego_frame
+            )
             for channel, topic in self._cameras.items()
             if len(index.series[topic].stamps)
         }
@@ -84,14 +95,22 @@ class FrameMaker:
                         ref=ref, timestamp_ns=int(swept[row]), lidar2ego=matrix, num_bytes=num_bytes
                     )
             boxes2d = {
-                channel: _image_boxes(own[row]) for channel, own in marks.items() if (row := rows[channel][at]) in own
+                channel: _image_boxes(own[row])
+                for channel, own in marks.items()
+                if (row := rows[channel][at]) in own
             }
             yield Frame(
-                timestamp_ns=time, images=images, boxes2d=boxes2d, sweeps=sweeps, attributes=fixes[at] if fixes else {},
+                timestamp_ns=time,
+                images=images,
+                boxes2d=boxes2d,
+                sweeps=sweeps,
+                attributes=fixes[at] if fixes else {},
                 members=members[at],
-            )  # fmt: skip
+            )
 
-    def _members(self, times: Sequence[int], rows: Mapping[str, Sequence[int]]) -> list[list[Reference]]:
+    def _members(
+        self, times: Sequence[int], rows: Mapping[str, Sequence[int]]
+    ) -> list[list[Reference]]:
         """Return the members of each time's radars, by the rows of each channel, and signals."""
         found: list[list[Reference]] = [[] for _ in times]
         for channel in self._channels:
@@ -110,13 +129,22 @@ class FrameMaker:
         """Return the boxes in a camera's pictures, by the picture's row."""
         given = self._given
         offset_ns, tolerance_ns = (
-            round(delay_ms * 1e6) for delay_ms in (given.offsets_ms.get(f"boxes2d_{channel}", 0), given.tolerance_ms)
+            round(delay_ms * 1e6)
+            for delay_ms in (given.offsets_ms.get(f"boxes2d_{channel}", 0), given.tolerance_ms)
         )
-        return self._index.marks_of(self._cameras[channel], given.boxes2d[channel], offset_ns, tolerance_ns)
+        return self._index.marks_of(
+            self._cameras[channel], given.boxes2d[channel], offset_ns, tolerance_ns
+        )
 
-    def _radar(self, channel: Channel, rows: Sequence[int], times: Sequence[int]) -> Iterator[list[Reference]]:
+    def _radar(
+        self, channel: Channel, rows: Sequence[int], times: Sequence[int]
+    ) -> Iterator[list[Reference]]:
         """Yield the member of a radar at each time, moved to ego there by the poses at both times if there are any."""
-        index, topic, vectors = self._index, channel.source_name, channel.law.roles.get("vectors", ())
+        index, topic, vectors = (
+            self._index,
+            channel.source_name,
+            channel.law.roles.get("vectors", ()),
+        )
         stamps, items = index.series[topic]
         frame_id = index.frame_ids.get(topic, "").lstrip("/")
         mount = index.tree.sensor2ego(frame_id, self._given.ego_frame) if len(stamps) else np.eye(4)
@@ -128,7 +156,12 @@ class FrameMaker:
             if not isinstance(item, LogSweep) or np.isnan(sensor2ego).any():
                 yield []
                 continue
-            made = RadarSweep(channel.columns, vectors, (time - int(stamps[row])) * 1e-9, sensor2ego.ravel().tolist())
+            made = RadarSweep(
+                channel.columns,
+                vectors,
+                (time - int(stamps[row])) * 1e-9,
+                sensor2ego.ravel().tolist(),
+            )
             job = Job("radar", topic, item.place, None, msgspec.json.encode(made).decode())
             num_bytes = 128 + item.num_points * 4 * len(channel.columns)
             yield [Reference(channel.field, POINTS + job.ref, num_bytes, is_estimate=True)]
@@ -141,10 +174,15 @@ class FrameMaker:
         column = self._index.columns[self._gps].index
         places = values[:, [column(name) for name in ("latitude", "longitude", "altitude")]]
         rows = sync.nearest(stamps, times)
-        known = (np.abs(stamps[rows] - times) <= self._given.max_gap_s * 1e9) & ~np.isnan(places[rows]).any(1)
+        known = (np.abs(stamps[rows] - times) <= self._given.max_gap_s * 1e9) & ~np.isnan(
+            places[rows]
+        ).any(1)
         known &= values[rows, column("status.status")] >= 0  # -1 is without a fix
         both = zip(known.tolist(), places[rows].tolist(), strict=True)
-        return [dict(zip(FIX_COLUMNS, place if there else (None,) * 3, strict=True)) for there, place in both]
+        return [
+            dict(zip(FIX_COLUMNS, place if there else (None,) * 3, strict=True))
+            for there, place in both
+        ]
 
     def _matched(self, channel: str, topic: str, times: NDArray[np.int64]) -> NDArray[np.intp]:
         """Return the row of a channel's message for each time, -1 for none. Note the delay that was estimated."""
@@ -152,9 +190,14 @@ class FrameMaker:
         stamps = index.series[topic].stamps
         if channel == self._reference:
             return sync.matched(times, stamps, 0, 0)
-        given, tolerance_ns = self._given.offsets_ms.get(channel), round(self._given.tolerance_ms * 1e6)
+        given, tolerance_ns = (
+            self._given.offsets_ms.get(channel),
+            round(self._given.tolerance_ms * 1e6),
+        )
         all_times = index.series[self._all[self._reference]].stamps
-        offset_ns = sync.estimated_offset_ns(all_times, stamps) if given is None else round(given * 1e6)
+        offset_ns = (
+            sync.estimated_offset_ns(all_times, stamps) if given is None else round(given * 1e6)
+        )
         if given is None:
             self._noted[f"{channel}: estimated delay in {index.name} [us]"] = offset_ns // 1000
         rows = sync.matched(times, stamps, offset_ns, tolerance_ns)
@@ -171,12 +214,18 @@ class FrameMaker:
         beside = (
             [given]
             if given
-            else ["/".join([*parts[:end], name]) for end in (-1, -2, -3) for name in ("camera_info", "calibration")]
+            else [
+                "/".join([*parts[:end], name])
+                for end in (-1, -2, -3)
+                for name in ("camera_info", "calibration")
+            ]
         )
         frame = index.frame_ids.get(topic, "")
         found = next((name for name in beside if name in index.calibrations), None)
         if found is None and not given:
-            same = [name for name, ones in index.calibrations.items() if ones[0][1].frame_id == frame]
+            same = [
+                name for name, ones in index.calibrations.items() if ones[0][1].frame_id == frame
+            ]
             found = same[0] if len(same) == 1 else None
         if found is None:
             known = ", ".join(sorted(index.calibrations)) or "none"
@@ -186,7 +235,9 @@ class FrameMaker:
             )
         return found
 
-    def _image(self, topic: str, row: int, stamps: list[int], models: list[CameraModel]) -> Image | Absent:
+    def _image(
+        self, topic: str, row: int, stamps: list[int], models: list[CameraModel]
+    ) -> Image | Absent:
         if row < 0:
             apart_s = self._apart.get(topic)
             if apart_s is None:
@@ -201,7 +252,9 @@ class FrameMaker:
             return Absent("no keyframe before it")
         model = models[-1]
         if model.stamp_ns > stamp_ns:
-            model = next((model for model in reversed(models) if model.stamp_ns <= stamp_ns), models[0])
+            model = next(
+                (model for model in reversed(models) if model.stamp_ns <= stamp_ns), models[0]
+            )
         model.check_size(shot.width, shot.height)
         log = self._index.name if shot.kind == "video" else ""
         ref = Job(shot.kind, topic, shot.place, shot.key, log).ref
@@ -210,12 +263,22 @@ class FrameMaker:
         pixels = shot.width * shot.height
         num_bytes = {"video": pixels // 5, "raw": pixels // 2}.get(shot.kind, shot.length)
         return Image(
-            ref=ref, timestamp_ns=stamp_ns, intrinsics=model.intrinsics, cam2ego=model.cam2ego, width=shot.width,
-            height=shot.height, num_bytes=max(num_bytes, 1), made=shot.offset < 0, extension=shot.extension,
-            dist=model.dist, dist_model=model.dist_model,
-        )  # fmt: skip
+            ref=ref,
+            timestamp_ns=stamp_ns,
+            intrinsics=model.intrinsics,
+            cam2ego=model.cam2ego,
+            width=shot.width,
+            height=shot.height,
+            num_bytes=max(num_bytes, 1),
+            made=shot.offset < 0,
+            extension=shot.extension,
+            dist=model.dist,
+            dist_model=model.dist_model,
+        )
 
 
 def _image_boxes(marks: Marks) -> ImageBoxRows:
     """Shift boxes so that the centre of the first pixel is 0: in messages, its left edge is."""
-    return ImageBoxRows(box=np.array(marks.box).reshape(-1, 4) - 0.5, category=marks.category, track=marks.track)
+    return ImageBoxRows(
+        box=np.array(marks.box).reshape(-1, 4) - 0.5, category=marks.category, track=marks.track
+    )

@@ -14,7 +14,11 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import Locator
 from fuelrail.sharding.sources.logs.geometry.transforms import FrameTree
-from fuelrail.sharding.sources.logs.messages.pictures import EncodedHead, check_encoding, encoded_head
+from fuelrail.sharding.sources.logs.messages.pictures import (
+    EncodedHead,
+    check_encoding,
+    encoded_head,
+)
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.logs.messages.records import (
     CALIBRATIONS,
@@ -90,12 +94,20 @@ class LogIndex:
         self.poses: list[Edges] = []
         self.marks = {topic: list[Marks]() for topic in options.boxes2d.values()}
         self._marked = dict[tuple[str, str], dict[int, Marks]]()
-        self._signals = {topic: list[_Signals]() for topic in (*options.signals.values(), *filter(None, [topics.gps]))}
+        self._signals = {
+            topic: list[_Signals]()
+            for topic in (*options.signals.values(), *filter(None, [topics.gps]))
+        }
         self.columns = dict[str, list[str]]()
         self.tree = FrameTree(f"log '{name}'")
-        cameras, lidars = topics.cameras.values(), (*topics.lidars.values(), *options.radars.values())
+        cameras, lidars = (
+            topics.cameras.values(),
+            (*topics.lidars.values(), *options.radars.values()),
+        )
         sensors = (*cameras, *lidars)
-        self._found: dict[str, list[tuple[int, int, Shot | LogSweep]]] = {topic: [] for topic in sensors}
+        self._found: dict[str, list[tuple[int, int, Shot | LogSweep]]] = {
+            topic: [] for topic in sensors
+        }
         self._items: dict[str, list[Any]] = {topic: [] for topic in sensors}
         self._stamped: dict[str, list[NDArray[np.int64]]] = {topic: [] for topic in sensors}
         self._keys: dict[str, Locator] = {}
@@ -132,7 +144,9 @@ class LogIndex:
                 stamp_ns, frame_id, number = readers[name].cloud_head(message)
                 self.frame_ids.setdefault(name, frame_id)
                 stamp_ns = self._stamp(name, message, stamp_ns)
-                self._found[name].append((stamp_ns, message.log_ns, LogSweep(message.place, number)))
+                self._found[name].append(
+                    (stamp_ns, message.log_ns, LogSweep(message.place, number))
+                )
             else:
                 pending[name].append(message)
                 num_pending += 1
@@ -143,9 +157,12 @@ class LogIndex:
         self.noted.update(file.lost)
 
     def _take(
-        self, topics: Mapping[str, Topic], readers: Mapping[str, Reader], pending: Mapping[str, list[Message]],
+        self,
+        topics: Mapping[str, Topic],
+        readers: Mapping[str, Reader],
+        pending: Mapping[str, list[Message]],
         poses: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read the messages of each topic together, and forget them."""
         for name, found in self._found.items():
             stamps, log_ns = np.array([one[:2] for one in found], np.int64).reshape(-1, 2).T
@@ -180,10 +197,16 @@ class LogIndex:
             if len(stamped) < len(marks):
                 self.noted[f"{topic}: messages without boxes or stamp"] += len(marks) - len(stamped)
             messages, marks = [messages[at] for at in stamped], [marks[at] for at in stamped]
-        stamps, kept = self._timed(topic, messages, np.array([one.stamp_ns for one in marks], np.int64))
-        self.marks[topic] += [marks[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()]
+        stamps, kept = self._timed(
+            topic, messages, np.array([one.stamp_ns for one in marks], np.int64)
+        )
+        self.marks[topic] += [
+            marks[at]._replace(stamp_ns=int(stamps[at])) for at in np.flatnonzero(kept).tolist()
+        ]
 
-    def marks_of(self, pictures: str, topic: str, offset_ns: int, tolerance_ns: int) -> dict[int, Marks]:
+    def marks_of(
+        self, pictures: str, topic: str, offset_ns: int, tolerance_ns: int
+    ) -> dict[int, Marks]:
         """Return the boxes of pictures by row: each message belongs to the picture nearest to it, less its delay."""
         found = self._marked.get((pictures, topic))
         if found is None:
@@ -196,7 +219,9 @@ class LogIndex:
             self._marked[pictures, topic] = found
         return found
 
-    def _shot(self, file: LogFile, topic: Topic, reader: Reader, message: Message) -> tuple[int, Shot]:
+    def _shot(
+        self, file: LogFile, topic: Topic, reader: Reader, message: Message
+    ) -> tuple[int, Shot]:
         picture = reader.picture(message)
         if reader.is_proto and not picture.stamp_ns and self._clock == "header":
             message = msgspec.structs.replace(message, data=file.read(message.place).data)
@@ -205,18 +230,31 @@ class LogIndex:
             self.frame_ids.setdefault(topic.name, picture.frame_id)
         stamp_ns = self._stamp(topic.name, message, picture.stamp_ns)
         start, length = picture.offset, picture.length
-        known, offset = self._heads.get(topic.name), message.offset + start if message.offset >= 0 else -1
+        known, offset = (
+            self._heads.get(topic.name),
+            message.offset + start if message.offset >= 0 else -1,
+        )
         is_whole = 0 < length <= message.length - start
-        if known and is_whole and bytes(message.data[start : start + len(known.text)]) == known.text:
-            return stamp_ns, Shot(message.place, offset, length, known.width, known.height, known.extension)
+        if (
+            known
+            and is_whole
+            and bytes(message.data[start : start + len(known.text)]) == known.text
+        ):
+            return stamp_ns, Shot(
+                message.place, offset, length, known.width, known.height, known.extension
+            )
         where = f"topic '{topic.name}', message {message.place}"
         if not is_whole:
-            raise SourceError(f"{where}: a picture of {length} bytes in a message of {message.length}")
+            raise SourceError(
+                f"{where}: a picture of {length} bytes in a message of {message.length}"
+            )
         if topic.type in VIDEOS:
             return stamp_ns, self._frame(file, topic, message, picture, where)
         if topic.type in RAWS:
             check_encoding(picture.encoding, where, has_levels=topic.name in self._levels)
-            return stamp_ns, Shot(message.place, -1, picture.length, picture.width, picture.height, kind="raw")
+            return stamp_ns, Shot(
+                message.place, -1, picture.length, picture.width, picture.height, kind="raw"
+            )
 
         def first_bytes(number: int) -> memoryview:
             data = message.data
@@ -227,9 +265,13 @@ class LogIndex:
         head = encoded_head(first_bytes, length, where)
         if head.text:
             self._heads[topic.name] = head
-        return stamp_ns, Shot(message.place, offset, length, head.width, head.height, head.extension)
+        return stamp_ns, Shot(
+            message.place, offset, length, head.width, head.height, head.extension
+        )
 
-    def _frame(self, file: LogFile, topic: Topic, message: Message, picture: Picture, where: str) -> Shot:
+    def _frame(
+        self, file: LogFile, topic: Topic, message: Message, picture: Picture, where: str
+    ) -> Shot:
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
         number, num_bytes = self.videos.get(topic.name, (0, 0))
         self.videos[topic.name] = number + 1, num_bytes + picture.length
@@ -237,7 +279,9 @@ class LogIndex:
         if is_keyframe(data, codec, where):
             self._keys[topic.name] = message.place
             if topic.name not in self._sizes:
-                whole = memoryview(file.read(message.place).data)[picture.offset : picture.offset + picture.length]
+                whole = memoryview(file.read(message.place).data)[
+                    picture.offset : picture.offset + picture.length
+                ]
                 self._sizes[topic.name] = stream_size(whole, codec, where)
         key = self._keys.get(topic.name)
         size = self._sizes.get(topic.name, (0, 0))
@@ -251,7 +295,11 @@ class LogIndex:
         return found
 
     def _kept(
-        self, what: str, stamps: NDArray[np.int64], log_ns: NDArray[np.int64], places: Sequence[Locator]
+        self,
+        what: str,
+        stamps: NDArray[np.int64],
+        log_ns: NDArray[np.int64],
+        places: Sequence[Locator],
     ) -> NDArray[np.bool_]:
         """Return which messages (N,) of a topic are not before others by a set clock; raise SourceError if an error.
 
@@ -266,7 +314,9 @@ class LogIndex:
         if len(jumps):
             before = np.searchsorted(newest, jumps) - 1
             since_ns = log_ns[jumps] - np.where(before < 0, recorded_ns, log_ns[newest[before]])
-            number = int(np.count_nonzero((since_ns > 0) & (since_ns < passed_ns[jumps] - self._max_gap_ns)))
+            number = int(
+                np.count_nonzero((since_ns > 0) & (since_ns < passed_ns[jumps] - self._max_gap_ns))
+            )
             if number:
                 self.noted[f"{what}: clock set forward"] += number
         if len(newest):
@@ -288,7 +338,10 @@ class LogIndex:
         return kept
 
     def _sorted(self, topic: str) -> Series:
-        items, stamps = self._items.pop(topic), np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
+        items, stamps = (
+            self._items.pop(topic),
+            np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)]),
+        )
         if self._only_keyframes and topic in self._codecs:
             keys = [isinstance(one, Shot) and one.key == one.place for one in items]
             items, stamps = list(itertools.compress(items, keys)), stamps[np.array(keys, np.bool_)]
@@ -301,7 +354,9 @@ class LogIndex:
                 self.noted[f"{topic}: messages {what}"] = number
         return Series(times, [items[at] for at in first.tolist()])
 
-    def _moved(self, topic: str, messages: Sequence[Message], parts: Sequence[Edges]) -> list[Edges]:
+    def _moved(
+        self, topic: str, messages: Sequence[Message], parts: Sequence[Edges]
+    ) -> list[Edges]:
         """Drop edges of a clock that was set back: frames of a topic have clocks of their own."""
         found = []
         for part in parts:
@@ -323,7 +378,9 @@ class LogIndex:
             stamp_ns = log_ns
         elif not stamp_ns.all():
             self._stamp(topic, messages[int(np.argmin(stamp_ns != 0))], 0)
-        return stamp_ns, self._kept(topic + part, stamp_ns, log_ns, [message.place for message in messages])
+        return stamp_ns, self._kept(
+            topic + part, stamp_ns, log_ns, [message.place for message in messages]
+        )
 
     def _stamp(self, topic: str, message: Message, stamp_ns: int) -> int:
         if self._clock == "log_time":

@@ -78,7 +78,10 @@ class LogMembers:
 
     def points(self, job: Job) -> NDArray[np.float32]:
         """Read a sweep: (P, 6), or that of a radar."""
-        where, message = f"topic '{job.topic}', message {job.place}", self._file(job.place.file).read(job.place)
+        where, message = (
+            f"topic '{job.topic}', message {job.place}",
+            self._file(job.place.file).read(job.place),
+        )
         cloud = self._reader(job.topic).cloud(message)
         if job.kind == "points":
             return points_of(cloud, where)
@@ -105,7 +108,10 @@ class LogMembers:
             for number in range(group.first, group.last + 1):
                 todo.setdefault(group.places[number], []).append((group, number))
         decoders: dict[int, StreamDecoder] = {}
-        rank = {name: at for at, name in enumerate(name for _, files in self._recordings.logs for name in files)}
+        rank = {
+            name: at
+            for at, name in enumerate(name for _, files in self._recordings.logs for name in files)
+        }
         for place in sorted(todo, key=lambda place: (rank[place.file], place.chunk, place.at)):
             for one in todo[place]:
                 if isinstance(one, Job):
@@ -123,13 +129,17 @@ class LogMembers:
             return raw_jpeg(message.data, picture, where, self._topics.levels.get(job.topic, FULL))
         return memoryview(message.data)[picture.offset : picture.offset + picture.length]
 
-    def _decoded(self, group: _Group, number: int, decoders: dict[int, StreamDecoder]) -> Iterator[tuple[Job, Buffer]]:
+    def _decoded(
+        self, group: _Group, number: int, decoders: dict[int, StreamDecoder]
+    ) -> Iterator[tuple[Job, Buffer]]:
         where = f"topic '{group.topic}'"
         message = self._file(group.places[number].file).read(group.places[number])
         reader = self._reader(group.topic)
         decoder = decoders.get(id(group))
         if decoder is None:
-            decoder = decoders[id(group)] = StreamDecoder(reader.video_format(message), self._form, where)
+            decoder = decoders[id(group)] = StreamDecoder(
+                reader.video_format(message), self._form, where
+            )
         picture = reader.picture(message)
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
         left = set(group.wanted)
@@ -141,7 +151,9 @@ class LogMembers:
         for at, jpeg in made:
             yield group.wanted.pop(at), jpeg
         if number == group.last and group.wanted:
-            raise SourceError(f"{where}: message {group.places[min(group.wanted)]} cannot be decoded")
+            raise SourceError(
+                f"{where}: message {group.places[min(group.wanted)]} cannot be decoded"
+            )
 
     def _groups(self, jobs: Sequence[Job]) -> list[_Group]:
         """Return the runs of messages from a keyframe to the last one wanted; runs that touch are one."""
@@ -152,7 +164,9 @@ class LogMembers:
         for (log, topic), own in by_topic.items():
             places = self._all_places(log, topic)
             number_of = {place: number for number, place in enumerate(places)}
-            rows = sorted((number_of[job.key or job.place], number_of[job.place], job) for job in own)
+            rows = sorted(
+                (number_of[job.key or job.place], number_of[job.place], job) for job in own
+            )
             last = -2
             for key, number, job in rows:
                 if key > last + 1:

@@ -43,7 +43,11 @@ class LogSource(FrameSource[LogSettings]):
 
     kind = "mcap"
     settings = LogSettings
-    requires: ClassVar = {"mcap": "fuelrail[ros]", "rosbags": "fuelrail[ros]", "lz4": "fuelrail[ros]"}
+    requires: ClassVar = {
+        "mcap": "fuelrail[ros]",
+        "rosbags": "fuelrail[ros]",
+        "lz4": "fuelrail[ros]",
+    }
     suffixes: ClassVar[tuple[str, ...]] = (".mcap",)
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
@@ -52,9 +56,12 @@ class LogSource(FrameSource[LogSettings]):
         self.has_poses = self.given.poses != "none"
         self.given.check_libraries()
         self.recordings = Recordings(
-            self.files, self.file, self.suffixes, skip_damaged=self.given.damaged == "skip",
+            self.files,
+            self.file,
+            self.suffixes,
+            skip_damaged=self.given.damaged == "skip",
             check_all=self.given.checksums,
-        )  # fmt: skip
+        )
         self.topics = LogTopics(self.recordings, self.given)
         self._index: LogIndex | None = None
         self._cuts: dict[str, tuple[str, NDArray[np.int64]]] = {}
@@ -69,15 +76,21 @@ class LogSource(FrameSource[LogSettings]):
     def reads(self) -> Reads:  # type: ignore[override]  # of these logs, not of the kind
         """ "clip" where chunks are compressed, or where there is video."""
         found = self.recordings
-        in_order = any(found.log_file(name).reads_in_order for _, files in found.logs for name in files)
+        in_order = any(
+            found.log_file(name).reads_in_order for _, files in found.logs for name in files
+        )
         return "clip" if in_order or self.topics.videos else "random"
 
     def sensors(self) -> Sensors:
         """Return cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
         assert self.channels is not None, "they are checked first"
         self.topics.check(f"the {self.kind} source '{self.files.shown}'")
-        self.time_base = "unix" if self._is_unix(self._indexed(self.recordings.logs[0][0])) else "boot"
-        self.image_boxes = {channel: f"of topic {topic}; row is -1" for channel, topic in self.given.boxes2d.items()}
+        self.time_base = (
+            "unix" if self._is_unix(self._indexed(self.recordings.logs[0][0])) else "boot"
+        )
+        self.image_boxes = {
+            channel: f"of topic {topic}; row is -1" for channel, topic in self.given.boxes2d.items()
+        }
         return Sensors.of(self.topics.cameras, dict.fromkeys(self.topics.lidars, COLUMNS))
 
     def clips(self) -> Iterator[Clip]:
@@ -95,7 +108,9 @@ class LogSource(FrameSource[LogSettings]):
             topic = {**self.topics.cameras, **self.topics.lidars}[reference]
             stamps = thinned(index.series[topic].stamps, given.rate)
             parts = sync.cuts(
-                stamps, max(given.max_gap_s, 1.5 / given.rate if given.rate else 0) * 1e9, given.clip_seconds * 1e9
+                stamps,
+                max(given.max_gap_s, 1.5 / given.rate if given.rate else 0) * 1e9,
+                given.clip_seconds * 1e9,
             )
             for number, part in enumerate(parts):
                 clip = name if len(parts) == 1 else f"{name}-{number:04d}"
@@ -117,7 +132,9 @@ class LogSource(FrameSource[LogSettings]):
         if given.poses == "tf":
             return index.tree.trajectory(given.ego_frame, given.global_frame, given.max_gap_s)
         child = next((part.child for part in index.poses), "").lstrip("/")
-        moved = edges_trajectory(index.poses, f"log '{clip.log_id}': {given.poses}", given.max_gap_s)
+        moved = edges_trajectory(
+            index.poses, f"log '{clip.log_id}': {given.poses}", given.max_gap_s
+        )
         if child in ("", given.ego_frame):
             return moved
         times = np.unique(np.concatenate([part.stamp_ns for part in index.poses]))
@@ -148,9 +165,13 @@ class LogSource(FrameSource[LogSettings]):
                 kept[job.log, job.topic] += 1
                 first.setdefault((job.log, job.topic), job)
 
-        members = LogMembers(self.recordings, self.topics, JpegForm())  # one, for it keeps where messages are
+        members = LogMembers(
+            self.recordings, self.topics, JpegForm()
+        )  # one, for it keeps where messages are
         return [
-            VideoStart(*self._videos[name], kept[name], members.following(job, number), lambda: members)
+            VideoStart(
+                *self._videos[name], kept[name], members.following(job, number), lambda: members
+            )
             for name, job in first.items()
         ]
 
@@ -184,12 +205,16 @@ class LogSource(FrameSource[LogSettings]):
         """Return the index of a log; keep that of the last one."""
         if self._index is None or self._index.name != log:
             files = next(files for name, files in self.recordings.logs if name == log)
-            self._index = LogIndex(log, [self.recordings.log_file(name) for name in files], self.topics)
+            self._index = LogIndex(
+                log, [self.recordings.log_file(name) for name in files], self.topics
+            )
         return self._index
 
     @cached_property
     def _members(self) -> LogMembers:
-        return LogMembers(self.recordings, self.topics, self.stored or JpegForm(self.given.video_quality))
+        return LogMembers(
+            self.recordings, self.topics, self.stored or JpegForm(self.given.video_quality)
+        )
 
 
 class Rosbag2Source(LogSource):

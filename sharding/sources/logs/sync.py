@@ -23,7 +23,9 @@ def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
     if len(stamps_ns) < 2 or not len(reference_ns):
         return 0
     period = float(np.median(np.diff(stamps_ns)))
-    inside = reference_ns[(reference_ns >= stamps_ns[0] - period) & (reference_ns <= stamps_ns[-1] + period)]
+    inside = reference_ns[
+        (reference_ns >= stamps_ns[0] - period) & (reference_ns <= stamps_ns[-1] + period)
+    ]
     if not len(inside) or period <= 0:
         return 0
     differences = (stamps_ns[nearest(stamps_ns, inside)] - inside).astype(np.float64)
@@ -43,7 +45,9 @@ def nearest(stamps_ns: I64, wanted_ns: I64) -> NDArray[np.intp]:
     return np.where(wanted_ns - stamps_ns[before] <= stamps_ns[after] - wanted_ns, before, after)
 
 
-def matched(reference_ns: I64, stamps_ns: I64, offset_ns: int, tolerance_ns: int) -> NDArray[np.intp]:
+def matched(
+    reference_ns: I64, stamps_ns: I64, offset_ns: int, tolerance_ns: int
+) -> NDArray[np.intp]:
     """Return for each reference time the row of the message nearest to it plus the offset; -1 beyond the tolerance.
 
     A message belongs to one frame, the nearer one.
@@ -64,7 +68,11 @@ def cuts(reference_ns: I64, max_gap_ns: float, most_ns: float) -> list[I64]:
     """Return the reference times of each clip: cut at gaps, and after ``most_ns`` (0: never)."""
     clips: list[list[int]] = []
     for time in reference_ns.tolist():
-        new = not clips or time - clips[-1][-1] > max_gap_ns or (most_ns and time - clips[-1][0] >= most_ns)
+        new = (
+            not clips
+            or time - clips[-1][-1] > max_gap_ns
+            or (most_ns and time - clips[-1][0] >= most_ns)
+        )
         if new:
             clips.append([])
         clips[-1].append(time)

@@ -9,7 +9,14 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.sources.adapter.channels import signals_channel
 from fuelrail.sharding.sources.logs.messages.clouds import radar_channel
 from fuelrail.sharding.sources.logs.messages.reader import Reader
-from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, MARKS, PICTURES, POSES, VIDEOS
+from fuelrail.sharding.sources.logs.messages.records import (
+    CLOUDS,
+    FIXES,
+    MARKS,
+    PICTURES,
+    POSES,
+    VIDEOS,
+)
 from fuelrail.sharding.sources.shared.video import check_decoder
 
 if TYPE_CHECKING:
@@ -29,7 +36,9 @@ class LogTopics:
     def cameras(self) -> dict[str, str]:
         """Channel to topic, in the order of the rig."""
         named = self.given.cameras
-        return self._recordings.chosen("cameras", {} if isinstance(named, tuple) else named, PICTURES)
+        return self._recordings.chosen(
+            "cameras", {} if isinstance(named, tuple) else named, PICTURES
+        )
 
     @cached_property
     def lidars(self) -> dict[str, str]:
@@ -46,7 +55,11 @@ class LogTopics:
     @property
     def videos(self) -> list[str]:
         """The topics of cameras that record video."""
-        return [topic for topic in self.cameras.values() if self._recordings.topics[topic].type in VIDEOS]
+        return [
+            topic
+            for topic in self.cameras.values()
+            if self._recordings.topics[topic].type in VIDEOS
+        ]
 
     @property
     def levels(self) -> dict[str, tuple[int, int]]:
@@ -56,7 +69,9 @@ class LogTopics:
     @property
     def gps(self) -> str:
         """The topic of positions, empty without one; raises ConfigError for a missing one that the options name."""
-        topics = sorted(name for name, topic in self._recordings.topics.items() if topic.type in FIXES)
+        topics = sorted(
+            name for name, topic in self._recordings.topics.items() if topic.type in FIXES
+        )
         if self.given.gps and self.given.gps not in topics:
             raise ConfigError(f"gps: '{self.given.gps}' is not one of: {', '.join(topics) or '-'}")
         return self.given.gps or next(iter(topics), "")
@@ -68,9 +83,15 @@ class LogTopics:
         for name, topic in self.given.signals.items():
             if topic not in topics or topic in (*self.cameras.values(), *self.lidars.values()):
                 listed = ", ".join(sorted(topics))
-                raise ConfigError(f"signals: '{topic}' of {name} is not a topic with numbers; topics: {listed}")
+                raise ConfigError(
+                    f"signals: '{topic}' of {name} is not a topic with numbers; topics: {listed}"
+                )
             units = {path.replace(".", "_"): "" for path in Reader(topics[topic]).columns}
-            found.append(signals_channel(f"can_{name}", units, topic, has_unknown=True, series=self.given.series))
+            found.append(
+                signals_channel(
+                    f"can_{name}", units, topic, has_unknown=True, series=self.given.series
+                )
+            )
         return (*found, *self._radars())
 
     def _radars(self) -> list[Channel]:
@@ -85,23 +106,37 @@ class LogTopics:
             )
         found = []
         for channel, name in topics.items():
-            files = (self._recordings.log_file(file) for _, files in self._recordings.logs for file in files)
+            files = (
+                self._recordings.log_file(file)
+                for _, files in self._recordings.logs
+                for file in files
+            )
             first = next(((file, place) for file in files for place in file.places(name)[:1]), None)
             if first is None:
                 raise SourceError(f"radars: topic '{name}' of {channel} has no messages")
             file, place = first
-            found.append(radar_channel(channel, Reader(self._recordings.topics[name]).cloud(file.read(place)), name))
+            found.append(
+                radar_channel(
+                    channel, Reader(self._recordings.topics[name]).cloud(file.read(place)), name
+                )
+            )
         return found
 
     def check(self, where: str) -> None:
         """Raise SourceError or ConfigError for options that do not fit the topics of the source ``where``."""
         if not self.cameras:
             listed = (
-                ", ".join(sorted(f"{topic.name} ({topic.type})" for topic in self._recordings.topics.values()))
+                ", ".join(
+                    sorted(
+                        f"{topic.name} ({topic.type})" for topic in self._recordings.topics.values()
+                    )
+                )
                 or "none"
             )
             raise SourceError(f"{where} has no image topic; topics: {listed}")
-        of_boxes = sorted(name for name, one in self._recordings.topics.items() if one.type in MARKS)
+        of_boxes = sorted(
+            name for name, one in self._recordings.topics.items() if one.type in MARKS
+        )
         for channel, name in self.given.boxes2d.items():
             if channel not in self.cameras or name not in of_boxes:
                 raise ConfigError(
@@ -118,13 +153,21 @@ class LogTopics:
         for option in ("offsets_ms", "camera_infos"):
             for channel in getattr(self.given, option):
                 if channel not in (*known, *(f"boxes2d_{camera}" for camera in self.given.boxes2d)):
-                    raise ConfigError(f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}")
+                    raise ConfigError(
+                        f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}"
+                    )
         if self.reference not in known or self.reference in self.given.radars:
-            raise ConfigError(f"reference: there is no channel '{self.reference}'; channels: {', '.join(known)}")
+            raise ConfigError(
+                f"reference: there is no channel '{self.reference}'; channels: {', '.join(known)}"
+            )
         if self.given.poses not in ("tf", "none"):
             topic = self._recordings.topics.get(self.given.poses)
             if topic is None or topic.type not in POSES:
-                names = sorted(name for name, one in self._recordings.topics.items() if one.type in POSES)
-                raise ConfigError(f"poses: '{self.given.poses}' is not tf, none or one of: {', '.join(names) or '-'}")
+                names = sorted(
+                    name for name, one in self._recordings.topics.items() if one.type in POSES
+                )
+                raise ConfigError(
+                    f"poses: '{self.given.poses}' is not tf, none or one of: {', '.join(names) or '-'}"
+                )
         if self.videos:
             check_decoder(f"topic '{self.videos[0]}'")

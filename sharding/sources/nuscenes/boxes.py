@@ -41,18 +41,32 @@ CATEGORIES: Final[dict[str, str | None]] = {
     "movable_object.trafficcone": "traffic_cone",
     "vehicle.trailer": "trailer",
     "vehicle.truck": "truck",
-    **dict.fromkeys((
-        "animal", "human.pedestrian.personal_mobility", "human.pedestrian.stroller", "human.pedestrian.wheelchair",
-        "movable_object.debris", "movable_object.pushable_pullable", "static_object.bicycle_rack",
-        "vehicle.emergency.ambulance", "vehicle.emergency.police",
-    )),
-}  # fmt: skip
+    **dict.fromkeys(
+        (
+            "animal",
+            "human.pedestrian.personal_mobility",
+            "human.pedestrian.stroller",
+            "human.pedestrian.wheelchair",
+            "movable_object.debris",
+            "movable_object.pushable_pullable",
+            "static_object.bicycle_rack",
+            "vehicle.emergency.ambulance",
+            "vehicle.emergency.police",
+        )
+    ),
+}
 """Category to detection class (nuScenes detection task), None for those that are no detection class."""
 
 VISIBILITY: Final = {
-    "v0-40": 1, "v40-60": 2, "v60-80": 3, "v80-100": 4,
-    "none": 1, "partial": 2, "most": 3, "full": 4,
-}  # fmt: skip
+    "v0-40": 1,
+    "v40-60": 2,
+    "v60-80": 3,
+    "v80-100": 4,
+    "none": 1,
+    "partial": 2,
+    "most": 3,
+    "full": 4,
+}
 """Visibility by nuScenes' levels and by T4's names for them, as t4-devkit equates both."""
 NOT_STATED: Final = "not stated"
 """Stands in the scan report for the level of annotations without a visibility."""
@@ -63,12 +77,17 @@ class Annotations:
 
     def __init__(self, joined: Joined, database: Database) -> None:
         self._joined, self._database = joined, database
-        self.columns, self.links = joined["sample_annotation"].columns, joined["sample_annotation"].links
+        self.columns, self.links = (
+            joined["sample_annotation"].columns,
+            joined["sample_annotation"].links,
+        )
         self.attribute_names: list[str] = [record.name for record in joined["attribute"].records]
         self.categories: list[str] = [record.name for record in joined["category"].records]
         self._levels: list[str] = [record.level for record in joined["visibility"].records]
         # The last entry is for annotations without a visibility, which are row -1.
-        self._visibility_code = np.array([*(VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8)
+        self._visibility_code = np.array(
+            [*(VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8
+        )
         self._sort_by_sample(len(joined["sample"]))
 
     def __len__(self) -> int:
@@ -93,23 +112,36 @@ class Annotations:
     def _rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return rows of the annotations of samples (S,), sample by sample, and their numbers (S,)."""
         starts, ends = self._starts[samples], self._starts[samples + 1]
-        rows = np.concatenate([self._order[start:end] for start, end in zip(starts, ends, strict=True)]) % self._radix
+        rows = (
+            np.concatenate(
+                [self._order[start:end] for start, end in zip(starts, ends, strict=True)]
+            )
+            % self._radix
+        )
         self._database.used(4 * len(rows))
         return rows, ends - starts
 
     def _categories_of(self, rows: NDArray[np.int64]) -> list[str]:
-        category = self._joined["instance"].links["category_token"][self.links["instance_token"][rows]]
+        category = self._joined["instance"].links["category_token"][
+            self.links["instance_token"][rows]
+        ]
         return [self.categories[row] for row in category.tolist()]
 
-    def _velocity(self, rows: NDArray[np.int64], timestamp_us: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _velocity(
+        self, rows: NDArray[np.int64], timestamp_us: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """Return the velocity of the boxes in global (M, 3), from the neighbouring annotations of their tracks."""
         neighbours = [self.links[name][rows] for name in ("prev", "next")]
         needed, place = np.unique(np.concatenate([rows, *neighbours]), return_inverse=True)
         own, *linked = np.split(place, 3)
         prev, following = np.full((2, len(needed)), -1)
-        prev[own], following[own] = (np.where(link < 0, -1, at) for link, at in zip(neighbours, linked, strict=True))
+        prev[own], following[own] = (
+            np.where(link < 0, -1, at) for link, at in zip(neighbours, linked, strict=True)
+        )
         sample = self.links["sample_token"][needed]
-        return velocities(self.columns["translation"][needed], timestamp_us[sample], prev, following)[own]
+        return velocities(
+            self.columns["translation"][needed], timestamp_us[sample], prev, following
+        )[own]
 
     def of_scene(self, scene: SceneRows, attributes: Sequence[str]) -> list[BoxRows]:
         """Return the boxes of a scene's samples in global; ``attributes`` are the source's.
@@ -126,7 +158,9 @@ class Annotations:
             "rotation_wxyz": self.columns["rotation"][rows],
             "category": self._categories_of(rows),
             "track": self._joined["instance"].tokens.take(self.links["instance_token"][rows]),
-            "velocity": self._velocity(rows, scene.keyframes.timestamp_us) if stated is None else stated[rows],
+            "velocity": self._velocity(rows, scene.keyframes.timestamp_us)
+            if stated is None
+            else stated[rows],
             "num_lidar_pts": self.columns["num_lidar_pts"][rows],
             "num_radar_pts": self.columns["num_radar_pts"][rows],
             "visibility": self._visibility_code[visibility],
@@ -149,7 +183,10 @@ class Annotations:
     def tokens_of(self, sample: int) -> dict[str, list[str]]:
         """Return tokens of one sample's annotations, of their instances and of their visibilities ("" for none)."""
         rows = self.rows_of(sample)
-        visibilities, levels = self.links["visibility_token"][rows].tolist(), self._joined["visibility"].records
+        visibilities, levels = (
+            self.links["visibility_token"][rows].tolist(),
+            self._joined["visibility"].records,
+        )
         return {
             "annotation": self._joined["sample_annotation"].tokens.take(rows),
             "instance": self._joined["instance"].tokens.take(self.links["instance_token"][rows]),

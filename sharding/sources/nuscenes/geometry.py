@@ -28,14 +28,25 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.nuscenes.tables import Log, Scene, Sensor
     from fuelrail.sharding.sources.shared.joins import Database
 
-RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
+RIG: Final = (
+    "CAM_FRONT",
+    "CAM_FRONT_RIGHT",
+    "CAM_FRONT_LEFT",
+    "CAM_BACK",
+    "CAM_BACK_LEFT",
+    "CAM_BACK_RIGHT",
+)
 """Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""
 NS_PER_US: Final = 1000
 NOT_VALID: Final = "marked as not valid"
 """Why there is no image or sweep where the tables say so."""
 LENS_OF_LENGTH: Final = {
     0: UNBENT,
-    **{length: model for model in ("opencv_radtan", "opencv_rational") for length in MODELS[model][1]},
+    **{
+        length: model
+        for model in ("opencv_radtan", "opencv_rational")
+        for length in MODELS[model][1]
+    },
 }
 """Number of values in ``camera_distortion`` to the lens model that they are of, in OpenCV's order."""
 _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
@@ -72,7 +83,9 @@ class SceneRows(NamedTuple):
 
     def row_of(self, at: int, channel: str) -> int:
         """Return the row of ``sample_data`` that sample number ``at`` has of a sensor, -1 for none."""
-        return int(self.keyframes.sensor_rows[self.samples[at], self.keyframes.channels.index(channel)])
+        return int(
+            self.keyframes.sensor_rows[self.samples[at], self.keyframes.channels.index(channel)]
+        )
 
 
 class SensorPoses:
@@ -99,7 +112,9 @@ class SensorPoses:
     def sensor2ego(self, calibrated: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return matrices (..., 4, 4) of rows of ``calibrated_sensor`` (...)."""
         columns = self._calibrated.columns
-        return np.asarray(rigid(columns["rotation"][calibrated], columns["translation"][calibrated]))
+        return np.asarray(
+            rigid(columns["rotation"][calibrated], columns["translation"][calibrated])
+        )
 
     def ego2global(self, poses: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return matrices (..., 4, 4) of rows of ``ego_pose`` (...)."""
@@ -125,8 +140,12 @@ class SensorPoses:
         table, columns = self._calibrated, self._calibrated.columns
         of_camera = np.isin(table.links["sensor_token"], list(cameras))
         lengths = columns["camera_distortion"][:, 0].astype(np.int64)
-        for row in np.flatnonzero(of_camera & np.isnan(columns["camera_intrinsic"][:, 0, 0])).tolist():
-            raise SourceError(f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has no 3 x 3 intrinsics")
+        for row in np.flatnonzero(
+            of_camera & np.isnan(columns["camera_intrinsic"][:, 0, 0])
+        ).tolist():
+            raise SourceError(
+                f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has no 3 x 3 intrinsics"
+            )
         for row in np.flatnonzero(of_camera & ~np.isin(lengths, list(LENS_OF_LENGTH))).tolist():
             allowed = ", ".join(f"{length} ({model})" for length, model in LENS_OF_LENGTH.items())
             raise SourceError(
@@ -144,7 +163,13 @@ class Keyframes:
     """
 
     def __init__(
-        self, joined: Joined, database: Database, leading: Sequence[str] | None, folder: str = "", *, stay: bool
+        self,
+        joined: Joined,
+        database: Database,
+        leading: Sequence[str] | None,
+        folder: str = "",
+        *,
+        stay: bool,
     ) -> None:
         """Take the channels whose pose is the sample's, None for all lidars, and the folder of files.
 
@@ -165,14 +190,21 @@ class Keyframes:
         _check_channels(self.channels)
         self.sensor_poses.check_cameras(by_kind["camera"].values())
         self._is_leading = np.isin(self.channels, self.lidars if leading is None else leading)
-        self._may_place = np.isin(self.channels, self.channels if leading is None else [*self.cameras, *self.lidars])
+        self._may_place = np.isin(
+            self.channels, self.channels if leading is None else [*self.cameras, *self.lidars]
+        )
         self._place()
 
     def _place(self) -> None:
         """Set ``sensor_rows``; raise SourceError for two rows in one place."""
-        samples, sample_of = self.joined["sample"].tokens, self.joined["sample_data"].links["sample_token"]
+        samples, sample_of = (
+            self.joined["sample"].tokens,
+            self.joined["sample_data"].links["sample_token"],
+        )
         number_of = {channel: number for number, channel in enumerate(self.channels)}
-        column_of = np.array([number_of.get(sensor.channel, -1) for sensor in self.sensor_poses.sensors], np.int64)
+        column_of = np.array(
+            [number_of.get(sensor.channel, -1) for sensor in self.sensor_poses.sensors], np.int64
+        )
         self.sensor_rows = self.database.filled(-1, len(samples), np.int64, (len(self.channels),))
         flat = self.sensor_rows.reshape(-1)
         for first in range(0, len(sample_of), ROWS_AT_ONCE):
@@ -198,7 +230,9 @@ class Keyframes:
             return np.full(len(samples), -1)
         times_us = self.joined["sample_data"].columns["timestamp"]
         away_us = np.where(
-            (rows < 0) | ~self._may_place, _FAR_US, np.abs(times_us[rows] - self.timestamp_us[samples][:, None])
+            (rows < 0) | ~self._may_place,
+            _FAR_US,
+            np.abs(times_us[rows] - self.timestamp_us[samples][:, None]),
         )
         leading_us = np.where(self._is_leading, away_us, _FAR_US)
         column = np.where(leading_us.min(1) < _FAR_US, leading_us.argmin(1), away_us.argmin(1))
@@ -217,7 +251,9 @@ class Keyframes:
         scene_of = self.joined["sample"].links["scene_token"]
         order = np.lexsort((self.timestamp_us, scene_of))
         starts = np.searchsorted(scene_of, np.arange(len(self.joined["scene"]) + 1), sorter=order)
-        for row, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        for row, (first, end) in enumerate(
+            zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+        ):
             yield row, order[first:end]
 
     def scene_rows(self, samples: NDArray[np.int64]) -> SceneRows:
@@ -244,12 +280,34 @@ class Keyframes:
         images: list[dict[str, Image]] = [{} for _ in samples]
         lidars: list[dict[str, Sweep]] = [{} for _ in samples]
         radars: list[dict[str, Sweep]] = [{} for _ in samples]
-        for at, number, token, file, time_ns, width, height, is_valid, calibration, ego2global in columns:
-            about: Any = {"ref": f"{self._folder}{file}", "timestamp_ns": time_ns, "ego2global": ego2global}
+        for (
+            at,
+            number,
+            token,
+            file,
+            time_ns,
+            width,
+            height,
+            is_valid,
+            calibration,
+            ego2global,
+        ) in columns:
+            about: Any = {
+                "ref": f"{self._folder}{file}",
+                "timestamp_ns": time_ns,
+                "ego2global": ego2global,
+            }
             about["absent"] = "" if is_valid else NOT_VALID
             channel = self.channels[number]
             if number < len(self.cameras):
-                image = Image(**about, **calibration, width=width, height=height, token=token, stays=self._stay)
+                image = Image(
+                    **about,
+                    **calibration,
+                    width=width,
+                    height=height,
+                    token=token,
+                    stays=self._stay,
+                )
                 images[at][channel.lower()] = image
             else:
                 sweeps = lidars if channel in self.lidars else radars
@@ -278,6 +336,10 @@ def _check_channels(names: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     for name in names:
         if not _CHANNEL.match(name.lower()):
-            raise SourceError(f"table 'sensor': channel '{name}' has other characters than letters, digits and _")
+            raise SourceError(
+                f"table 'sensor': channel '{name}' has other characters than letters, digits and _"
+            )
         if seen.setdefault(name.lower(), name) != name:
-            raise SourceError(f"table 'sensor': channels '{seen[name.lower()]}' and '{name}' differ in case alone")
+            raise SourceError(
+                f"table 'sensor': channels '{seen[name.lower()]}' and '{name}' differ in case alone"
+            )

@@ -67,31 +67,33 @@ def _vectors(length: int) -> Callable[[list[Any]], Any]:
     return lambda values: vectors(values, length)
 
 
-def _velocities(values: list[Any]) -> Any:  # noqa: ANN401 - an array
+def _velocities(values: list[Any]) -> Any:
     return vectors([value or (np.nan,) * 3 for value in values], 3)
 
 
-def _sides(values: list[int | None]) -> Any:  # noqa: ANN401
+def _sides(values: list[int | None]) -> Any:
     return np.array([value or 0 for value in values], np.int32)
 
 
-def _point_counts(values: list[int | None]) -> Any:  # noqa: ANN401
+def _point_counts(values: list[int | None]) -> Any:
     """Return numbers of points, -1 for null and for negative ones."""
     # NaN stands for null; fmax takes the other.
     return np.fmax(np.array(values, np.float64), -1).astype(np.int32)
 
 
-def _intrinsics(values: list[Sequence[Sequence[float]]]) -> Any:  # noqa: ANN401
+def _intrinsics(values: list[Sequence[Sequence[float]]]) -> Any:
     """Return K (R, 3, 3), NaN for what is not a camera."""
     nothing = (np.nan,) * 9
     flat = [(*rows[0], *rows[1], *rows[2]) if len(rows) == 3 else nothing for rows in values]
     return vectors(flat, 9).reshape(-1, 3, 3)
 
 
-def _lenses(values: list[Sequence[float] | None]) -> Any:  # noqa: ANN401
+def _lenses(values: list[Sequence[float] | None]) -> Any:
     """Return the number of lens coefficients, none where all are 0, and then these, as (R, 15)."""
     lenses = [value if value and any(value) else () for value in values]
-    return vectors([(len(one), *(*one, *(np.nan,) * NUM_DIST)[:NUM_DIST]) for one in lenses], 1 + NUM_DIST)
+    return vectors(
+        [(len(one), *(*one, *(np.nan,) * NUM_DIST)[:NUM_DIST]) for one in lenses], 1 + NUM_DIST
+    )
 
 
 _Vector3 = tuple[float, float, float]
@@ -151,14 +153,18 @@ _ATTRIBUTES: Final = "attribute_tokens"
 
 
 @cache
-def _record_type(table: str, stored: Stored) -> Any:  # noqa: ANN401 - a type of this table's records
+def _record_type(table: str, stored: Stored) -> Any:
     """Return the type of a table's records."""
-    fields: list[Any] = [(name, _COLUMNS[name].type, _COLUMNS[name].default) for name in stored.columns]
+    fields: list[Any] = [
+        (name, _COLUMNS[name].type, _COLUMNS[name].default) for name in stored.columns
+    ]
     for name in stored.links:
         kind, nothing = (tuple[str, ...], ()) if name == _ATTRIBUTES else (str, "")
         fields.append((name, kind, nothing if name in stored.optional else msgspec.NODEFAULT))
     fields += [("is_key_frame", bool)] if stored.keyframes else []
-    return msgspec.defstruct(table, fields, bases=(stored.record,), frozen=True, gc=False, kw_only=True)
+    return msgspec.defstruct(
+        table, fields, bases=(stored.record,), frozen=True, gc=False, kw_only=True
+    )
 
 
 def _tokens(records: list[Any], field: str) -> list[str]:
@@ -175,7 +181,9 @@ _BOX_LINKS: Final = ("sample_token", "instance_token", "visibility_token", _ATTR
 _OPTIONAL: Final = ("visibility_token", _ATTRIBUTES)
 _CALIBRATION: Final = {
     "sensor": Stored(record=Sensor),
-    "calibrated_sensor": Stored((*_POSE, "camera_intrinsic", "camera_distortion"), ("sensor_token",)),
+    "calibrated_sensor": Stored(
+        (*_POSE, "camera_intrinsic", "camera_distortion"), ("sensor_token",)
+    ),
 }
 SCENES: Final = {"log": Stored(record=Log), "scene": Stored(links=("log_token",), record=Scene)}
 """Scenes alone."""
@@ -196,7 +204,9 @@ KEYFRAMES: Final = {
 T4_KEYFRAMES: Final = {
     **{name: stored for name, stored in KEYFRAMES.items() if name != "map"},
     "sample": Stored(("timestamp",), ("scene_token",)),
-    "sample_annotation": Stored((*_BOX, "velocity"), _BOX_LINKS, optional=_OPTIONAL, may_dangle=_OPTIONAL),
+    "sample_annotation": Stored(
+        (*_BOX, "velocity"), _BOX_LINKS, optional=_OPTIONAL, may_dangle=_OPTIONAL
+    ),
 }
 """T4's: its samples are ordered by time and its tracks by their instances, whatever prev and next say."""
 SWEEPS: Final = {
@@ -220,15 +230,26 @@ class JoinedTable:
     """
 
     def __init__(self, name: str, stored: Stored, database: Database) -> None:
-        self.name, self.stored, self.tokens, self.records = name, stored, Tokens(name, database), list[Any]()
+        self.name, self.stored, self.tokens, self.records = (
+            name,
+            stored,
+            Tokens(name, database),
+            list[Any](),
+        )
         self.to = {field: stored.link(name, field) for field in stored.links}
-        self.link_texts = {field: database.texts() for field, link in self.to.items() if link.to in _LARGE}
+        self.link_texts = {
+            field: database.texts() for field, link in self.to.items() if link.to in _LARGE
+        }
         self.columns: dict[str, Any] = {}
         for field in stored.columns:
             made = _COLUMNS[field].column([])
             of_numbers = isinstance(made, np.ndarray)
-            self.columns[field] = database.column(made.dtype, made.shape[1:]) if of_numbers else database.texts()
-        self.links: dict[str, Any] = {field: database.column(np.int64) for field in self.to.keys() - self.link_texts}
+            self.columns[field] = (
+                database.column(made.dtype, made.shape[1:]) if of_numbers else database.texts()
+            )
+        self.links: dict[str, Any] = {
+            field: database.column(np.int64) for field in self.to.keys() - self.link_texts
+        }
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -252,12 +273,16 @@ class JoinedTable:
     def close(self) -> None:
         """Make arrays of the numbers: all records are there."""
         for of in (self.columns, self.links):
-            of.update({field: column.values for field, column in of.items() if isinstance(column, Column)})
+            of.update(
+                {field: column.values for field, column in of.items() if isinstance(column, Column)}
+            )
 
 
 def all_sensors(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
     """Return which sensors are cameras, lidars or radars."""
-    return np.array([sensor.modality in ("camera", "lidar", "radar") for sensor in sensors], np.bool_)
+    return np.array(
+        [sensor.modality in ("camera", "lidar", "radar") for sensor in sensors], np.bool_
+    )
 
 
 class Joined:
@@ -282,7 +307,9 @@ class Joined:
             table = self._tables[name] = JoinedTable(name, stored, database)
             for piece in tables.read(name, _record_type(name, stored)):
                 records: list[Any] = piece
-                if name == "ego_pose":  # of one for each of nuScenes' 2.6 million rows, few are of keyframes
+                if (
+                    name == "ego_pose"
+                ):  # of one for each of nuScenes' 2.6 million rows, few are of keyframes
                     records = poses.kept(records, list(map(_TOKEN, records)))
                 elif stored.keyframes:
                     records = [record for record in records if record.is_key_frame]
@@ -302,7 +329,9 @@ class Joined:
 
     def _add(self, table: JoinedTable, records: list[Any]) -> list[Any]:
         """Add what is wanted of some records, and return it."""
-        needed = {field: self[link.to].tokens for field, link in table.to.items() if link.if_cut == "drop"}
+        needed = {
+            field: self[link.to].tokens for field, link in table.to.items() if link.if_cut == "drop"
+        }
         records = self._cut.kept(records, table.name, **needed)
         own, rows = list(map(_TOKEN, records)), dict[str, NDArray[np.int64]]()
         for field in table.links:
@@ -310,7 +339,12 @@ class Joined:
             rows[field] = self[link.to].tokens.find(tokens)
             if field not in table.stored.may_dangle:
                 self[link.to].tokens.check(
-                    rows[field], tokens, table=table.name, column=field, owners=own, may_be_empty=link.may_be_empty
+                    rows[field],
+                    tokens,
+                    table=table.name,
+                    column=field,
+                    owners=own,
+                    may_be_empty=link.may_be_empty,
                 )
         if table.name == "sample_data":
             calibrated = rows["calibrated_sensor_token"]
@@ -323,11 +357,18 @@ class Joined:
     @cached_property
     def _is_wanted(self) -> NDArray[np.bool_]:
         """Which rows of ``calibrated_sensor`` are of a wanted sensor."""
-        return np.asarray(self._wanted(self["sensor"].records)[self["calibrated_sensor"].links["sensor_token"]])
+        return np.asarray(
+            self._wanted(self["sensor"].records)[self["calibrated_sensor"].links["sensor_token"]]
+        )
 
     def _join(self, name: str) -> None:
         """Make row numbers of all links to a large table."""
-        into = [(table, field) for table in self._tables.values() for field in table.to if table.to[field].to == name]
+        into = [
+            (table, field)
+            for table in self._tables.values()
+            for field in table.to
+            if table.to[field].to == name
+        ]
         if not into:
             return
         target = self[name].tokens
@@ -338,9 +379,14 @@ class Joined:
             link, table.links[field] = table.to[field], rows
             if field not in table.stored.may_dangle:
                 target.check(
-                    rows, table.link_texts[field], table=table.name, column=field, owners=table.tokens,
-                    may_be_empty=link.may_be_empty, cut=self._cut if link.if_cut == "clear" else None,
-                )  # fmt: skip
+                    rows,
+                    table.link_texts[field],
+                    table=table.name,
+                    column=field,
+                    owners=table.tokens,
+                    may_be_empty=link.may_be_empty,
+                    cut=self._cut if link.if_cut == "clear" else None,
+                )
 
 
 _TOKEN: Final = attrgetter("token")

@@ -22,13 +22,22 @@ from msgspec import Meta
 from fuelrail.pipeline.channels.sensors import lies_on
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.sources.adapter.channels import SIGNALS_AS_SERIES
-from fuelrail.sharding.sources.adapter.classes import NUSCENES10, ClassMap, ClassOption, count_column
+from fuelrail.sharding.sources.adapter.classes import (
+    NUSCENES10,
+    ClassMap,
+    ClassOption,
+    count_column,
+)
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Sensors
 from fuelrail.sharding.sources.adapter.rows import attribute_types, clip_id
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource, S
 from fuelrail.sharding.sources.adapter.vector_maps import MapWindows
 from fuelrail.sharding.sources.nuscenes.boxes import CATEGORIES, Annotations
-from fuelrail.sharding.sources.nuscenes.extras.boxes2d import TOKENS, image_box_channels, image_boxes
+from fuelrail.sharding.sources.nuscenes.extras.boxes2d import (
+    TOKENS,
+    image_box_channels,
+    image_boxes,
+)
 from fuelrail.sharding.sources.nuscenes.extras.can import CanBus, CanMessages
 from fuelrail.sharding.sources.nuscenes.extras.groups import (
     CHANNELS_FILE,
@@ -63,10 +72,33 @@ POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
 SPLITS_FILE: Final = "splits.json"
 
 _VAL_RUNS: Final = (
-    (3, 3), (12, 18), (35, 36), (38, 39), (92, 110), (221, 221), (268, 278), (329, 332), (344, 346), (519, 524),
-    (552, 565), (625, 627), (629, 630), (632, 638), (770, 771), (775, 775), (777, 778), (780, 784), (794, 800),
-    (802, 802), (904, 917), (919, 931), (962, 963), (966, 969), (971, 972), (1059, 1073),
-)  # fmt: skip
+    (3, 3),
+    (12, 18),
+    (35, 36),
+    (38, 39),
+    (92, 110),
+    (221, 221),
+    (268, 278),
+    (329, 332),
+    (344, 346),
+    (519, 524),
+    (552, 565),
+    (625, 627),
+    (629, 630),
+    (632, 638),
+    (770, 771),
+    (775, 775),
+    (777, 778),
+    (780, 784),
+    (794, 800),
+    (802, 802),
+    (904, 917),
+    (919, 931),
+    (962, 963),
+    (966, 969),
+    (971, 972),
+    (1059, 1073),
+)
 _VAL: Final = frozenset(number for first, last in _VAL_RUNS for number in range(first, last + 1))
 _MINI_TRAIN: Final = frozenset({61, 553, 655, 757, 796, 1077, 1094, 1100})
 _MINI_VAL: Final = frozenset({103, 916})
@@ -76,7 +108,9 @@ _SCENE: Final = re.compile(r"scene-([0-9]{4})\Z")
 
 def source_splits(tables: Tables, scenes: Sequence[str]) -> dict[str, list[str]] | None:
     """Split name to scene names of the tables, None where they say nothing and are not official."""
-    stated = tables.beside(SPLITS_FILE, dict[str, list[str]], "does not map split names to lists of scene names")
+    stated = tables.beside(
+        SPLITS_FILE, dict[str, list[str]], "does not map split names to lists of scene names"
+    )
     if stated is not None:
         return stated
     numbers = [int(match.group(1)) if (match := _SCENE.match(name)) else 0 for name in scenes]
@@ -119,7 +153,13 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
     """Options of the adapter."""
 
     version: (
-        Annotated[str, Meta(description="nuScenes version folder, such as v1.0-mini", extra={"metavar": "FOLDER"})]
+        Annotated[
+            str,
+            Meta(
+                description="nuScenes version folder, such as v1.0-mini",
+                extra={"metavar": "FOLDER"},
+            ),
+        ]
         | None
     ) = None
     sweeps: Annotated[
@@ -163,7 +203,9 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Check that the options go together."""
         if self.radar_sweeps < 0 or (self.radar_sweeps and "radar" not in self.channels):
-            raise ConfigError(f"radar_sweeps={self.radar_sweeps} must be 0 or more, and 0 without channels=[radar]")
+            raise ConfigError(
+                f"radar_sweeps={self.radar_sweeps} must be 0 or more, and 0 without channels=[radar]"
+            )
         if self.series and "can" not in self.channels:
             raise ConfigError("series=true needs signals: channels=[can]")
         if self.sweeps < 0 or (self.sweeps and not self.points):
@@ -179,7 +221,9 @@ class TableSource(FrameSource[S]):
         """Read a sweep: rows of five float32, ``.npy``, or PCD with these columns; or a radar's."""
         if ref.startswith("{"):
             return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
-        return parse_points(self.files.read(ref), POINT_COLUMNS, f"lidar file '{self.files.shown}/{ref}'")
+        return parse_points(
+            self.files.read(ref), POINT_COLUMNS, f"lidar file '{self.files.shown}/{ref}'"
+        )
 
 
 class _SceneClip(Clip, frozen=True, kw_only=True):
@@ -223,19 +267,30 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         with self.files.scanning():
             tables = Tables(self.files, self._version())
             tables.check()
-            wanted = partial(of_rig, cameras=given.cameras, where=self.files.shown, radars="radar" in given.channels)
+            wanted = partial(
+                of_rig,
+                cameras=given.cameras,
+                where=self.files.shown,
+                radars="radar" in given.channels,
+            )
             joined = Joined(tables, out.database, KEYFRAMES, wanted, cut)
             self._keyframes = keyframes = Keyframes(joined, out.database, ("LIDAR_TOP",), stay=True)
             if not keyframes.cameras:
-                raise SourceError(f"table '{tables.path('sample_data')}' has no keyframes of cameras")
+                raise SourceError(
+                    f"table '{tables.path('sample_data')}' has no keyframes of cameras"
+                )
             self._annotations = annotations = Annotations(joined, out.database)
             self.box_attributes = annotations.attribute_names
             rig = [name.lower() for name in keyframes.cameras]
-            own = OwnChannels(tuple(channel for channel in load_channels(tables) if lies_on(channel, rig)))
+            own = OwnChannels(
+                tuple(channel for channel in load_channels(tables) if lies_on(channel, rig))
+            )
             groups = self._chosen(tables, out.database)
             self._groups = [own, *groups.values()]
             if given.sweeps:
-                self._groups.append(LidarSweeps(tables, out.database, "lidar", keyframes, given.sweeps))
+                self._groups.append(
+                    LidarSweeps(tables, out.database, "lidar", keyframes, given.sweeps)
+                )
             made = {channel.name for group in groups.values() for channel in group.channels}
             for channel in own.channels:
                 if channel.name in made:
@@ -244,14 +299,27 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                         "the option channels makes too: rename or leave out one"
                     )
             self.channels = [
-                channel for group in self._groups if not isinstance(group, Maps) for channel in group.channels
+                channel
+                for group in self._groups
+                if not isinstance(group, Maps)
+                for channel in group.channels
             ]
             info = self._scan(out)
-            report, splits = info.report, source_splits(tables, [clip.clip_name for clip in info.clips])
+            report, splits = (
+                info.report,
+                source_splits(tables, [clip.clip_name for clip in info.clips]),
+            )
         assert report is not None, "the adapter counts"
         report.cut_links = cut.counts
-        if_found = {channel.name for name in ("can", "map") if name in groups for channel in groups[name].channels}
-        channels = tuple(one for one in info.channels if one.name not in if_found or one.field in info.names)
+        if_found = {
+            channel.name
+            for name in ("can", "map")
+            if name in groups
+            for channel in groups[name].channels
+        }
+        channels = tuple(
+            one for one in info.channels if one.name not in if_found or one.field in info.names
+        )
         for name, group in groups.items():
             if not any(channel in channels for channel in group.channels):
                 report.note(f"samples without files of channels=[{name}]", report.samples)
@@ -279,7 +347,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def sensors(self) -> Sensors:
         """Return the cameras and lidars that have keyframes."""
-        return Sensors.of(self._keyframes.cameras, dict.fromkeys(self._keyframes.lidars, POINT_COLUMNS))
+        return Sensors.of(
+            self._keyframes.cameras, dict.fromkeys(self._keyframes.lidars, POINT_COLUMNS)
+        )
 
     def clips(self) -> Iterator[Clip]:
         """Yield the scenes that have samples, in the order of the table."""
@@ -293,14 +363,25 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 continue
             for own in samples[[0, -1]].tolist():
                 check_time(int(keyframes.timestamp_us[own]), joined["sample"].tokens[own])
-            tags = {"location": log.location, "description": scene.description, **_conditions(scene, log)}
+            tags = {
+                "location": log.location,
+                "description": scene.description,
+                **_conditions(scene, log),
+            }
             times_ns = (keyframes.timestamp_us[samples] * NS_PER_US).tolist()
             files, series = self._can.series(self.files, scene.name, times_ns)
             yield _SceneClip(
-                name=scene.name, token=scene.token, log_id=log.logfile or log.token, vehicle=log.vehicle, tags=tags,
-                attributes=tags, id=clip_id(scene.name, scene.token, is_taken=count[scene.name] > 1), samples=samples,
-                files=files, series=series,
-            )  # fmt: skip
+                name=scene.name,
+                token=scene.token,
+                log_id=log.logfile or log.token,
+                vehicle=log.vehicle,
+                tags=tags,
+                attributes=tags,
+                id=clip_id(scene.name, scene.token, is_taken=count[scene.name] > 1),
+                samples=samples,
+                files=files,
+                series=series,
+            )
 
     def _check_chain(self, scene: Scene, samples: NDArray[np.int64]) -> None:
         """Raise SourceError where samples in time order are not the scene's ``next`` links, or not ``nbr_samples``."""
@@ -311,7 +392,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 f"table 'sample' has {len(samples)} of it"
             )
         following = table.links["next"][samples]
-        wrong = (following != np.append(samples[1:], -1)[: len(samples)]) & ~(is_cut & (following < 0))
+        wrong = (following != np.append(samples[1:], -1)[: len(samples)]) & ~(
+            is_cut & (following < 0)
+        )
         if wrong.any():
             raise SourceError(
                 f"table 'sample': row '{table.tokens[int(samples[wrong.argmax()])]}' of scene '{scene.name}': its next "
@@ -324,7 +407,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         keyframes, given = self._keyframes, self.given.channels
         rows = keyframes.scene_rows(clip.samples)
         cameras = [name.lower() for name in keyframes.cameras]
-        boxes: Sequence[BoxRows | None] = [None] * len(rows.tokens)  # a test split has no annotations
+        boxes: Sequence[BoxRows | None] = [None] * len(
+            rows.tokens
+        )  # a test split has no annotations
         if len(self._annotations):
             boxes = self._annotations.of_scene(rows, self.box_attributes)
         for at, token in enumerate(rows.tokens):
@@ -349,7 +434,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 ego2global=rows.ego2global[at],
                 sweeps={lidar.lower(): sweep for lidar, sweep in rows.lidars[at].items()},
                 boxes=own,
-                boxes2d=image_boxes(rows, at, own) if "boxes2d" in given and own is not None else {},
+                boxes2d=image_boxes(rows, at, own)
+                if "boxes2d" in given and own is not None
+                else {},
                 values=values,
                 members=[member for group in self._groups for member in group.members(rows, at)],
                 token=token,
@@ -365,7 +452,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         if ref.startswith("{"):
             return msgspec.json.decode(ref, type=CanMessages).member(self.files.read)
         return (
-            msgspec.json.decode(ref, type=SweepList).member(self.points) if ref.startswith("[") else super().open(ref)
+            msgspec.json.decode(ref, type=SweepList).member(self.points)
+            if ref.startswith("[")
+            else super().open(ref)
         )
 
     def _version(self) -> str:
@@ -401,5 +490,7 @@ def _conditions(scene: Scene, log: Log) -> dict[str, bool]:
     """
     text = scene.description.lower()
     stated = {word: bool(pattern.search(text)) for word, pattern in _CONDITIONS.items()}
-    names_all = text and (log.location in _NUSCENES_LOCATIONS or log.location.startswith(_SYNTHETIC))
+    names_all = text and (
+        log.location in _NUSCENES_LOCATIONS or log.location.startswith(_SYNTHETIC)
+    )
     return stated if names_all else {word: True for word, is_stated in stated.items() if is_stated}

@@ -53,7 +53,12 @@ class SensorSweeps:
     """The rows of ``sample_data`` of all sensors of one modality, as columns on disk, linked backwards in time."""
 
     def __init__(
-        self, tables: Tables, database: Database, modality: str, keyframes: Keyframes, num_sweeps: int
+        self,
+        tables: Tables,
+        database: Database,
+        modality: str,
+        keyframes: Keyframes,
+        num_sweeps: int,
     ) -> None:
         """Read the table of sensor files again, for the ``num_sweeps`` before each keyframe; raises SourceError."""
 
@@ -61,7 +66,11 @@ class SensorSweeps:
             return np.array([sensor.modality == modality for sensor in sensors], np.bool_)
 
         joined = Joined(tables, database, SWEEPS, of_modality)
-        self._data, self._modality, self._sensor_poses = joined["sample_data"], modality, SensorPoses(joined)
+        self._data, self._modality, self._sensor_poses = (
+            joined["sample_data"],
+            modality,
+            SensorPoses(joined),
+        )
         (self._row_of,) = self._data.tokens.rows_of(keyframes.joined["sample_data"].tokens)
         self._num_sweeps = num_sweeps
 
@@ -73,19 +82,27 @@ class SensorSweeps:
         while len(found) <= self._num_sweeps and (prev := self._data.link_texts["prev"][row]):
             before = int(self._data.links["prev"][row])
             if before < 0 or timestamp_us[before] >= timestamp_us[row]:
-                what = f"is not a {self._modality}'s row" if before < 0 else "is not earlier than it"
+                what = (
+                    f"is not a {self._modality}'s row" if before < 0 else "is not earlier than it"
+                )
                 own = self._data.tokens[row]
-                raise SourceError(f"table 'sample_data': row '{own}' has the prev '{prev}', which {what}")
+                raise SourceError(
+                    f"table 'sample_data': row '{own}' has the prev '{prev}', which {what}"
+                )
             row = before
             if self._data.columns["is_valid"][row]:
                 found.append(row)
         return found
 
-    def files(self, numbers: Sequence[int]) -> tuple[list[str], NDArray[np.int64], NDArray[np.float64]]:
+    def files(
+        self, numbers: Sequence[int]
+    ) -> tuple[list[str], NDArray[np.int64], NDArray[np.float64]]:
         """Return the files of rows, their times [ns], and their sensors then to global, rigid (N, 4, 4)."""
         rows = np.array(numbers, np.int64)
         columns, poses = self._data.columns, self._sensor_poses
-        sensor2global = poses.ego2global(poses.pose_of[rows]) @ poses.sensor2ego(poses.calibrated_of[rows])
+        sensor2global = poses.ego2global(poses.pose_of[rows]) @ poses.sensor2ego(
+            poses.calibrated_of[rows]
+        )
         return columns["filename"].take(rows), columns["timestamp"][rows] * NS_PER_US, sensor2global
 
 
@@ -100,7 +117,11 @@ class LidarSweeps(SensorSweeps):
             before = () if sweep.absent else self.rows_up_to(rows.row_of(at, lidar))[1:]
             if before:
                 files, timestamp_ns, lidar2global = self.files(before)
-                found = SweepList(files, timestamp_ns.tolist(), lidar2global[:, :3].reshape(-1, 12).tolist())
+                found = SweepList(
+                    files, timestamp_ns.tolist(), lidar2global[:, :3].reshape(-1, 12).tolist()
+                )
                 hint = "the option sweeps=0 leaves earlier sweeps out"
                 name = f"{lidar.lower()}{SWEEPS_FIELD}"
-                yield FileMember(name, msgspec.json.encode(found).decode(), found.files, hint, is_estimate=False)
+                yield FileMember(
+                    name, msgspec.json.encode(found).decode(), found.files, hint, is_estimate=False
+                )

@@ -36,10 +36,22 @@ from fuelrail.sharding.sources.adapter.vector_maps import MapWindows, VectorMap
 from fuelrail.sharding.sources.nuscenes.boxes import Annotations
 from fuelrail.sharding.sources.nuscenes.extras import lanelet2, vehicle_state
 from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, radar_channel
-from fuelrail.sharding.sources.nuscenes.geometry import NOT_VALID, NS_PER_US, Keyframes, in_rig_order
+from fuelrail.sharding.sources.nuscenes.geometry import (
+    NOT_VALID,
+    NS_PER_US,
+    Keyframes,
+    in_rig_order,
+)
 from fuelrail.sharding.sources.nuscenes.joined import SCENES, T4_KEYFRAMES, Joined
 from fuelrail.sharding.sources.nuscenes.source import POINT_COLUMNS, TableSource
-from fuelrail.sharding.sources.nuscenes.tables import Named, Record, Scene, Sensor, Tables, check_time
+from fuelrail.sharding.sources.nuscenes.tables import (
+    Named,
+    Record,
+    Scene,
+    Sensor,
+    Tables,
+    check_time,
+)
 from fuelrail.sharding.sources.shared.joins import Database
 
 if TYPE_CHECKING:
@@ -79,15 +91,24 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
         ),
     ] = "mask"
     boxes2d: Annotated[
-        bool, Meta(description="true stores the boxes of table object_ann as channels boxes2d_CAMERA")
+        bool,
+        Meta(description="true stores the boxes of table object_ann as channels boxes2d_CAMERA"),
     ] = False
     vehicle_state: Annotated[
-        bool, Meta(description="true stores pedals, steering, indicators and speed as the channel can_vehicle_state")
+        bool,
+        Meta(
+            description="true stores pedals, steering, indicators and speed as the channel can_vehicle_state"
+        ),
     ] = False
     series: Annotated[bool, Meta(description=SIGNALS_AS_SERIES)] = False
-    map: Annotated[bool, Meta(description="true stores the Lanelet2 map about ego as the channel map")] = False
+    map: Annotated[
+        bool, Meta(description="true stores the Lanelet2 map about ego as the channel map")
+    ] = False
     radars: Annotated[
-        bool, Meta(description="true stores radars (PCD with nuScenes' 18 fields) as channels of their names")
+        bool,
+        Meta(
+            description="true stores radars (PCD with nuScenes' 18 fields) as channels of their names"
+        ),
     ] = False
 
 
@@ -120,11 +141,17 @@ class T4(TableSource[T4Settings]):
             if _FOLDER in inside:
                 found.append(f"{name}/")
                 continue
-            versions = [one for one in inside if one.isdigit() and _FOLDER in _inside(self.files, f"{name}/{one}")]
+            versions = [
+                one
+                for one in inside
+                if one.isdigit() and _FOLDER in _inside(self.files, f"{name}/{one}")
+            ]
             if versions:
                 found.append(f"{name}/{max(versions, key=int)}/")
         if not found:
-            raise SourceError(f"the t4 source '{self.files.shown}' has no dataset: no folder with the folder {_FOLDER}")
+            raise SourceError(
+                f"the t4 source '{self.files.shown}' has no dataset: no folder with the folder {_FOLDER}"
+            )
         return found
 
     def _tables(self, dataset: str) -> Tables:
@@ -150,11 +177,19 @@ class T4(TableSource[T4Settings]):
         for dataset in self._datasets():
             for sensor in self._tables(dataset).all("sensor", Sensor):
                 if not re.fullmatch(r"[A-Za-z0-9_]{1,64}", sensor.channel):
-                    raise SourceError(f"table 'sensor' of '{dataset}': the channel '{sensor.channel}' is not a word")
-                {"camera": cameras, "lidar": lidars, "radar": radars}.get(sensor.modality, {})[sensor.channel] = None
-            attributes.update((record.name, None) for record in self._tables(dataset).all("attribute", Named))
+                    raise SourceError(
+                        f"table 'sensor' of '{dataset}': the channel '{sensor.channel}' is not a word"
+                    )
+                {"camera": cameras, "lidar": lidars, "radar": radars}.get(sensor.modality, {})[
+                    sensor.channel
+                ] = None
+            attributes.update(
+                (record.name, None) for record in self._tables(dataset).all("attribute", Named)
+            )
         self.box_attributes = list(attributes)
-        self.image_boxes = {name.lower(): _BOXES2D for name in cameras} if self.given.boxes2d else {}
+        self.image_boxes = (
+            {name.lower(): _BOXES2D for name in cameras} if self.given.boxes2d else {}
+        )
         self.channels = tuple(map(radar_channel, sorted(radars))) if self.given.radars else ()
         self.channels += (self._state_channel,) if self.given.vehicle_state else ()
         return Sensors.of(in_rig_order(cameras), dict.fromkeys(sorted(lidars), POINT_COLUMNS))
@@ -166,17 +201,26 @@ class T4(TableSource[T4Settings]):
                 joined = Joined(self._tables(dataset), database, SCENES)
             scenes: list[Scene] = joined["scene"].records
             if len(scenes) != 1:
-                raise SourceError(f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, expected one")
-            (scene,), log = scenes, joined["log"].records[int(joined["scene"].links["log_token"][0])]
+                raise SourceError(
+                    f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, expected one"
+                )
+            (scene,), log = (
+                scenes,
+                joined["log"].records[int(joined["scene"].links["log_token"][0])],
+            )
             maps = _map_file(self.files, dataset) if self.given.map else ()
             series = {}
             if self.given.vehicle_state and self.given.series:
                 series[self._state_channel.name] = signal_series(*self._states(dataset))
             yield Clip(
-                name=dataset.partition("/")[0] or scene.name, token=dataset or scene.token, log_id=log.logfile,
-                vehicle=log.vehicle, tags={"description": scene.description, "location": log.location},
-                files=tuple(maps), series=series,
-            )  # fmt: skip
+                name=dataset.partition("/")[0] or scene.name,
+                token=dataset or scene.token,
+                log_id=log.logfile,
+                vehicle=log.vehicle,
+                tags={"description": scene.description, "location": log.location},
+                files=tuple(maps),
+                series=series,
+            )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the samples of a dataset by time."""
@@ -205,16 +249,24 @@ class T4(TableSource[T4Settings]):
                 images[channel] = Absent(NOT_VALID) if image.absent else image
                 if in_images is not None and not image.absent:
                     boxes2d[channel] = _image_boxes(in_images.get(image.token, []), own_boxes)
-            sweeps = {name.lower(): sweep for name, sweep in rows.lidars[at].items() if not sweep.absent}
+            sweeps = {
+                name.lower(): sweep for name, sweep in rows.lidars[at].items() if not sweep.absent
+            }
             members: list[Reference | FileMember] = [*states[at]]
             if self.given.radars:
                 members += self._radars(rows, at)
             if windows is not None and ego2global is not None:
                 members.append(windows.made(dataset, ego2global))
             yield Frame(
-                timestamp_ns=rows.timestamp_us[at] * NS_PER_US, ego2global=ego2global, images=images, sweeps=sweeps,
-                boxes=own_boxes, boxes2d=boxes2d, members=members, token=rows.tokens[at],
-            )  # fmt: skip
+                timestamp_ns=rows.timestamp_us[at] * NS_PER_US,
+                ego2global=ego2global,
+                images=images,
+                sweeps=sweeps,
+                boxes=own_boxes,
+                boxes2d=boxes2d,
+                members=members,
+                token=rows.tokens[at],
+            )
 
     def _states(self, dataset: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return times [ns] and numbers of the vehicle's states; note a dataset without them."""
@@ -235,17 +287,27 @@ class T4(TableSource[T4Settings]):
                 sensor2key = invert_rigid(rows.ego2global[at]) @ sweep.ego2global @ sweep.lidar2ego
                 age_s = (rows.timestamp_us[at] - sweep.timestamp_ns // NS_PER_US) * 1e-6
                 made = RadarFiles(channel, [sweep.ref], [age_s], [sensor2key[:3].ravel().tolist()])
-                ref, hint = POINTS + msgspec.json.encode(made).decode(), "the option radars=false leaves radars out"
+                ref, hint = (
+                    POINTS + msgspec.json.encode(made).decode(),
+                    "the option radars=false leaves radars out",
+                )
                 yield FileMember(radar_channel(channel).field, ref, made.files, hint, _RADAR_BYTES)
 
-    def _in_images(self, joined: Joined, dataset: str) -> dict[str, list[tuple[_ImageAnnotation, str]]]:
+    def _in_images(
+        self, joined: Joined, dataset: str
+    ) -> dict[str, list[tuple[_ImageAnnotation, str]]]:
         """Return annotations in images with their categories, by row of ``sample_data``."""
         category = joined["category"]
         records = self._tables(dataset).all("object_ann", _ImageAnnotation)
         links, owners = [one.category_token for one in records], [one.token for one in records]
         numbers = category.tokens.find(links)
         category.tokens.check(
-            numbers, links, table="object_ann", column="category_token", owners=owners, may_be_empty=False
+            numbers,
+            links,
+            table="object_ann",
+            column="category_token",
+            owners=owners,
+            may_be_empty=False,
         )
         found: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
         for one, number in zip(records, numbers.tolist(), strict=True):
@@ -277,6 +339,8 @@ def _read_map(files: SourceFiles, noted: Counter[str], dataset: str) -> VectorMa
 def _image_boxes(rows: list[tuple[_ImageAnnotation, str]], in_space: BoxRows) -> ImageBoxRows:
     row_of = {track: at for at, track in enumerate(in_space.track or ())}
     return ImageBoxRows(
-        box=[one.bbox for one, _ in rows], category=[name for _, name in rows],
-        track=[one.instance_token for one, _ in rows], row=[row_of.get(one.instance_token, -1) for one, _ in rows],
-    )  # fmt: skip
+        box=[one.bbox for one, _ in rows],
+        category=[name for _, name in rows],
+        track=[one.instance_token for one, _ in rows],
+        row=[row_of.get(one.instance_token, -1) for one, _ in rows],
+    )

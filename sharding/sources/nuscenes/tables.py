@@ -34,9 +34,20 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
 TABLES: Final = (
-    "attribute", "calibrated_sensor", "category", "ego_pose", "instance", "log", "map", "sample", "sample_annotation",
-    "sample_data", "scene", "sensor", "visibility",
-)  # fmt: skip
+    "attribute",
+    "calibrated_sensor",
+    "category",
+    "ego_pose",
+    "instance",
+    "log",
+    "map",
+    "sample",
+    "sample_annotation",
+    "sample_data",
+    "scene",
+    "sensor",
+    "visibility",
+)
 _PIECE_BYTES: Final = 1 << 18
 _MOST_RECORD: Final = 16 << 20
 _AHEAD: Final = 8 << 20
@@ -73,13 +84,18 @@ class Sensor(Record, frozen=True, gc=False):
     modality: str
 
 
-def of_rig(sensors: Sequence[Sensor], cameras: Sequence[str], where: str, *, radars: bool) -> NDArray[np.bool_]:
+def of_rig(
+    sensors: Sequence[Sensor], cameras: Sequence[str], where: str, *, radars: bool
+) -> NDArray[np.bool_]:
     """Return which sensors are lidars, of these cameras (none: all), or ``radars``; ConfigError for an unknown one."""
     named = dict.fromkeys(one.channel.lower() for one in sensors if one.modality == "camera")
     kept = choose_cameras(list(named), cameras or None, where)
     kinds = ("lidar", "radar") if radars else ("lidar",)
     return np.array(
-        [one.modality in kinds or (one.modality == "camera" and one.channel.lower() in kept) for one in sensors],
+        [
+            one.modality in kinds or (one.modality == "camera" and one.channel.lower() in kept)
+            for one in sensors
+        ],
         np.bool_,
     )
 
@@ -153,7 +169,9 @@ class Tables:
                     yield records
                     count += len(records)
             except msgspec.ValidationError as error:
-                raise SourceError(f"table '{path}', counted from record {count}: {error}") from error
+                raise SourceError(
+                    f"table '{path}', counted from record {count}: {error}"
+                ) from error
 
     def all(self, table: str, of: type[R]) -> list[R]:
         """Return all records of a small table."""
@@ -221,11 +239,15 @@ def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.floa
     return np.frombuffer(packed, np.float64).reshape(-1, length)
 
 
-def check_finite(values: NDArray[np.float64], owners: Sequence[str] | Texts, *, table: str, column: str) -> None:
+def check_finite(
+    values: NDArray[np.float64], owners: Sequence[str] | Texts, *, table: str, column: str
+) -> None:
     """Raise SourceError naming the first row that holds NaN or infinity, or a rotation without unit length."""
     wrong = ~np.isfinite(values).all(axis=1)
     if column == "rotation":
         wrong |= ~are_unit(values)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        raise SourceError(f"table '{table}': row '{owners[at]}' has the {column} {values[at].tolist()}")
+        raise SourceError(
+            f"table '{table}': row '{owners[at]}' has the {column} {values[at].tolist()}"
+        )

@@ -23,7 +23,7 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 _FORM: Final = re.compile(r"b1|[iu][1248]|f[248]|[SU]\d{1,4}")
 
 
-def read_pickle(data: bytes, where: str) -> Any:  # noqa: ANN401 - what a pickle has
+def read_pickle(data: bytes, where: str) -> Any:
     """Read a pickle of protocol 3 to 5; an array may come as an object that ``np.asarray`` takes.
 
     Raises SourceError, naming ``where``, for one that is damaged or holds other objects.
@@ -55,11 +55,13 @@ class _Array:
         _, shape, form, is_fortran, data = state
         self._values = _filled(data, form, shape, "F" if is_fortran else "C")
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: ANN401 - numpy's own
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.array(self._values, dtype, copy=copy)
 
 
-def _filled(data: bytes, form: _Form, shape: tuple[int, ...], order: Literal["C", "F"] = "C") -> NDArray[Any]:
+def _filled(
+    data: bytes, form: _Form, shape: tuple[int, ...], order: Literal["C", "F"] = "C"
+) -> NDArray[Any]:
     if len(data) != math.prod(shape) * form.dtype.itemsize:
         raise ValueError(f"an array {list(shape)} of {form.dtype} has {len(data)} bytes")
     return np.frombuffer(bytes(data), form.dtype).reshape(shape, order=order)
@@ -70,7 +72,7 @@ class _Name(NamedTuple):
 
     make: Callable[..., Any]
 
-    def __call__(self, *values: Any) -> Any:  # noqa: ANN401 - of a pickle
+    def __call__(self, *values: Any) -> Any:
         return self.make(*values)
 
 
@@ -85,7 +87,7 @@ for _core in ("numpy.core", "numpy._core"):
 
 
 class _Reader(pickle._Unpickler):  # noqa: SLF001 - the class in Python has no public name
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
+    def find_class(self, module: str, name: str) -> Any:
         found = _NAMES.get((module, name))
         if found is None:
             raise ValueError(f"it holds an object of '{module}.{name}'")

@@ -57,9 +57,18 @@ class OpenScene(FrameSource[OpenSceneSettings]):
     columns: Mapping[str, type] = {"token": str, "location": str, "command": str, "has_route": bool}
     channels = (
         EGO,
-        value_channel("driving_command", "uint8", (4,), "1 for one of left, forward, right, unknown"),
-        value_channel("roadblock_ids", "int64", (None,), "nuPlan's ids of the route's roadblocks, in order"),
-        value_channel("traffic_lights", "int64", (None, 2), "nuPlan's id of a lane connector; 1: red, 0: not red"),
+        value_channel(
+            "driving_command", "uint8", (4,), "1 for one of left, forward, right, unknown"
+        ),
+        value_channel(
+            "roadblock_ids", "int64", (None,), "nuPlan's ids of the route's roadblocks, in order"
+        ),
+        value_channel(
+            "traffic_lights",
+            "int64",
+            (None, 2),
+            "nuPlan's id of a lane connector; 1: red, 0: not red",
+        ),
     )
 
     def sensors(self) -> Sensors:
@@ -68,7 +77,15 @@ class OpenScene(FrameSource[OpenSceneSettings]):
 
     def category_names(self) -> tuple[str, ...]:
         """Return nuPlan's classes."""
-        return ("vehicle", "bicycle", "pedestrian", "traffic_cone", "barrier", "czone_sign", "generic_object")
+        return (
+            "vehicle",
+            "bicycle",
+            "pedestrian",
+            "traffic_cone",
+            "barrier",
+            "czone_sign",
+            "generic_object",
+        )
 
     def clips(self) -> Iterator[Clip]:
         """Yield the logs of the parts."""
@@ -87,7 +104,13 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                 if name.endswith(".pkl"):
                     file = f"{folder}/{part}/{name}"
                     stem = name.removesuffix(".pkl")
-                    yield Clip(name=stem, token=file, log_id=stem, split=_SPLITS.get(part, part), files=(file,))
+                    yield Clip(
+                        name=stem,
+                        token=file,
+                        log_id=stem,
+                        split=_SPLITS.get(part, part),
+                        files=(file,),
+                    )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the frames of a log."""
@@ -107,13 +130,25 @@ class OpenScene(FrameSource[OpenSceneSettings]):
             for at, row in enumerate(rows):
                 there = steps[at] >= 0
                 later_s = (times_ns[steps[at][there]] - times_ns[at]) * 1e-9
-                trajectory = ego_trajectory(invert_rigid(poses[at]), poses[steps[at][there]], later_s, there)
-                yield self._frame(row, blobs, poses[at], int(times_ns[at]), trajectory, f"{where}, frame {at}")
+                trajectory = ego_trajectory(
+                    invert_rigid(poses[at]), poses[steps[at][there]], later_s, there
+                )
+                yield self._frame(
+                    row, blobs, poses[at], int(times_ns[at]), trajectory, f"{where}, frame {at}"
+                )
 
     def _frame(
-        self, row: Mapping[str, Any], blobs: str, ego2global: F64, time_ns: int, trajectory: Reference, where: str
+        self,
+        row: Mapping[str, Any],
+        blobs: str,
+        ego2global: F64,
+        time_ns: int,
+        trajectory: Reference,
+        where: str,
     ) -> Frame:
-        lidar2ego = pose(_numbers(row["lidar2ego_rotation"], 4), _numbers(row["lidar2ego_translation"], 3), where)
+        lidar2ego = pose(
+            _numbers(row["lidar2ego_rotation"], 4), _numbers(row["lidar2ego_translation"], 3), where
+        )
         images = {}
         for name, camera in row["cams"].items():
             to_lidar = np.eye(4)
@@ -128,7 +163,10 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                 dist=tuple(_numbers(camera["distortion"], 5).tolist()),
                 dist_model="opencv_radtan",
             )
-        state, command = _numbers(row["ego_dynamic_state"], 4), _numbers(row["driving_command"], len(_COMMANDS))
+        state, command = (
+            _numbers(row["ego_dynamic_state"], 4),
+            _numbers(row["driving_command"], len(_COMMANDS)),
+        )
         lights = [(int(lane), int(is_red)) for lane, is_red in row["traffic_lights"]]
         route = [int(name) for name in row["roadblock_ids"]]
         return Frame(
@@ -138,7 +176,10 @@ class OpenScene(FrameSource[OpenSceneSettings]):
             images=images,
             sweeps={
                 _LIDAR: Sweep(
-                    ref=f"{blobs}/{row['lidar_path']}", timestamp_ns=time_ns, lidar2ego=lidar2ego, ego2global=ego2global
+                    ref=f"{blobs}/{row['lidar_path']}",
+                    timestamp_ns=time_ns,
+                    lidar2ego=lidar2ego,
+                    ego2global=ego2global,
                 )
             },
             boxes=_boxes(row["anns"], lidar2ego) if "anns" in row else None,
@@ -180,11 +221,12 @@ def _boxes(anns: Mapping[str, Any], lidar2ego: F64) -> BoxRows:
         yaw=boxes[:, 6],
         category=[str(name) for name in np.asarray(anns["gt_names"]).tolist()],
         track=[str(token) for token in np.asarray(anns["track_tokens"]).tolist()],
-        velocity=np.asarray(anns["gt_velocity_3d"], np.float64).reshape(-1, 3) @ lidar2ego[:3, :3].T,
+        velocity=np.asarray(anns["gt_velocity_3d"], np.float64).reshape(-1, 3)
+        @ lidar2ego[:3, :3].T,
     )
 
 
-def _numbers(value: Any, *shape: int) -> F64:  # noqa: ANN401 - of a pickle
+def _numbers(value: Any, *shape: int) -> F64:
     """Return an array of this shape."""
     found: F64 = np.asarray(value, np.float64)
     if found.shape != shape:

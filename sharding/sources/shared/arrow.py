@@ -43,7 +43,9 @@ def names_in(files: SourceFiles, folder: str, *parts: str) -> list[str]:
     return files.listed(folder)
 
 
-def read_feather(files: SourceFiles, name: str, types: Mapping[str, pa.DataType]) -> dict[str, NDArray[Any]]:
+def read_feather(
+    files: SourceFiles, name: str, types: Mapping[str, pa.DataType]
+) -> dict[str, NDArray[Any]]:
     """Read these columns of a feather file, in these types (:func:`columns`)."""
     data = read_file(files, name)
     where = f"table '{files.shown}/{name}'"
@@ -68,14 +70,18 @@ def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[in
     return list(zip((begin + ends[:-1]).tolist(), sizes.tolist(), strict=True))
 
 
-def columns(table: pa.Table, where: str, types: Mapping[str, pa.DataType]) -> dict[str, NDArray[Any]]:
+def columns(
+    table: pa.Table, where: str, types: Mapping[str, pa.DataType]
+) -> dict[str, NDArray[Any]]:
     """Return columns of a table by name, cast where no value changes; texts are arrays of objects, lists are rows.
 
     Raises SourceError, naming ``where``, for a column that is missing, has nulls, or is of a type that does not go:
     floating-point numbers are never taken for integers, because times in nanoseconds do not fit into them.
     """
     if missing := [name for name in types if name not in table.column_names]:
-        raise SourceError(f"{where} has no column '{missing[0]}'; it has {', '.join(table.column_names)}")
+        raise SourceError(
+            f"{where} has no column '{missing[0]}'; it has {', '.join(table.column_names)}"
+        )
     found: dict[str, NDArray[Any]] = {}
     for name, wanted in types.items():
         column = table.column(name)
@@ -87,12 +93,16 @@ def columns(table: pa.Table, where: str, types: Mapping[str, pa.DataType]) -> di
             values = column.cast(wanted)
         except pa.ArrowException as error:
             text = " ".join(str(error).split())
-            raise SourceError(f"{where}: column '{name}' is {column.type}, expected {wanted}: {text}") from error
+            raise SourceError(
+                f"{where}: column '{name}' is {column.type}, expected {wanted}: {text}"
+            ) from error
         if pa.types.is_fixed_size_list(wanted):
             parts = [chunk.flatten().to_numpy() for chunk in values.chunks]
             found[name] = np.concatenate([np.empty(0), *parts]).reshape(-1, wanted.list_size)
         else:
-            found[name] = values.to_numpy() if values.num_chunks else np.empty(0, wanted.to_pandas_dtype())
+            found[name] = (
+                values.to_numpy() if values.num_chunks else np.empty(0, wanted.to_pandas_dtype())
+            )
     return found
 
 
@@ -143,4 +153,8 @@ def check_columns(about: pq.FileMetaData, where: str) -> None:
         part = about.row_group(group)
         for number in range(about.num_columns):
             column = part.column(number)
-            check_most(column.total_uncompressed_size, f"{where}: column '{column.path_in_schema}'", _MOST_COLUMN)
+            check_most(
+                column.total_uncompressed_size,
+                f"{where}: column '{column.path_in_schema}'",
+                _MOST_COLUMN,
+            )

@@ -54,10 +54,16 @@ def looks(look: Callable[[A], T], items: Sequence[A]) -> list[T]:
     rest = items[_NUM_TRIED:]
     if time.perf_counter() - start < _SLOW_LOOK_S * len(found) or not rest:
         return found + [look(item) for item in rest]
-    size = min(-(-len(rest) // _NUM_THREADS), _MOST_TOGETHER)  # a task takes as long as a look at a fast file
+    size = min(
+        -(-len(rest) // _NUM_THREADS), _MOST_TOGETHER
+    )  # a task takes as long as a look at a fast file
     parts = [rest[first : first + size] for first in range(0, len(rest), size)]
     with ThreadPoolExecutor(min(_NUM_THREADS, len(parts)), "look") as pool:
-        return found + [one for part in pool.map(lambda part: [look(item) for item in part], parts) for one in part]
+        return found + [
+            one
+            for part in pool.map(lambda part: [look(item) for item in part], parts)
+            for one in part
+        ]
 
 
 class FileFacts(NamedTuple):
@@ -69,7 +75,11 @@ class FileFacts(NamedTuple):
 
 def source_files(location: str, named: str = "") -> SourceFiles:
     """Return files at a folder or URL; read nothing. ``named``: a file that the user named, which may be any link."""
-    return UrlFiles(location) if is_url(location) else FolderFiles(location.removeprefix("file://"), named)
+    return (
+        UrlFiles(location)
+        if is_url(location)
+        else FolderFiles(location.removeprefix("file://"), named)
+    )
 
 
 class FolderFiles:
@@ -89,7 +99,11 @@ class FolderFiles:
 
     def folders_with(self, name: str) -> list[str]:
         """Return the root's folders that have a file of this name, sorted; raise SourceError without a root."""
-        return [folder for folder in self.folders() if os.path.isfile(f"{self._root}/{folder}/{name}")]  # noqa: PTH113 - False for any name
+        return [
+            folder
+            for folder in self.folders()
+            if os.path.isfile(f"{self._root}/{folder}/{name}")  # noqa: PTH113
+        ]
 
     def scanning(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which many facts are asked for."""
@@ -106,7 +120,10 @@ class FolderFiles:
             return None
         except (OSError, ValueError) as error:
             raise _unread(path, error) from error
-        if stat.S_IFMT(found.st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # a FIFO would wait for a writer
+        if stat.S_IFMT(found.st_mode) not in (
+            stat.S_IFREG,
+            stat.S_IFDIR,
+        ):  # a FIFO would wait for a writer
             raise SourceError(f"'{path}' is a FIFO, socket or device; wanted is a file")
         return FileFacts(found.st_size, str(found.st_mtime_ns))
 
@@ -122,15 +139,23 @@ class FolderFiles:
 
     def folders(self, folder: str = "") -> list[str]:
         """Return the folders in a folder; of links too, which are followed when they are read."""
-        return [name for name in self.listed(folder) if os.path.isdir(f"{self._root}/{folder}/{name}")]  # noqa: PTH112 - False for any name
+        return [
+            name
+            for name in self.listed(folder)
+            if os.path.isdir(f"{self._root}/{folder}/{name}")  # noqa: PTH112
+        ]
 
     def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
         """Return the facts of each file: one by one on a local disk, in threads on a network's."""
         return looks(self.facts, names)
 
-    def read(self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES) -> bytes:
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES
+    ) -> bytes:
         """Read a file, or a range of it; fewer bytes where it ends before. Refuse more than ``most``."""
-        descriptor = self.descriptor(name)  # a file object takes twice as long, and scans read many heads
+        descriptor = self.descriptor(
+            name
+        )  # a file object takes twice as long, and scans read many heads
         try:
             num_bytes = os.fstat(descriptor).st_size - offset if length is None else length
             check_most(num_bytes, f"file '{self._root}/{name}'", most)
@@ -176,7 +201,9 @@ class FolderFiles:
             found = os.path.realpath(path)
         except (OSError, ValueError) as error:
             raise _unread(path, error) from error
-        if not any(found == root or found.startswith(f"{root.rstrip('/')}/") for root in self._roots):
+        if not any(
+            found == root or found.startswith(f"{root.rstrip('/')}/") for root in self._roots
+        ):
             raise SourceError(
                 f"'{shown(path)}' leads to '{shown(found)}', which is outside of the source: bring it into the "
                 f"source's folder, or name the folder that it leads to in the environment variable {LINKED}"
@@ -206,7 +233,9 @@ class UrlFiles:
         """Keep listings on disk, and take facts from them."""
         with (
             tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch,
-            contextlib.closing(sqlite3.connect(f"{scratch}/listings", isolation_level=None)) as database,
+            contextlib.closing(
+                sqlite3.connect(f"{scratch}/listings", isolation_level=None)
+            ) as database,
         ):
             self._listings = _Listings(database)
             try:
@@ -223,7 +252,9 @@ class UrlFiles:
         top = top if in_folder else ""
         if top not in self._listings.folders:
             listed = functools.partial(self._listed, self._root)
-            self._listings.add(top, self._pages(top) if in_folder else [self._files_in(self._try("", listed))])
+            self._listings.add(
+                top, self._pages(top) if in_folder else [self._files_in(self._try("", listed))]
+            )
         return self._listings.facts(name)
 
     def listed(self, folder: str = "") -> list[str]:
@@ -232,27 +263,35 @@ class UrlFiles:
         found = self._try(folder, functools.partial(self._listed, path))
         if not found:
             raise SourceError(f"'{self.shown}/{folder}' has no objects")
-        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["name"] != path)
+        return sorted(
+            entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["name"] != path
+        )
 
     def folders(self, folder: str = "") -> list[str]:
         """Return the prefixes under a prefix."""
         path = self._path(folder).rstrip("/")
         found = self._try(folder, functools.partial(self._listed, path))
-        names = {entry["name"].rstrip("/") for entry in found if entry["type"] == "directory"} - {path}
+        names = {entry["name"].rstrip("/") for entry in found if entry["type"] == "directory"} - {
+            path
+        }
         return sorted(name.rpartition("/")[2] for name in names)
 
     def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
         """Return the facts from the listing, which is in memory."""
         return [self.facts(name) for name in names]
 
-    def read(self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES) -> bytes:
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, most: int = MOST_BYTES
+    ) -> bytes:
         """Read an object, or a range of it."""
         check_most(length or 0, f"'{self.shown}/{name}'", most)
 
         def get() -> bytes:
             whole = not offset and length is None
             end = None if length is None else offset + length
-            data: bytes = self._fs.cat_file(self._path(name), **({} if whole else {"start": offset, "end": end}))
+            data: bytes = self._fs.cat_file(
+                self._path(name), **({} if whole else {"start": offset, "end": end})
+            )
             return data
 
         return self._try(name, get)
@@ -274,9 +313,13 @@ class UrlFiles:
             bucket, _, prefix = self._path(top).partition("/")
             wanted = {"Bucket": bucket, "Prefix": f"{prefix}/"}
             while True:
-                page = self._try(top, functools.partial(self._fs.call_s3, "list_objects_v2", **wanted))
+                page = self._try(
+                    top, functools.partial(self._fs.call_s3, "list_objects_v2", **wanted)
+                )
                 yield {
-                    f"{bucket}/{found['Key']}"[start:]: FileFacts(found["Size"], stated_version(found))
+                    f"{bucket}/{found['Key']}"[start:]: FileFacts(
+                        found["Size"], stated_version(found)
+                    )
                     for found in page.get("Contents", ())
                 }
                 if not page.get("IsTruncated"):
@@ -287,7 +330,11 @@ class UrlFiles:
             folder = folders.pop()
             entries = self._try(top, functools.partial(self._listed, folder))
             self._fs.invalidate_cache()
-            folders += [found["name"] for found in entries if found["type"] == "directory" and found["name"] != folder]
+            folders += [
+                found["name"]
+                for found in entries
+                if found["type"] == "directory" and found["name"] != folder
+            ]
             yield self._files_in(entries)
 
     def _files_in(self, entries: Iterable[dict[str, Any]]) -> dict[str, FileFacts]:
@@ -345,7 +392,9 @@ class _Listings:
 
     def facts(self, name: str) -> FileFacts | None:
         """Return the facts of one of them; None where it does not exist."""
-        found = self._database.execute("SELECT num_bytes, stamp FROM facts WHERE name = ?", (name,)).fetchone()
+        found = self._database.execute(
+            "SELECT num_bytes, stamp FROM facts WHERE name = ?", (name,)
+        ).fetchone()
         return None if found is None else FileFacts(*found)
 
 
@@ -358,7 +407,9 @@ def check_no_pointer(data: bytes, where: str) -> None:
 def check_most(num_bytes: int, where: str, most: int = MOST_BYTES) -> None:
     """Raise SourceError, naming ``where``, for more bytes than are read at once."""
     if num_bytes > most:
-        raise SourceError(f"{where} has {num_bytes} bytes, of which at most {most} are read at once: is it damaged?")
+        raise SourceError(
+            f"{where} has {num_bytes} bytes, of which at most {most} are read at once: is it damaged?"
+        )
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -54,8 +54,10 @@ def read_text(data: bytes, where: str) -> str:
 @overload
 def read_json(data: bytes, where: str, kind: type[T], what: str = ...) -> T: ...
 @overload
-def read_json(data: bytes, where: str, kind: Any = ..., what: str = ...) -> Any: ...  # noqa: ANN401
-def read_json(data: bytes, where: str, kind: Any = Any, what: str = "is not JSON as it should be") -> Any:
+def read_json(data: bytes, where: str, kind: Any = ..., what: str = ...) -> Any: ...
+def read_json(
+    data: bytes, where: str, kind: Any = Any, what: str = "is not JSON as it should be"
+) -> Any:
     """Decode the value of a JSON text of this type."""
     check_no_pointer(data, where)
     if kind is Any:
@@ -64,14 +66,18 @@ def read_json(data: bytes, where: str, kind: Any = Any, what: str = "is not JSON
         return msgspec.json.decode(data, type=kind)
 
 
-def read_yaml(data: bytes, where: str, kind: type[T], what: str = "is not YAML as it should be") -> T:
+def read_yaml(
+    data: bytes, where: str, kind: type[T], what: str = "is not YAML as it should be"
+) -> T:
     """Decode the value of a YAML text of this type. Merge keys, which may grow without bound, are refused."""
     check_no_pointer(data, where)
     _check_size(data, where)
     with parsing(where, what):
         depth = 0
         for event in yaml.parse(data, Loader=_LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if depth > _DEEPEST:
                 raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
             if isinstance(event, yaml.ScalarEvent) and event.value == "<<":
@@ -79,7 +85,9 @@ def read_yaml(data: bytes, where: str, kind: type[T], what: str = "is not YAML a
         return msgspec.convert(yaml.load(data, Loader=_LOADER), kind)
 
 
-def read_xml(data: bytes, where: str, target: Any, what: str = "is not XML, or it is cut off") -> None:  # noqa: ANN401
+def read_xml(
+    data: bytes, where: str, target: Any, what: str = "is not XML, or it is cut off"
+) -> None:
     """Call ``target.start(element, attributes)``, and ``end`` and ``data`` where it has them, for an XML text.
 
     Entities of the document's own, which may be files or grow without bound, are refused.
@@ -105,7 +113,9 @@ def read_xml(data: bytes, where: str, target: Any, what: str = "is not XML, or i
 
 def _check_size(data: bytes, where: str) -> None:
     if len(data) > _MOST_UNTYPED:
-        raise SourceError(f"{where} has {len(data)} bytes, of which at most {_MOST_UNTYPED} are read")
+        raise SourceError(
+            f"{where} has {len(data)} bytes, of which at most {_MOST_UNTYPED} are read"
+        )
 
 
 class JsonFacts(NamedTuple):
@@ -114,7 +124,7 @@ class JsonFacts(NamedTuple):
     values: Any
     where: str
 
-    def at(self, path: str, camera: str = "") -> Any:  # noqa: ANN401 - JSON
+    def at(self, path: str, camera: str = "") -> Any:
         """Return what is at a path, in which ``{camera}`` is replaced; raise SourceError where nothing is."""
         value, path = self.values, path.replace("{camera}", camera)
         try:
@@ -128,7 +138,9 @@ class JsonFacts(NamedTuple):
         """Return a whole number of nanoseconds."""
         value = self.at(path)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise SourceError(f"{self.where}: {path} is {value!r}, expected a whole number of nanoseconds")
+            raise SourceError(
+                f"{self.where}: {path} is {value!r}, expected a whole number of nanoseconds"
+            )
         return value
 
     def matrix(self, path: str, size: int, camera: str = "") -> NDArray[np.float64]:
@@ -137,5 +149,7 @@ class JsonFacts(NamedTuple):
         try:
             return np.array(value, np.float64).reshape(size, size)
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
-            text = f"{path.replace('{camera}', camera)} is not a {size}x{size} matrix: {value!r:.200}"
+            text = (
+                f"{path.replace('{camera}', camera)} is not a {size}x{size} matrix: {value!r:.200}"
+            )
             raise SourceError(f"{self.where}: {text}") from error

@@ -34,12 +34,14 @@ class Database(Disk):
     """Columns on disk, with joins of them."""
 
     @cached_property
-    def _connection(self) -> Any:  # noqa: ANN401 - as slow to import as to connect
+    def _connection(self) -> Any:
         with needs(f"a join of tables of more than {_FEW_ROWS:,} rows", "fuelrail[tables]"):
             import duckdb
 
         scratch = str(Path(self.folder) / "joins")
-        return duckdb.connect(config={"memory_limit": _MEMORY, "threads": 1, "temp_directory": scratch})
+        return duckdb.connect(
+            config={"memory_limit": _MEMORY, "threads": 1, "temp_directory": scratch}
+        )
 
     def close(self) -> None:
         """Free what joins took of memory and disk; columns stay good."""
@@ -47,7 +49,9 @@ class Database(Disk):
             self._connection.close()
             del self._connection
 
-    def pairs(self, own: Texts, links: Sequence[Texts]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def pairs(
+        self, own: Texts, links: Sequence[Texts]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Yield rows of ``own`` and of ``links`` that have the same text, in any order, some at a time.
 
         Rows of ``links`` are counted over all of these columns.
@@ -56,7 +60,11 @@ class Database(Disk):
         for part in range(num_parts):
             for name, columns in (("own", [own]), ("links", links)):
                 self._connection.register(name, _reader(columns))
-            mine = f"(SELECT * FROM {{}} WHERE hash(token) % {num_parts} = {part})" if num_parts > 1 else "{}"
+            mine = (
+                f"(SELECT * FROM {{}} WHERE hash(token) % {num_parts} = {part})"
+                if num_parts > 1
+                else "{}"
+            )
             # The hash table is made of the right side.
             found = self._connection.sql(
                 f"SELECT own.row, links.row AS link FROM {mine.format('links')} links JOIN {mine.format('own')} own "
@@ -100,7 +108,9 @@ class Tokens(Texts):
 
     def find(self, tokens: Sequence[str]) -> NDArray[np.int64]:
         """Return the row number of each token; -1 where there is none. For a table of few rows."""
-        return np.fromiter(map(self._row_of.get, tokens, itertools.repeat(-1)), np.int64, len(tokens))
+        return np.fromiter(
+            map(self._row_of.get, tokens, itertools.repeat(-1)), np.int64, len(tokens)
+        )
 
     def rows_of(self, *links: Texts) -> list[NDArray[np.int64]]:
         """Return for each column each token's row number, -1 where there is none.
@@ -116,14 +126,23 @@ class Tokens(Texts):
             found[link] = row
             is_again |= found[link] != row
             if is_again.any():
-                raise SourceError(f"table '{self.table}' has the token '{self[int(row[is_again.argmax()])]}' twice")
+                raise SourceError(
+                    f"table '{self.table}' has the token '{self[int(row[is_again.argmax()])]}' twice"
+                )
             self._database.used(len(row))
         return np.split(found, ends[:-1])
 
     def check(
-        self, rows: NDArray[np.int64], links: Sequence[str] | Texts, *,
-        table: str, column: str, owners: Sequence[str] | Texts, may_be_empty: bool, cut: Cut | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rows: NDArray[np.int64],
+        links: Sequence[str] | Texts,
+        *,
+        table: str,
+        column: str,
+        owners: Sequence[str] | Texts,
+        may_be_empty: bool,
+        cut: Cut | None = None,
+    ) -> None:
         """Raise SourceError for links without a row, with ``may_be_empty`` but for empty ones.
 
         ``rows`` were found for ``links``, which are of this table and column; ``owners`` are the tokens of its rows.
@@ -142,7 +161,9 @@ class Tokens(Texts):
                     what = f"has {column} '{token}', not found in table '{self.table}'"
                     findings.add(table, f"table '{table}': row '{owners[at]}' {what}")
                 elif not may_be_empty:
-                    findings.add(table, f"table '{table}': row '{owners[at]}' has an empty {column}")
+                    findings.add(
+                        table, f"table '{table}': row '{owners[at]}' has an empty {column}"
+                    )
         findings.check()
 
 

@@ -76,10 +76,16 @@ def image_size(data: Buffer, extension: str) -> tuple[int, int]:
         raise ImageError("a git-LFS pointer, not an image; run `git lfs pull` in the source first")
     start = _STARTS[extension]
     if bytes(view[: len(start)]) != start:
-        other = next((one for one, begin in _STARTS.items() if bytes(view[: len(begin)]) == begin), None)
+        other = next(
+            (one for one, begin in _STARTS.items() if bytes(view[: len(begin)]) == begin), None
+        )
         if other is not None:
-            raise ImageError(f"a {_NAMES[other]}, not a {_NAMES[extension]} as its name says; name it .{other}")
-        raise ImageError(f"not a {_NAMES[extension]}: it starts with {bytes(view[:4]).hex(' ') or 'nothing'}")
+            raise ImageError(
+                f"a {_NAMES[other]}, not a {_NAMES[extension]} as its name says; name it .{other}"
+            )
+        raise ImageError(
+            f"not a {_NAMES[extension]}: it starts with {bytes(view[:4]).hex(' ') or 'nothing'}"
+        )
     info = probe(view)
     _check_end(view, extension, len(view))
     return info.width, info.height
@@ -92,7 +98,9 @@ def _check_end(tail: memoryview, extension: str, num_bytes: int) -> None:
     # Some cameras pad with zeros; anything else after the end, or no end, is a damaged file.
     is_cut = extension == "jpg" and bytes(tail[-2:]) != _END_OF_IMAGE
     if is_cut and not bytes(tail).rstrip(b"\0").endswith(_END_OF_IMAGE):
-        raise ImageError(f"a truncated JPEG: {num_bytes} bytes without the end-of-image marker ff d9")
+        raise ImageError(
+            f"a truncated JPEG: {num_bytes} bytes without the end-of-image marker ff d9"
+        )
 
 
 def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -> ImageInfo:
@@ -120,7 +128,12 @@ def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -
 
 
 def check_pixels(
-    data: Buffer, extension: str, size: tuple[int, int] | None, *, key: str | None = None, member: str | None = None
+    data: Buffer,
+    extension: str,
+    size: tuple[int, int] | None,
+    *,
+    key: str | None = None,
+    member: str | None = None,
 ) -> None:
     """Decode a whole image and check its width and height [px] against ``size``; raises ImageError.
 
@@ -137,7 +150,9 @@ def check_pixels(
         raise ImageError(error.message, key=key, member=member) from error
     if size is not None and found != size:
         raise ImageError(
-            f"{found[0]} x {found[1]} pixels, meta.json says {size[0]} x {size[1]}", key=key, member=member
+            f"{found[0]} x {found[1]} pixels, meta.json says {size[0]} x {size[1]}",
+            key=key,
+            member=member,
         )
 
 

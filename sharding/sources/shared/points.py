@@ -81,18 +81,28 @@ def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
             f"{' '.join(counts):.80}; wanted are fields of one number each"
         )
     if unknown := [form for form in forms if form not in _PCD_TYPES]:
-        raise SourceError(f"{where} has a field of TYPE and SIZE {unknown[0]:.20}; known are {', '.join(_PCD_TYPES)}")
+        raise SourceError(
+            f"{where} has a field of TYPE and SIZE {unknown[0]:.20}; known are {', '.join(_PCD_TYPES)}"
+        )
     given = " ".join(head.get("POINTS", []))
     if not given.isdecimal() or len(given) > 18 or int(given) > len(data):
-        raise SourceError(f"{where} has POINTS {given!r:.80}; expected a number of points in {len(data)} bytes")
+        raise SourceError(
+            f"{where} has POINTS {given!r:.80}; expected a number of points in {len(data)} bytes"
+        )
     number = int(given)
     with parsing(where, "is not a valid PCD"):
         if head["DATA"] == ["ascii"]:
-            rows = np.loadtxt(io.BytesIO(data[at:]), ndmin=2, max_rows=number or None).reshape(-1, len(names))
+            rows = np.loadtxt(io.BytesIO(data[at:]), ndmin=2, max_rows=number or None).reshape(
+                -1, len(names)
+            )
             return dict(zip(names, rows.T, strict=True))
         if head["DATA"] != ["binary"]:
-            raise SourceError(f"{where} has DATA {' '.join(head['DATA']):.80}; read are ascii and binary")
-        dtype = np.dtype([(name, f"<{form.lower()}") for name, form in zip(names, forms, strict=True)])
+            raise SourceError(
+                f"{where} has DATA {' '.join(head['DATA']):.80}; read are ascii and binary"
+            )
+        dtype = np.dtype(
+            [(name, f"<{form.lower()}") for name, form in zip(names, forms, strict=True)]
+        )
         if len(data) - at < number * dtype.itemsize:
             raise SourceError(
                 f"{where} has {len(data) - at} bytes after its header; {number} points have "

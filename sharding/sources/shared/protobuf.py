@@ -70,7 +70,9 @@ def alike(
         by_length.setdefault(len(data), []).append(row)
     for own in by_length.values():
         rows = np.array(own)
-        table = np.frombuffer(b"".join([messages[row] for row in own]), np.uint8).reshape(len(own), -1)
+        table = np.frombuffer(b"".join([messages[row] for row in own]), np.uint8).reshape(
+            len(own), -1
+        )
         while len(rows):
             fixed, places = np.full(table.shape[1], 0xFF, np.uint8), dict[int, slice]()
             try:
@@ -142,7 +144,9 @@ def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlac
         wire = key & 7
         value = length = 0
         if wire == BYTES:
-            length, used = (head[1], 2) if used == 1 < len(head) and head[1] < 0x80 else varint(head, used)
+            length, used = (
+                (head[1], 2) if used == 1 < len(head) and head[1] < 0x80 else varint(head, used)
+            )
         elif wire == VARINT:
             value, used = varint(head, used)
         else:
@@ -208,7 +212,9 @@ def _named(
 class Proto:
     """A message of protobuf, by names of fields."""
 
-    def __init__(self, data: Buffer, names: Names, kind: str, start: int = 0, end: int | None = None) -> None:
+    def __init__(
+        self, data: Buffer, names: Names, kind: str, start: int = 0, end: int | None = None
+    ) -> None:
         self._data, self._names, self._types = data, names, names.get(kind, {})
         self._fields = _named(data, self._types, start, end)
 
@@ -247,7 +253,9 @@ class Proto:
         """Return nested messages."""
         kind = next((kind for own, kind in self._types.values() if own == name), "")
         spans = self._fields.get(name, [])
-        return [Proto(self._data, self._names, kind, start, start + length) for start, length in spans]
+        return [
+            Proto(self._data, self._names, kind, start, start + length) for start, length in spans
+        ]
 
     def message(self, name: str) -> Proto:
         """Return a nested message; an empty one where it is absent."""

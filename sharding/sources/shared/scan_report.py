@@ -80,11 +80,16 @@ class ScanReport(msgspec.Struct, kw_only=True):
             )
 
     def note_principal_points(
-        self, channels: Sequence[str], intrinsics: NDArray[np.float64], sizes: NDArray[np.integer[Any]]
+        self,
+        channels: Sequence[str],
+        intrinsics: NDArray[np.float64],
+        sizes: NDArray[np.integer[Any]],
     ) -> None:
         """Note images whose K does not seem to be theirs: K (F, N, 3, 3), sizes (F, N, 2) [px], not over 0: none."""
         points = intrinsics[..., :2, 2]
-        outside = ((points < -0.5) | (points > sizes - 0.5)).any(-1) & (sizes > 0).all(-1)  # not where NaN
+        outside = ((points < -0.5) | (points > sizes - 0.5)).any(-1) & (sizes > 0).all(
+            -1
+        )  # not where NaN
         for channel, number in zip(channels, np.count_nonzero(outside, 0).tolist(), strict=True):
             text = "principal point outside of the image: are the intrinsics those of images of this size?"
             self.note(f"{channel}: {text}", number)
@@ -105,8 +110,12 @@ class ScanReport(msgspec.Struct, kw_only=True):
     def lines(self) -> list[str]:
         """Return the report for people: one line, and one more for each thing that was changed or left out."""
         num_samples = self.samples + sum(self.dropped_samples.values())
-        said = [f"scan: kept {self.samples:,} of {counted(num_samples, 'sample')}, {self.boxes:,} boxes"]
-        by_channel = {f"{name}, {why}": n for name, found in self.masked.items() for why, n in found.items()}
+        said = [
+            f"scan: kept {self.samples:,} of {counted(num_samples, 'sample')}, {self.boxes:,} boxes"
+        ]
+        by_channel = {
+            f"{name}, {why}": n for name, found in self.masked.items() for why, n in found.items()
+        }
         said += _lines(
             {
                 "dropped samples": self.dropped_samples,
@@ -118,7 +127,10 @@ class ScanReport(msgspec.Struct, kw_only=True):
                 },
             }
         )
-        noted = [f"  noted: {_plain(name, most=200)}: {number:,}" for name, number in sorted(self.noted.items())]
+        noted = [
+            f"  noted: {_plain(name, most=200)}: {number:,}"
+            for name, number in sorted(self.noted.items())
+        ]
         said += noted[:_MOST_NAMES]
         if more := len(noted[_MOST_NAMES:]):
             said.append(f"  noted: {more:,} more, in provenance.scan of the manifest")
@@ -131,8 +143,13 @@ class ScanReport(msgspec.Struct, kw_only=True):
             }
         )
         if self.unknown_points:
-            said.append(f"  boxes with an unknown number of points, valid is 1: {self.unknown_points:,}")
-        if self.boxes and sum(self.unmapped.values()) + sum(self.outside_classes.values()) == self.boxes:
+            said.append(
+                f"  boxes with an unknown number of points, valid is 1: {self.unknown_points:,}"
+            )
+        if (
+            self.boxes
+            and sum(self.unmapped.values()) + sum(self.outside_classes.values()) == self.boxes
+        ):
             said.append(f"  no box has a class: the label of all {self.boxes:,} is -1")
         return said
 

@@ -26,7 +26,15 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.codecs import member_cap
 from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
 from fuelrail.pipeline.format.tar import check_key
-from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    GEOMETRY,
+    META,
+    POINTS_EXTENSION,
+    SWEEPS_FIELD,
+    Meta,
+    encode_meta,
+)
 from fuelrail.pipeline.storage.columns import numpy_dtype
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.shared.joins import Database
@@ -113,7 +121,9 @@ def frame_key(clip_id: str, frame: int) -> str:
 
 def frame_keys(clip_ids: pa.Array, frames: pa.Array) -> pa.Array:
     """Do :func:`frame_key` for many frames."""
-    return pc.binary_join_element_wise(clip_ids, pc.utf8_lpad(pc.cast(frames, pa.string()), 6, "0"), "-")
+    return pc.binary_join_element_wise(
+        clip_ids, pc.utf8_lpad(pc.cast(frames, pa.string()), 6, "0"), "-"
+    )
 
 
 class ScanWriter:
@@ -124,10 +134,18 @@ class ScanWriter:
     made to find faults, so that the source is to look at both ends of each image.
     """
 
-    def __init__(self, path: str | os.PathLike[str], attributes: Mapping[str, type], *, is_check: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        attributes: Mapping[str, type],
+        *,
+        is_check: bool = False,
+    ) -> None:
         self._is_check = is_check
         self._attributes = tuple(attributes)
-        columns = [pa.field(_PREFIX + name, _ATTRIBUTE_TYPES[kind]) for name, kind in attributes.items()]
+        columns = [
+            pa.field(_PREFIX + name, _ATTRIBUTE_TYPES[kind]) for name, kind in attributes.items()
+        ]
         self._schema = pa.schema([*_COLUMNS, *columns])
         self.database = Database(Path(path).parent)
         """For what the source must look up while it scans: columns on the disk of the table."""
@@ -155,7 +173,11 @@ class ScanWriter:
         self._last_frame = -1
         self.clips.append(
             ClipInfo(
-                clip_id=clip_id, clip_name=clip_name, clip_token=clip_token, first_row=self._num_rows, num_samples=0
+                clip_id=clip_id,
+                clip_name=clip_name,
+                clip_token=clip_token,
+                first_row=self._num_rows,
+                num_samples=0,
             )
         )
 
@@ -178,7 +200,9 @@ class ScanWriter:
         clip = self.clips[-1]
         key = frame_key(clip.clip_id, meta.frame_idx)
         if (meta.clip_id, meta.key) != (clip.clip_id, key):
-            raise SourceError(f"sample '{meta.key}' of clip '{meta.clip_id}' takes the place of '{key}' of the source")
+            raise SourceError(
+                f"sample '{meta.key}' of clip '{meta.clip_id}' takes the place of '{key}' of the source"
+            )
         if meta.frame_idx <= self._last_frame:
             raise SourceError(
                 f"sample '{key}' comes after frame {self._last_frame} of its clip: the source has it twice, or numbers "
@@ -207,9 +231,20 @@ class ScanWriter:
                 f"{self._pending_bytes} bytes, allowed for {ROWS_PER_BATCH} are {_MAX_PENDING_BYTES}"
             )
         number = len(self.clips) - 1
-        row = ScanRow(meta.key, number, meta.frame_idx, meta.timestamp_ns, blob, geometry, boxes, tuple(members))
+        row = ScanRow(
+            meta.key,
+            number,
+            meta.frame_idx,
+            meta.timestamp_ns,
+            blob,
+            geometry,
+            boxes,
+            tuple(members),
+        )
         encoded = msgspec.msgpack.encode(row)
-        self._pending.append((*row[:4], size, encoded, *[attributes[name] for name in self._attributes]))
+        self._pending.append(
+            (*row[:4], size, encoded, *[attributes[name] for name in self._attributes])
+        )
         self._has_boxes |= boxes is not None
         clip.num_samples += 1
         self._num_rows += 1
@@ -240,18 +275,27 @@ class ScanWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
     def _flush(self) -> None:
         columns = zip(*self._pending, strict=True)
-        arrays = [pa.array(values, field.type) for values, field in zip(columns, self._schema, strict=True)]
+        arrays = [
+            pa.array(values, field.type)
+            for values, field in zip(columns, self._schema, strict=True)
+        ]
         for array, field in zip(arrays, self._schema, strict=True):
             if field.name.startswith(_PREFIX) and pa.types.is_string(field.type):
                 longest = pc.max(pc.binary_length(array)).as_py() or 0
                 if longest > MAX_TEXT_BYTES:
-                    at, name = pc.index(pc.binary_length(array), longest).as_py(), field.name.removeprefix(_PREFIX)
+                    at, name = (
+                        pc.index(pc.binary_length(array), longest).as_py(),
+                        field.name.removeprefix(_PREFIX),
+                    )
                     raise SourceError(
                         f"attribute '{name}' of sample {shown(self._pending[at][0])} has {longest} bytes, allowed are "
                         f"{MAX_TEXT_BYTES}; shorten it"
@@ -349,7 +393,10 @@ class ScanTable:
     def _part(self, batches: list[Any]) -> pa.Table:
         table = pa.Table.from_batches(batches).combine_chunks()
         return table.rename_columns(
-            [CLIP_NUMBER if name == "clip" else name.removeprefix(_PREFIX) for name in table.column_names]
+            [
+                CLIP_NUMBER if name == "clip" else name.removeprefix(_PREFIX)
+                for name in table.column_names
+            ]
         )
 
     @property

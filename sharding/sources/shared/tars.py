@@ -66,7 +66,11 @@ def compressed_members(
     where = f"tar '{files.shown}/{tar}'"
     with open_file(files, tar, _AHEAD_BYTES) as file:
         zstd = zstandard.ZstdDecompressor().stream_reader
-        plain: Any = zstd(file, read_across_frames=True) if tar.endswith("zst") else gzip.GzipFile(fileobj=file)
+        plain: Any = (
+            zstd(file, read_across_frames=True)
+            if tar.endswith("zst")
+            else gzip.GzipFile(fileobj=file)
+        )
         with plain, parsing(where, _BAD), tarfile.open(fileobj=plain, mode="r|") as opened:
             for found in _regular(opened, where):
                 data = None
@@ -87,7 +91,9 @@ def _regular(opened: tarfile.TarFile, where: str) -> Iterator[tarfile.TarInfo]:
         if found.isdir():
             continue
         if not found.isreg() or found.issparse():
-            raise SourceError(f"{where}: '{name}' is sparse, a link or a device; wanted are regular files")
+            raise SourceError(
+                f"{where}: '{name}' is sparse, a link or a device; wanted are regular files"
+            )
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
             raise SourceError(f"{where}: the name '{name}' leads out of the tar")
         yield found

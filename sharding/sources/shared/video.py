@@ -38,8 +38,13 @@ _HD_LINES: Final = 720
 _LARGE_BYTES, _END_BYTES = 4 << 30, 4096
 _UNKNOWN_MATRIX, _BT709, _BT601 = 2, 1, 5
 _MATRICES: Final = {
-    1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087), 9: (0.2627, 0.0593),
-}  # fmt: skip
+    1: (0.2126, 0.0722),
+    4: (0.30, 0.11),
+    5: (0.299, 0.114),
+    6: (0.299, 0.114),
+    7: (0.212, 0.087),
+    9: (0.2627, 0.0593),
+}
 """Matrix coefficients of ITU-T H.273 table 4: KR and KB by the code."""
 _FULL: Final = 2
 _AS_DECODED: Final = JpegForm()
@@ -72,8 +77,12 @@ class _Shown(NamedTuple):
 class VideoSettings(FrameSettings, frozen=True, kw_only=True):
     """Options of sources that may have video."""
 
-    video_quality: Annotated[int, Meta(ge=1, le=100, description="JPEG quality of frames of video")] = JPEG_QUALITY
-    frames: Annotated[Literal["all", "keyframes"], Meta(description="keyframes: take those of video alone")] = "all"
+    video_quality: Annotated[
+        int, Meta(ge=1, le=100, description="JPEG quality of frames of video")
+    ] = JPEG_QUALITY
+    frames: Annotated[
+        Literal["all", "keyframes"], Meta(description="keyframes: take those of video alone")
+    ] = "all"
     libraries: str = ""
     """Versions that decide the bytes of frames of video; filled in, and other ones are refused."""
 
@@ -94,7 +103,10 @@ def libraries() -> str:
         return "no PyAV"
     import av
 
-    parts = [f"{name} {'.'.join(map(str, av.library_versions[name]))}" for name in ("libavcodec", "libswscale")]
+    parts = [
+        f"{name} {'.'.join(map(str, av.library_versions[name]))}"
+        for name in ("libavcodec", "libswscale")
+    ]
     return ", ".join([f"PyAV {av.__version__}", *parts, f"simplejpeg {version('simplejpeg')}"])
 
 
@@ -104,7 +116,9 @@ def check_decoder(where: str) -> None:
         importlib.import_module("av")
 
 
-def video_frames(path: str, numbers: Iterable[int], form: JpegForm = _AS_DECODED) -> Iterator[tuple[int, bytes]]:
+def video_frames(
+    path: str, numbers: Iterable[int], form: JpegForm = _AS_DECODED
+) -> Iterator[tuple[int, bytes]]:
     """Yield these frames of a video file with their numbers, as JPEG, in the order of presentation.
 
     A frame is decoded once; what is between two groups of pictures that are wanted is skipped. Raises SourceError for
@@ -133,13 +147,19 @@ class VideoFile:
             if entries and len(entries) == stream.frames and entries[0].is_keyframe:
                 end = max(entry.pos + entry.size for entry in entries)
                 if end > container.size:
-                    raise SourceError(f"{self._where} is cut off: it has {container.size} bytes, its index {end}")
+                    raise SourceError(
+                        f"{self._where} is cut off: it has {container.size} bytes, its index {end}"
+                    )
                 return VideoFacts(*head, sum(not entry.is_discard for entry in entries), 0)
             packets = self._shown(container).packets
-            first = next((at for at, packet in enumerate(packets) if packet.is_keyframe), len(packets))
+            first = next(
+                (at for at, packet in enumerate(packets) if packet.is_keyframe), len(packets)
+            )
             return VideoFacts(*head, len(packets), first)
 
-    def jpegs(self, numbers: Iterable[int], form: JpegForm = _AS_DECODED) -> Iterator[tuple[int, bytes]]:
+    def jpegs(
+        self, numbers: Iterable[int], form: JpegForm = _AS_DECODED
+    ) -> Iterator[tuple[int, bytes]]:
         """Yield frames as :func:`video_frames`."""
         wanted = sorted(set(numbers))
         if not wanted:
@@ -156,7 +176,9 @@ class VideoFile:
         for number in wanted:
             own = int(np.searchsorted(keys, number, "right")) - 1
             if own < 0:
-                raise SourceError(f"{self._where}: frame {number} comes before the first keyframe, frame {keys[:1]}")
+                raise SourceError(
+                    f"{self._where}: frame {number} comes before the first keyframe, frame {keys[:1]}"
+                )
             if own > group + 1:
                 runs.append((keys[own], []))
             group = own
@@ -170,7 +192,9 @@ class VideoFile:
         with self._opened() as container:
             return self._shown(container)
 
-    def _run(self, order: Sequence[_Packet], key: int, run: list[int], form: JpegForm) -> Iterator[tuple[int, bytes]]:
+    def _run(
+        self, order: Sequence[_Packet], key: int, run: list[int], form: JpegForm
+    ) -> Iterator[tuple[int, bytes]]:
         """Decode from a keyframe on; frames are known by their times."""
         number_of = {packet.pts: at for at, packet in enumerate(order)}
         wanted = set(run)
@@ -188,7 +212,9 @@ class VideoFile:
                     yield number, encoder.jpeg(frame, number)
                 if not wanted:
                     return
-        raise SourceError(f"{self._where}: frame {min(wanted)} cannot be decoded: is the file cut, or damaged?")
+        raise SourceError(
+            f"{self._where}: frame {min(wanted)} cannot be decoded: is the file cut, or damaged?"
+        )
 
     def _from_the_start(self, wanted: list[int], form: JpegForm) -> Iterator[tuple[int, bytes]]:
         """Yield the frames of a raw stream, which has no times: frames are counted."""
@@ -202,7 +228,7 @@ class VideoFile:
                     return
         raise SourceError(f"{self._where} has {number + 1} frames, and no frame {wanted[-1]}")
 
-    def _shown(self, container: Any) -> _Shown:  # noqa: ANN401 - PyAV
+    def _shown(self, container: Any) -> _Shown:
         found = [
             _Packet(packet.pts, packet.is_keyframe)
             for packet in container.demux(_best(container))
@@ -218,7 +244,7 @@ class VideoFile:
             )
         return _Shown(found, has_times=False)
 
-    def _decoded(self, container: Any) -> Iterator[Any]:  # noqa: ANN401 - PyAV
+    def _decoded(self, container: Any) -> Iterator[Any]:
         import av
 
         before = self.num_decoded
@@ -228,7 +254,9 @@ class VideoFile:
                 yield frame
         except av.error.FFmpegError as error:
             number = self.num_decoded - before
-            raise SourceError(f"{self._where} cannot be decoded after {number} frames: {error}") from error
+            raise SourceError(
+                f"{self._where} cannot be decoded after {number} frames: {error}"
+            ) from error
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -247,18 +275,18 @@ class VideoFile:
             yield container
 
 
-def _known(container: Any) -> list[Any]:  # noqa: ANN401 - PyAV
+def _known(container: Any) -> list[Any]:
     return [stream for stream in container.streams.video if stream.codec_context is not None]
 
 
-def _best(container: Any) -> Any:  # noqa: ANN401 - PyAV
+def _best(container: Any) -> Any:
     """Return the stream that the program ffmpeg takes of several, such as a preview and the video: the largest picture.
 
     The one that is marked as default counts five million pixels more, and a cover comes last.
     """
     from av.stream import Disposition
 
-    def rank(stream: Any) -> tuple[bool, int]:  # noqa: ANN401 - PyAV
+    def rank(stream: Any) -> tuple[bool, int]:
         context, marks = stream.codec_context, stream.disposition
         size = context.width * context.height + (5_000_000 if marks & Disposition.default else 0)
         return not marks & Disposition.attached_pic, size
@@ -272,7 +300,9 @@ def _check_end(path: str, where: str) -> None:
         if file.seek(0, io.SEEK_END) > _LARGE_BYTES:
             file.seek(-_END_BYTES, io.SEEK_END)
             if not file.read().strip(b"\0"):
-                raise SourceError(f"{where} ends with zeros: it was not written to its end; cut it with ffmpeg")
+                raise SourceError(
+                    f"{where} ends with zeros: it was not written to its end; cut it with ffmpeg"
+                )
 
 
 class StreamDecoder:
@@ -299,14 +329,16 @@ class StreamDecoder:
         """Yield the wanted ones of the frames that the decoder still has."""
         yield from self._decode(None, wanted)
 
-    def _decode(self, packet: Any, wanted: set[int]) -> Iterator[tuple[int, bytes]]:  # noqa: ANN401 - PyAV
+    def _decode(self, packet: Any, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
         import av
 
         try:
             frames = self._context.decode(packet)
         except av.error.FFmpegError as error:
             at = "the end" if packet is None else f"message {packet.pts}"
-            raise SourceError(f"{self._where}: the video cannot be decoded at {at}: {error}") from error
+            raise SourceError(
+                f"{self._where}: the video cannot be decoded at {at}: {error}"
+            ) from error
         self.num_decoded += len(frames)
         for frame in frames:
             if frame.pts in wanted:
@@ -322,7 +354,9 @@ def stream_size(data: Buffer, codec: str, where: str) -> tuple[int, int]:
             context = container.streams.video[0].codec_context
             size = context.width, context.height
     except (av.error.FFmpegError, IndexError) as error:
-        raise SourceError(f"{where}: the keyframe has no parameter sets that FFmpeg understands: {error}") from error
+        raise SourceError(
+            f"{where}: the keyframe has no parameter sets that FFmpeg understands: {error}"
+        ) from error
     if not all(size):
         raise SourceError(f"{where}: the keyframe does not state its size")
     return size
@@ -366,7 +400,9 @@ def _codec(name: str, where: str) -> str:
     plain = name.lower().strip()
     plain = "av1" if plain == "libdav1d" else _NAMES.get(plain, plain)
     if plain not in CODECS:
-        raise SourceError(f"{where} has the codec '{name}'; {', '.join(CODECS)} are decoded: convert it with ffmpeg")
+        raise SourceError(
+            f"{where} has the codec '{name}'; {', '.join(CODECS)} are decoded: convert it with ffmpeg"
+        )
     return plain
 
 
@@ -379,10 +415,12 @@ class _Encoder:
 
         self._reformatter = VideoReformatter()
 
-    def jpeg(self, frame: Any, number: int) -> bytes:  # noqa: ANN401 - PyAV
+    def jpeg(self, frame: Any, number: int) -> bytes:
         """Encode the frame as JPEG; raise SourceError for one that is damaged or rotated."""
         if frame.is_corrupt:
-            raise SourceError(f"{self._where}: frame {number} is damaged, or what it builds on is missing")
+            raise SourceError(
+                f"{self._where}: frame {number} is damaged, or what it builds on is missing"
+            )
         if frame.rotation:
             raise SourceError(
                 f"{self._where} has a rotation flag of {frame.rotation} degrees, and its calibration may be of either "
@@ -392,7 +430,7 @@ class _Encoder:
         data: bytes = simplejpeg.encode_jpeg_yuv_planes(*planes, quality=self._form.quality)
         return data if self._form.size is None else StoredJpeg(data)
 
-    def _planes(self, frame: Any) -> list[NDArray[np.uint8]]:  # noqa: ANN401 - PyAV
+    def _planes(self, frame: Any) -> list[NDArray[np.uint8]]:
         """Return the planes of 8 bits, full range, BT.601, with the chroma of the video, or scaled and 4:2:0."""
         name = frame.format.name
         is_full = name.startswith("yuvj") or frame.color_range == _FULL
@@ -400,26 +438,42 @@ class _Encoder:
         if matrix == _UNKNOWN_MATRIX:
             matrix = _BT709 if frame.height >= _HD_LINES else _BT601
         if matrix not in _MATRICES:
-            raise SourceError(f"{self._where} has the colour matrix {matrix} of ITU-T H.273; known: {list(_MATRICES)}")
+            raise SourceError(
+                f"{self._where} has the colour matrix {matrix} of ITU-T H.273; known: {list(_MATRICES)}"
+            )
         sides: tuple[int, int] = (frame.width, frame.height)
         size = sides if self._form.size is None else self._form.size(sides)
-        chroma = next((one for one in ("444", "422") if one in name and self._form.size is None), "420")
+        chroma = next(
+            (one for one in ("444", "422") if one in name and self._form.size is None), "420"
+        )
         layout = f"{'yuvj' if name.startswith('yuvj') else 'yuv'}{chroma}p"
         if size != sides or name != layout:
             # More bits, other planes or another size: matrix and range stay. Both sides are called limited, also where
             # they are full: depth and layout change, levels stay.
             frame = self._reformatter.reformat(
-                frame, *size, format=layout, src_colorspace=frame.colorspace, dst_colorspace=frame.colorspace,
-                src_color_range=1, dst_color_range=1, interpolation="AREA" if size != sides else None,
-            )  # fmt: skip
+                frame,
+                *size,
+                format=layout,
+                src_colorspace=frame.colorspace,
+                dst_colorspace=frame.colorspace,
+                src_color_range=1,
+                dst_color_range=1,
+                interpolation="AREA" if size != sides else None,
+            )
         planes = [
             np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : plane.width]
             for plane in frame.planes
         ]
-        return planes if is_full and _MATRICES[matrix] == _MATRICES[_BT601] else _converted(planes, matrix, is_full)
+        return (
+            planes
+            if is_full and _MATRICES[matrix] == _MATRICES[_BT601]
+            else _converted(planes, matrix, is_full)
+        )
 
 
-def _converted(planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool) -> list[NDArray[np.uint8]]:
+def _converted(
+    planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool
+) -> list[NDArray[np.uint8]]:
     """Convert planes to BT.601 of full range; the product of two matrices of ITU-T H.273, 8.3.
 
     Gray stays gray: new luma is the old one and a little of both chromas, new chroma is of the chromas alone, at their
@@ -431,15 +485,23 @@ def _converted(planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool) 
     black = 0 if is_full else 16
 
     def mixed(of_blue: float, of_red: float) -> NDArray[np.uint8]:
-        return np.asarray(cv2.addWeighted(blue, of_blue, red, of_red, 128 * (1 - of_blue - of_red)), np.uint8)
+        return np.asarray(
+            cv2.addWeighted(blue, of_blue, red, of_red, 128 * (1 - of_blue - of_red)), np.uint8
+        )
 
     chromas = [mixed(change[row, 1] * c_scale, change[row, 2] * c_scale) for row in (1, 2)]
     if np.allclose(change, np.eye(3)):
-        return [np.asarray(cv2.addWeighted(luma, y_scale, luma, 0, -black * y_scale), np.uint8), *chromas]
+        return [
+            np.asarray(cv2.addWeighted(luma, y_scale, luma, 0, -black * y_scale), np.uint8),
+            *chromas,
+        ]
     added = mixed(_FINE * change[0, 1] * c_scale, _FINE * change[0, 2] * c_scale)
     spread = cv2.resize(added, (luma.shape[1], luma.shape[0]), interpolation=cv2.INTER_LINEAR)
     shift = -black * y_scale - 128 / _FINE
-    return [np.asarray(cv2.addWeighted(luma, y_scale, spread, 1 / _FINE, shift), np.uint8), *chromas]
+    return [
+        np.asarray(cv2.addWeighted(luma, y_scale, spread, 1 / _FINE, shift), np.uint8),
+        *chromas,
+    ]
 
 
 def _ycc2rgb(matrix: int) -> NDArray[np.float64]:

@@ -43,11 +43,15 @@ def opened(files: SourceFiles, name: str) -> Iterator[FileWindow]:
     if facts is None:
         raise SourceError(f"{where} is not there")
     if not isinstance(files, FolderFiles):
-        yield FileWindow(lambda offset, length: files.read(name, offset, length), facts.num_bytes, where)
+        yield FileWindow(
+            lambda offset, length: files.read(name, offset, length), facts.num_bytes, where
+        )
         return
     descriptor = files.descriptor(name)
     try:
-        yield FileWindow(lambda offset, length: os.pread(descriptor, length, offset), facts.num_bytes, where)
+        yield FileWindow(
+            lambda offset, length: os.pread(descriptor, length, offset), facts.num_bytes, where
+        )
     except OSError as error:
         raise SourceError(f"{where} cannot be read: {error.strerror}") from error
     finally:
@@ -78,7 +82,9 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
+        self._at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
+        )
         return self._at
 
     def tell(self) -> int:
@@ -91,7 +97,7 @@ class _Ranges(io.RawIOBase):
         self._at += len(data)
         return data
 
-    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - a buffer
+    def readinto(self, buffer: Any) -> int:
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)

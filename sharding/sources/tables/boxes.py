@@ -17,7 +17,22 @@ from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows
 from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows, is_list
 
 _ROTATIONS: Final = ("q_wxyz", "q_xyzw", "qw", "qx", "qy", "qz")
-_FLOATS: Final = ("x", "y", "z", "length", "width", "height", "yaw", "qw", "qx", "qy", "qz", "vx", "vy", "vz")
+_FLOATS: Final = (
+    "x",
+    "y",
+    "z",
+    "length",
+    "width",
+    "height",
+    "yaw",
+    "qw",
+    "qx",
+    "qy",
+    "qz",
+    "vx",
+    "vy",
+    "vz",
+)
 _WHOLE: Final = ("num_lidar_pts", "num_radar_pts", "visibility")
 _LISTS: Final = ("centre", "size_lwh", "q_wxyz", "q_xyzw", "velocity")
 BOX_COLUMNS: Final = ("category", "track", *_FLOATS, *_WHOLE, *_LISTS)
@@ -50,11 +65,15 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
         return [None] * len(rows)
     is_typed = is_list(column.type) and pa.types.is_struct(column.type.value_type)
     if not is_typed and not (is_list(column.type) and not len(column.flatten())):
-        raise SourceError(f"table '{rows.table}', column boxes is {column.type}, expected a list of structs")
+        raise SourceError(
+            f"table '{rows.table}', column boxes is {column.type}, expected a list of structs"
+        )
     labelled = column.is_valid().to_pylist()
     if not is_typed:  # lists of JSON lines, of which none has a box
         return [NO_BOXES if is_labelled else None for is_labelled in labelled]
-    ends = np.cumsum(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)).tolist()
+    ends = np.cumsum(
+        pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    ).tolist()
     flat = column.flatten()
     names = [field.name for field in flat.type]
     check_box_columns(rows.table, names)
@@ -67,9 +86,14 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
 
 
 def boxes_of_frames(
-    rows: Rows | None, own: Rows | None, times: NDArray[np.int64], order: NDArray[np.intp], *, in_global: bool,
+    rows: Rows | None,
+    own: Rows | None,
+    times: NDArray[np.int64],
+    order: NDArray[np.intp],
+    *,
+    in_global: bool,
     is_unix: bool,
-) -> Sequence[BoxRows | None]:  # fmt: skip
+) -> Sequence[BoxRows | None]:
     """Return the boxes of a clip's frames in ``order``: of the column of ``frames``, else of the table ``own``.
 
     Of a table they are the rows with exactly the times (F,) [ns] of the frames: a frame without rows is not labelled,
@@ -83,7 +107,9 @@ def boxes_of_frames(
         return found
     own_times, frame_times = own.times(is_unix=is_unix), times[order]
     if own_times is None:
-        raise SourceError(f"table '{own.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}")
+        raise SourceError(
+            f"table '{own.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}"
+        )
     at = np.minimum(np.searchsorted(frame_times, own_times), len(frame_times) - 1)
     astray = frame_times[at] != own_times
     if astray.any():
@@ -104,7 +130,9 @@ def _values(rows: Rows) -> dict[str, Any]:
         if there and name not in rows and len(there) < len(parts):
             missing = ", ".join(part for part in parts if part not in there)
             cure = "; write 0 where it is not measured" if name == "velocity" else ""
-            raise SourceError(f"table '{rows.table}' has {', '.join(there)} of {name}, but no {missing}{cure}")
+            raise SourceError(
+                f"table '{rows.table}' has {', '.join(there)} of {name}, but no {missing}{cure}"
+            )
         return rows.vector(name, parts) if there or name in rows else None
 
     def needed(name: str, parts: Sequence[str]) -> NDArray[np.float64]:
@@ -132,7 +160,9 @@ def _rows(values: dict[str, Any], part: slice | NDArray[np.intp], *, in_global: 
     chosen: dict[str, Any] = {}
     for name, column in values.items():
         if isinstance(column, list):
-            chosen[name] = column[part] if isinstance(part, slice) else [column[at] for at in part.tolist()]
+            chosen[name] = (
+                column[part] if isinstance(part, slice) else [column[at] for at in part.tolist()]
+            )
         else:
             chosen[name] = None if column is None else column[part]
     return BoxRows(**chosen, in_global=in_global)

@@ -45,7 +45,9 @@ class RowCalibration(NamedTuple):
         )
 
 
-def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool) -> list[RowCalibration]:
+def read_calibration(
+    rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool
+) -> list[RowCalibration]:
     """Read the columns under ``prefix``; ``pose`` is the name of the transform from the sensor to ego.
 
     ``is_corner``: pixel (0, 0) is the corner of the top-left one, and principal points move by half a pixel.
@@ -59,15 +61,31 @@ def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_
     count = len(rows)
 
     def whole(name: str) -> list[int]:
-        return rows.integers(prefix + name, unknown=0).tolist() if prefix + name in rows else [0] * count
+        return (
+            rows.integers(prefix + name, unknown=0).tolist()
+            if prefix + name in rows
+            else [0] * count
+        )
 
     models = rows.texts(f"{prefix}dist_model") if f"{prefix}dist_model" in rows else []
     dist: list[tuple[float, ...]] = [()] * count
     if f"{prefix}dist" in rows:
-        dist = [tuple(map(float, value or ())) for value in rows.column(f"{prefix}dist").to_pylist()]
+        dist = [
+            tuple(map(float, value or ())) for value in rows.column(f"{prefix}dist").to_pylist()
+        ]
     lenses = [model or "none" for model in models] or ["none"] * count
     poses = shared(sensor2ego, count)
-    return [*map(RowCalibration, shared(intrinsics, count), poses, whole("width"), whole("height"), lenses, dist)]
+    return [
+        *map(
+            RowCalibration,
+            shared(intrinsics, count),
+            poses,
+            whole("width"),
+            whole("height"),
+            lenses,
+            dist,
+        )
+    ]
 
 
 def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
@@ -78,7 +96,10 @@ def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
     if known[0] and (matrices == matrices[0]).all():
         return [matrices[0]] * count
     seen: dict[bytes, Any] = {}
-    return [seen.setdefault(one.tobytes(), one) if there else None for one, there in zip(matrices, known, strict=True)]
+    return [
+        seen.setdefault(one.tobytes(), one) if there else None
+        for one, there in zip(matrices, known, strict=True)
+    ]
 
 
 class CalibrationTable:
@@ -118,7 +139,9 @@ class CalibrationTable:
             if not name:
                 rows.fail(row, "sensor", "it is empty")
             if name in found:
-                raise SourceError(f"table '{rows.table}', row {rows.first + row}: sensor '{name}' is there twice")
+                raise SourceError(
+                    f"table '{rows.table}', row {rows.first + row}: sensor '{name}' is there twice"
+                )
             one = plain[row]
             pose, is_flu = one.sensor2ego, self._axes.get(name, self._axes[""]) == "flu"
             if pose is not None and one.intrinsics is not None and is_flu:

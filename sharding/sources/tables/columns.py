@@ -23,8 +23,26 @@ _OF_LIDAR: Final = (*_FILE, "lidar2ego")
 OF_CLIP: Final = ("split", "log_id", "vehicle")
 _OF_FRAME: Final = (CLIP, *TIME_COLUMNS, "ego2global", "boxes", *OF_CLIP)
 _TEXTS: Final = (CLIP, "sensor", "path", "dist_model", *OF_CLIP)
-_WHOLE: Final = ("timestamp_ns", "timestamp_us", "width", "height", "num_bytes", "byte_offset", "byte_length")
-_LISTS: Final = ("intrinsics", "dist", "ego2global", "cam2ego", "lidar2ego", "sensor2ego", "t", "q_wxyz", "q_xyzw")
+_WHOLE: Final = (
+    "timestamp_ns",
+    "timestamp_us",
+    "width",
+    "height",
+    "num_bytes",
+    "byte_offset",
+    "byte_length",
+)
+_LISTS: Final = (
+    "intrinsics",
+    "dist",
+    "ego2global",
+    "cam2ego",
+    "lidar2ego",
+    "sensor2ego",
+    "t",
+    "q_wxyz",
+    "q_xyzw",
+)
 _SCALARS: Final = ("timestamp_s", "fx", "fy", "cx", "cy", *POSE_PARTS[3:])
 VALUE: Final = "value."
 """Begins the columns of values, which become channels."""
@@ -34,7 +52,11 @@ def check_column(table: str, found: re.Match[str]) -> None:
     """Raise SourceError for a column of a sensor, as :data:`SENSOR` matches it, that is not known."""
     allowed = OF_CAMERA if found[1] == "cam" else _OF_LIDAR
     rest, _, part = found[3].partition(".")
-    is_pose = rest in ("ego2global", "cam2ego", "lidar2ego") and part in (*POSE_PARTS, "q", "rotation")
+    is_pose = rest in ("ego2global", "cam2ego", "lidar2ego") and part in (
+        *POSE_PARTS,
+        "q",
+        "rotation",
+    )
     if rest not in allowed or (part and not is_pose):
         raise SourceError(
             f"table '{table}': the column {found[0]} is not known; after {found[1]}.{found[2]}. may follow "
@@ -56,7 +78,11 @@ def type_of(name: str) -> pa.DataType | None:
 
 def is_known(name: str) -> bool:
     """Return whether a column of ``frames`` is not an attribute."""
-    return name.startswith(VALUE) or SENSOR.match(name) is not None or name.partition(".")[0] in _OF_FRAME
+    return (
+        name.startswith(VALUE)
+        or SENSOR.match(name) is not None
+        or name.partition(".")[0] in _OF_FRAME
+    )
 
 
 def is_path(column: str) -> bool:
@@ -81,7 +107,11 @@ def attribute_type(where: str, field: pa.Field) -> type:
     else:
         found = float if pa.types.is_floating(kind) else None
     if found is None or not may_be_attribute(field.name):
-        what = f"is {kind}" if found is None else "has a name of Fuelrail's own, or one that is not a word"
+        what = (
+            f"is {kind}"
+            if found is None
+            else "has a name of Fuelrail's own, or one that is not a word"
+        )
         raise SourceError(
             f"{where}: the column {field.name} is not known, so it is an attribute, but it {what}; attributes are "
             f"numbers, texts, true or false, and a column "

@@ -77,7 +77,9 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     ] = ""
     pixel_origin: Annotated[
         Literal["center", "corner"],
-        Meta(description="where pixel (0, 0) of the intrinsics is: the center of the top-left pixel, or its corner"),
+        Meta(
+            description="where pixel (0, 0) of the intrinsics is: the center of the top-left pixel, or its corner"
+        ),
     ] = "center"
     camera_axes: Annotated[
         _AXES | dict[str, _AXES],
@@ -87,9 +89,12 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
         ),
     ] = "optical"
     boxes_in: Annotated[
-        Literal["ego", "global"], Meta(description="frame of reference of boxes: ego at the frame's time, or global")
+        Literal["ego", "global"],
+        Meta(description="frame of reference of boxes: ego at the frame's time, or global"),
     ] = "ego"
-    lidar_columns: Annotated[tuple[str, ...], Meta(description="columns of lidar files, as [x, y, z, intensity]")] = (
+    lidar_columns: Annotated[
+        tuple[str, ...], Meta(description="columns of lidar files, as [x, y, z, intensity]")
+    ] = (
         "x",
         "y",
         "z",
@@ -97,9 +102,13 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     )
     time_base: Annotated[
         Literal["unix", "relative"],
-        Meta(description="unix: times are since 1970, between 2000 and 2100; relative: a clock of the data's own"),
+        Meta(
+            description="unix: times are since 1970, between 2000 and 2100; relative: a clock of the data's own"
+        ),
     ] = "unix"
-    ego_origin: Annotated[str, Meta(description="where in the vehicle ego is, such as rear_axle_ground")] = "unknown"
+    ego_origin: Annotated[
+        str, Meta(description="where in the vehicle ego is, such as rear_axle_ground")
+    ] = "unknown"
     reference: Annotated[
         str,
         Meta(
@@ -107,10 +116,12 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
         ),
     ] = ""
     tolerance_ms: Annotated[
-        float, Meta(ge=0, description="largest time between a frame and a sensor's file in sensor_data")
+        float,
+        Meta(ge=0, description="largest time between a frame and a sensor's file in sensor_data"),
     ] = 50.0
     max_gap_s: Annotated[
-        float, Meta(gt=0, description="largest gap between two ego poses in which poses are interpolated")
+        float,
+        Meta(gt=0, description="largest gap between two ego poses in which poses are interpolated"),
     ] = 0.5
 
 
@@ -128,19 +139,27 @@ class Manifest(FrameSource[ManifestSettings]):
         self.time_base, self.ego_origin = self.given.time_base, self.given.ego_origin
         self._is_unix = self.time_base == "unix"
         self._table_files = self.files
-        folder = location if self.file is None else str(Path(location.removeprefix("file://")).parent)
+        folder = (
+            location if self.file is None else str(Path(location.removeprefix("file://")).parent)
+        )
         if self.given.root:
             self.files = source_files(self.given.root)
         only_keyframes = self.given.frames == "keyframes"
         self._paths = Paths(self.files, self.given.root or folder, only_keyframes=only_keyframes)
         self._tables: dict[str, Table] = {}
         self._calibrations: CalibrationTable | None = None
-        self._prefixes: list[str] = []  # of the columns of each sensor in frames, such as cam.front.
+        self._prefixes: list[
+            str
+        ] = []  # of the columns of each sensor in frames, such as cam.front.
 
     @cached_property
     def _names(self) -> dict[str, str]:
         """Names of the existing tables."""
-        found = {stem: name for stem in TABLES if (name := find_table(self._table_files, stem)) is not None}
+        found = {
+            stem: name
+            for stem in TABLES
+            if (name := find_table(self._table_files, stem)) is not None
+        }
         if self.file is not None:
             if not self.file.endswith(tuple(f".{one}" for one in EXTENSIONS)):
                 raise SourceError(
@@ -164,7 +183,9 @@ class Manifest(FrameSource[ManifestSettings]):
         found: dict[str, type] = {}
         for field in table_schema(self._table_files, name, type_of):
             if not is_known(field.name):
-                found[field.name] = attribute_type(f"table '{self._table_files.shown}/{name}'", field)
+                found[field.name] = attribute_type(
+                    f"table '{self._table_files.shown}/{name}'", field
+                )
         return found
 
     @cached_property
@@ -203,19 +224,27 @@ class Manifest(FrameSource[ManifestSettings]):
             for stem, name in self._names.items():
                 batches = self._batches(name, box_type if stem == "boxes" else type_of)
                 self._tables[stem] = Table(
-                    f"{self._table_files.shown}/{name}", batches, Path(scratch), has_clips=stem != "calibration"
+                    f"{self._table_files.shown}/{name}",
+                    batches,
+                    Path(scratch),
+                    has_clips=stem != "calibration",
                 )
             found = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
-            self._prefixes = list(dict.fromkeys(f"{match[1]}.{match[2]}." for match in found if match is not None))
+            self._prefixes = list(
+                dict.fromkeys(f"{match[1]}.{match[2]}." for match in found if match is not None)
+            )
             if "boxes" in self._tables:
                 check_box_columns(self._tables["boxes"].name, self._tables["boxes"].schema.names)
             if "calibration" in self._tables:
                 given = self.given.camera_axes
                 axes = {"": given} if isinstance(given, str) else {"": "optical", **given}
                 corner = self.given.pixel_origin == "corner"
-                self._calibrations = CalibrationTable(self._tables["calibration"], axes, is_corner=corner)
+                self._calibrations = CalibrationTable(
+                    self._tables["calibration"], axes, is_corner=corner
+                )
             self.has_poses = "ego_pose" in self._tables or any(
-                name.partition(".")[0] == "ego2global" for name in _columns(self._tables.get("frames"))
+                name.partition(".")[0] == "ego2global"
+                for name in _columns(self._tables.get("frames"))
             )
             if not self.has_poses and any(
                 name.startswith("ego2global") for name in _columns(self._tables.get("sensor_data"))
@@ -271,7 +300,9 @@ class Manifest(FrameSource[ManifestSettings]):
         channels = [name.lower() for name in (*cameras, *lidars)]
         for name, channel in zip((*cameras, *lidars), channels, strict=True):
             if not re.fullmatch(r"[a-z0-9_]+", channel) or channels.count(channel) > 1:
-                raise SourceError(f"sensor '{name}': names have letters, digits and _, each once, upper or lower case")
+                raise SourceError(
+                    f"sensor '{name}': names have letters, digits and _, each once, upper or lower case"
+                )
         return Sensors.of(cameras, dict.fromkeys(lidars, self.given.lidar_columns))
 
     def clips(self) -> Iterator[Clip]:
@@ -286,10 +317,20 @@ class Manifest(FrameSource[ManifestSettings]):
             rows = main.rows(clip)
             assert rows is not None, "it has rows"
             facts: dict[str, Any] = {
-                name: _one(rows, name) or "" for name in OF_CLIP if "frames" in self._tables and name in rows
+                name: _one(rows, name) or ""
+                for name in OF_CLIP
+                if "frames" in self._tables and name in rows
             }
-            named = [self._tables[stem].rows(clip) for stem in ("frames", "sensor_data") if stem in self._tables]
-            videos = self._paths.videos_of(rows for rows in named if rows is not None) if self._has_video else ()
+            named = [
+                self._tables[stem].rows(clip)
+                for stem in ("frames", "sensor_data")
+                if stem in self._tables
+            ]
+            videos = (
+                self._paths.videos_of(rows for rows in named if rows is not None)
+                if self._has_video
+                else ()
+            )
             yield Clip(name=clip, files=videos, **facts)
 
     def poses(self, clip: Clip) -> Trajectory | None:
@@ -307,11 +348,15 @@ class Manifest(FrameSource[ManifestSettings]):
     def frames(self, clip: Clip) -> Iterable[Frame]:
         """Yield the clip's frames by time."""
         rows = self._tables["frames"].rows(clip.name) if "frames" in self._tables else None
-        data = self._tables["sensor_data"].rows(clip.name) if "sensor_data" in self._tables else None
+        data = (
+            self._tables["sensor_data"].rows(clip.name) if "sensor_data" in self._tables else None
+        )
         sensors = None
         if data is not None and self._calibrations is not None:
             sensors = SensorRows(
-                clip.name, RowFiles(self._paths, data, "", _times(data, is_unix=self._is_unix)), self._calibrations
+                clip.name,
+                RowFiles(self._paths, data, "", _times(data, is_unix=self._is_unix)),
+                self._calibrations,
             )
         if rows is None:
             assert sensors is not None, "there is one of the two"
@@ -333,14 +378,24 @@ class Manifest(FrameSource[ManifestSettings]):
         if sensors is not None:
             into = [(images[at], sweeps[at]) for at in order.tolist()]
             sensors.add(times[order], self.given.tolerance_ms, into)
-        stated = [None] * len(times) if rows is None else shared(rows.poses("ego2global"), len(times))
+        stated = (
+            [None] * len(times) if rows is None else shared(rows.poses("ego2global"), len(times))
+        )
         table = self._tables.get("boxes")
         boxes = boxes_of_frames(
-            rows, None if table is None else table.rows(clip.name), times, order,
-            in_global=self.given.boxes_in == "global", is_unix=self._is_unix,
-        )  # fmt: skip
+            rows,
+            None if table is None else table.rows(clip.name),
+            times,
+            order,
+            in_global=self.given.boxes_in == "global",
+            is_unix=self._is_unix,
+        )
         free = {} if rows is None else {name: rows.column(name).to_pylist() for name in self._free}
-        values = {} if rows is None else {one.name: rows.column(VALUE + one.name).to_pylist() for one in self.channels}
+        values = (
+            {}
+            if rows is None
+            else {one.name: rows.column(VALUE + one.name).to_pylist() for one in self.channels}
+        )
         for number, at in enumerate(order.tolist()):
             yield Frame(
                 timestamp_ns=int(times[at]),
@@ -360,16 +415,21 @@ class Manifest(FrameSource[ManifestSettings]):
         is_camera, given = prefix.startswith("cam."), self.given.camera_axes
         axes = given if isinstance(given, str) else given.get(name, "optical")
         own = read_calibration(
-            rows, prefix, "cam2ego" if is_camera else "lidar2ego",
-            is_corner=self.given.pixel_origin == "corner", is_flu=is_camera and axes == "flu",
-        )  # fmt: skip
+            rows,
+            prefix,
+            "cam2ego" if is_camera else "lidar2ego",
+            is_corner=self.given.pixel_origin == "corner",
+            is_flu=is_camera and axes == "flu",
+        )
         other = None if self._calibrations is None else self._calibrations.find(clip.name, name)
         return own if other is None else [one.filled(other) for one in own]
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read a lidar file, or a range of a file."""
         return parse_points(
-            Part.of(ref).read(self.files), self.given.lidar_columns, f"lidar '{self.files.shown}/{ref}'"
+            Part.of(ref).read(self.files),
+            self.given.lidar_columns,
+            f"lidar '{self.files.shown}/{ref}'",
         )
 
 
@@ -382,7 +442,9 @@ def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
     """Return the times of all rows [ns]; raise SourceError where one has none."""
     times = rows.times(is_unix=is_unix)
     if times is None:
-        raise SourceError(f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}")
+        raise SourceError(
+            f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}"
+        )
     if (times < 0).any():
         rows.fail(int(np.argmax(times < 0)), "timestamp", "it is empty")
     return times
@@ -393,7 +455,11 @@ def _one(rows: Rows, name: str) -> str | None:
     found = rows.texts(name)
     if len(set(found)) > 1:
         other = next(row for row, text in enumerate(found) if text != found[0])
-        rows.fail(other, name, f"'{found[other]}', but '{found[0]}' in row {rows.first}: a clip has one {name}")
+        rows.fail(
+            other,
+            name,
+            f"'{found[other]}', but '{found[0]}' in row {rows.first}: a clip has one {name}",
+        )
     return found[0]
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.tables.values import Rows
 
 
-def nearest(frame_ns: NDArray[np.int64], sensor_ns: NDArray[np.int64], tolerance_ns: int) -> NDArray[np.intp]:
+def nearest(
+    frame_ns: NDArray[np.int64], sensor_ns: NDArray[np.int64], tolerance_ns: int
+) -> NDArray[np.intp]:
     """Match measurements to frames: (F,) their numbers, -1 for none.
 
     Both times ascend. A measurement and a frame belong together where each is the other's nearest, and no more than
@@ -45,7 +47,11 @@ def ascending(rows: Rows, times: NDArray[np.int64], chosen: NDArray[np.intp]) ->
     same = np.flatnonzero(np.diff(times[order]) == 0)
     if len(same):
         first, second = order[same[0]], order[same[0] + 1]
-        rows.fail(int(second), "timestamp", f"{times[second]} ns is also the time of row {rows.first + int(first)}")
+        rows.fail(
+            int(second),
+            "timestamp",
+            f"{times[second]} ns is also the time of row {rows.first + int(first)}",
+        )
     return order
 
 
@@ -60,7 +66,9 @@ class SensorRows:
             if not name:
                 files.rows.fail(row, "sensor", "it is empty")
             numbers.setdefault(name, []).append(row)
-        self._by_time = {name: ascending(files.rows, files.times, np.array(own)) for name, own in numbers.items()}
+        self._by_time = {
+            name: ascending(files.rows, files.times, np.array(own)) for name, own in numbers.items()
+        }
 
     def reference_times(self, reference: str) -> NDArray[np.int64]:
         """Return the times of a sensor, ascending; without a name, of the first lidar, else the first camera."""
@@ -69,9 +77,13 @@ class SensorRows:
         name = reference or default[0]
         if name not in known:
             listed = ", ".join(known)
-            raise SourceError(f"reference={name}: there is no such sensor, but {listed}{did_you_mean(name, known)}")
+            raise SourceError(
+                f"reference={name}: there is no such sensor, but {listed}{did_you_mean(name, known)}"
+            )
         if name not in self._by_time:
-            raise SourceError(f"clip '{self._clip}' has no row of sensor '{name}', whose times are those of frames")
+            raise SourceError(
+                f"clip '{self._clip}' has no row of sensor '{name}', whose times are those of frames"
+            )
         return self._files.times[self._by_time[name]]
 
     def add(
@@ -92,6 +104,8 @@ class SensorRows:
             is_camera = self._calibrations.sensors[name]
             for (images, sweeps), at in zip(into, chosen.tolist(), strict=True):
                 if is_camera:
-                    images[name.lower()] = absent if at < 0 else self._files.image(int(rows[at]), found)
+                    images[name.lower()] = (
+                        absent if at < 0 else self._files.image(int(rows[at]), found)
+                    )
                 elif at >= 0 and (sweep := self._files.sweep(int(rows[at]), found)) is not None:
                     sweeps[name.lower()] = sweep

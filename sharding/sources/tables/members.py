@@ -56,16 +56,26 @@ class Paths:
         found: dict[str, None] = {}
         for rows in tables:
             for column in filter(is_path, rows.batch.schema.names):
-                videos = [text.partition(FRAME)[0] for text in rows.texts(column) if text and FRAME in text]
+                videos = [
+                    text.partition(FRAME)[0]
+                    for text in rows.texts(column)
+                    if text and FRAME in text
+                ]
                 with contextlib.suppress(SourceError):  # which the row's own check reports
                     found.update((self.inside(name), None) for name in videos)
-        return tuple(name for name in found if is_inside(name) and self._files.facts(name) is not None)
+        return tuple(
+            name for name in found if is_inside(name) and self._files.facts(name) is not None
+        )
 
     def reference(self, rows: Rows, row: int, path: str) -> str:
         """Return the reference of a path: of a file, of bytes in one, or of a member of a tar."""
         name, _, rest = path.partition("#")
         if rest.startswith("pts="):
-            rows.fail(row, "path", f"'{path}': frames of a video are named by their numbers, as in {name}{FRAME}12")
+            rows.fail(
+                row,
+                "path",
+                f"'{path}': frames of a video are named by their numbers, as in {name}{FRAME}12",
+            )
         if path.startswith("tar:"):
             tar = self._inside(rows, row, name.removeprefix("tar:"))
             if not rest:
@@ -90,20 +100,36 @@ class RowFiles:
     """Images and sweeps of the rows of a table, whose columns begin with ``prefix``."""
 
     def __init__(
-        self, where: Paths, rows: Rows, prefix: str, times: NDArray[np.int64], *, is_calibrated: bool = True
+        self,
+        where: Paths,
+        rows: Rows,
+        prefix: str,
+        times: NDArray[np.int64],
+        *,
+        is_calibrated: bool = True,
     ) -> None:
         """Take ``is_calibrated``: images need a calibration, as they do where a column has one."""
         self._where, self.rows, self.times = where, rows, times
         stated = (f"{prefix}{name}" in rows for name in ("intrinsics", "fx"))
-        self._is_calibrated = is_calibrated or any(stated) or rows.poses(f"{prefix}cam2ego") is not None
+        self._is_calibrated = (
+            is_calibrated or any(stated) or rows.poses(f"{prefix}cam2ego") is not None
+        )
         self._paths = rows.texts(f"{prefix}path")
         self._times_ns: list[int] = times.tolist()
         self._poses = shared(rows.poses(f"{prefix}ego2global"), len(rows))
-        self._bytes = rows.integers(f"{prefix}num_bytes", unknown=-1).tolist() if f"{prefix}num_bytes" in rows else None
+        self._bytes = (
+            rows.integers(f"{prefix}num_bytes", unknown=-1).tolist()
+            if f"{prefix}num_bytes" in rows
+            else None
+        )
         self._ranges = None
         if f"{prefix}byte_offset" in rows:
             offsets = rows.integers(f"{prefix}byte_offset", unknown=-1).tolist()
-            self._ranges = list(zip(offsets, rows.integers(f"{prefix}byte_length", unknown=-1).tolist(), strict=True))
+            self._ranges = list(
+                zip(
+                    offsets, rows.integers(f"{prefix}byte_length", unknown=-1).tolist(), strict=True
+                )
+            )
         self._prefix = prefix
 
     def _ref(self, row: int, path: str) -> str:
@@ -123,19 +149,29 @@ class RowFiles:
             return Absent("no path")
         intrinsics, cam2ego = found.intrinsics, found.sensor2ego
         if self._is_calibrated and (intrinsics is None or cam2ego is None):
-            what = "intrinsics" if intrinsics is None else "pose in ego (cam2ego, or sensor2ego in calibration)"
+            what = (
+                "intrinsics"
+                if intrinsics is None
+                else "pose in ego (cam2ego, or sensor2ego in calibration)"
+            )
             raise SourceError(
                 f"table '{self.rows.table}', row {self.rows.first + row}: the camera of '{path}' has no {what}"
             )
         num_bytes = -1 if self._bytes is None else self._bytes[row]
         is_frame, name = FRAME in path, path.partition("#")[2] if path.startswith("tar:") else path
         image = Image(
-            ref=path if is_frame else self._ref(row, path), timestamp_ns=self._times_ns[row], intrinsics=intrinsics,
-            cam2ego=cam2ego, ego2global=self._poses[row], width=found.width,
-            height=found.height, num_bytes=None if num_bytes < 0 else num_bytes,
-            dist=found.dist, dist_model=found.dist_model,
+            ref=path if is_frame else self._ref(row, path),
+            timestamp_ns=self._times_ns[row],
+            intrinsics=intrinsics,
+            cam2ego=cam2ego,
+            ego2global=self._poses[row],
+            width=found.width,
+            height=found.height,
+            num_bytes=None if num_bytes < 0 else num_bytes,
+            dist=found.dist,
+            dist_model=found.dist_model,
             extension=EXTENSION_OF.get(name.rpartition(".")[2].lower(), ""),
-        )  # fmt: skip
+        )
         return self._of_video(row, image) if is_frame else image
 
     def _of_video(self, row: int, image: Image) -> Image | Absent:
@@ -154,11 +190,20 @@ class RowFiles:
             return None
         where = f"table '{self.rows.table}', row {self.rows.first + row}"
         if path.rpartition(".")[2].lower() in EXTENSION_OF or FRAME in path:
-            raise SourceError(f"{where}: '{path}' is an image, but its sensor has no intrinsics: it is not calibrated")
+            raise SourceError(
+                f"{where}: '{path}' is an image, but its sensor has no intrinsics: it is not calibrated"
+            )
         if lidar2ego is None:
-            raise SourceError(f"{where}: the lidar of '{path}' has no pose in ego (lidar2ego, or sensor2ego)")
+            raise SourceError(
+                f"{where}: the lidar of '{path}' has no pose in ego (lidar2ego, or sensor2ego)"
+            )
         ref = self._ref(row, path)
-        return Sweep(ref=ref, timestamp_ns=self._times_ns[row], lidar2ego=lidar2ego, ego2global=self._poses[row])
+        return Sweep(
+            ref=ref,
+            timestamp_ns=self._times_ns[row],
+            lidar2ego=lidar2ego,
+            ego2global=self._poses[row],
+        )
 
 
 def add_columns(

@@ -67,19 +67,24 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
             opened = _parquet(file, name)
             columns = [column for column in opened.schema_arrow.names if of_column(column)]
             batches = (
-                opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False) if columns else ()
+                opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False)
+                if columns
+                else ()
             )
             return any(
                 pc.any(pc.match_substring(column.cast(pa.string()), text)).as_py() or False
                 for batch in batches
                 for column in batch.columns
-                if pa.types.is_dictionary(column.type) or column.type in (pa.string(), pa.large_string())
+                if pa.types.is_dictionary(column.type)
+                or column.type in (pa.string(), pa.large_string())
             )
         wanted, rest = text.encode(), b""
         while block := file.read(_BLOCK_BYTES):
             if wanted in rest + block:
                 return True
-            if b"\0" in block:  # no text, and perhaps without end: the reader of the rows reports it
+            if (
+                b"\0" in block
+            ):  # no text, and perhaps without end: the reader of the rows reports it
                 return False
             rest = block[-len(wanted) :]
     return False
@@ -88,7 +93,9 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
 class Table:
     """A table that was copied into ``folder``; rows are counted from 0."""
 
-    def __init__(self, name: str, batches: Iterable[pa.RecordBatch], folder: Path, *, has_clips: bool = True) -> None:
+    def __init__(
+        self, name: str, batches: Iterable[pa.RecordBatch], folder: Path, *, has_clips: bool = True
+    ) -> None:
         """Copy the table from its batches (:func:`read_batches`); raises SourceError where clips are not together.
 
         Without ``has_clips`` a column of clips may be absent: the rows are then for all clips, under the name "".
@@ -110,14 +117,18 @@ class Table:
         finally:
             if writer is not None:
                 writer.close()
-        self._batch = lru_cache(maxsize=_KEPT_BATCHES)(pa.ipc.open_file(pa.OSFile(str(self._path))).get_batch)
+        self._batch = lru_cache(maxsize=_KEPT_BATCHES)(
+            pa.ipc.open_file(pa.OSFile(str(self._path))).get_batch
+        )
 
     def _note(self, batch: pa.RecordBatch, *, has_clips: bool) -> None:
         first = self._num_rows
         self._num_rows += len(batch)
         if CLIP not in self.schema.names:
             if has_clips:
-                raise SourceError(f"table '{self.name}' has no column {CLIP}; it has {', '.join(self.schema.names)}")
+                raise SourceError(
+                    f"table '{self.name}' has no column {CLIP}; it has {', '.join(self.schema.names)}"
+                )
             self.clips[""] = (0, self._num_rows)
             return
         last = next(reversed(self.clips), None)
@@ -163,7 +174,9 @@ def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
     path = files.path(name)
     file = pa.BufferReader(files.read(name, most=_MOST_AT_URL)) if path is None else pa.OSFile(path)
     head = file.read(len(LFS_MAGIC))
-    has_mark = head.startswith(codecs.BOM_UTF8) and name.endswith(".jsonl")  # what Arrow passes over in CSV only
+    has_mark = head.startswith(codecs.BOM_UTF8) and name.endswith(
+        ".jsonl"
+    )  # what Arrow passes over in CSV only
     file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
     check_no_pointer(head, f"table '{files.shown}/{name}'")
     if not head:
@@ -178,7 +191,9 @@ def read_batches(files: SourceFiles, name: str, type_of: TypeOf) -> Iterator[pa.
 
 
 def _batches(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.RecordBatch]:
-    read = {"parquet": _parquet_tables, "jsonl": _json_tables, "csv": _csv_tables}[name.rpartition(".")[2]]
+    read = {"parquet": _parquet_tables, "jsonl": _json_tables, "csv": _csv_tables}[
+        name.rpartition(".")[2]
+    ]
     return regrouped(read(file, name, type_of), name)
 
 
@@ -186,7 +201,9 @@ def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]
     """Yield batches of 1024 rows, the last one shorter; raise SourceError, naming the table, where there is no row."""
     pending, is_empty = None, True
     for table in tables:
-        pending = table if pending is None or not len(pending) else pa.concat_tables([pending, table])
+        pending = (
+            table if pending is None or not len(pending) else pa.concat_tables([pending, table])
+        )
         is_empty = is_empty and not len(table)
         whole = len(pending) // _ROWS * _ROWS
         if whole:
@@ -214,12 +231,17 @@ def _parquet(file: pa.NativeFile, name: str) -> parquet.ParquetFile:
 def _plain(schema: pa.Schema) -> pa.Schema:
     """Return the schema without dictionaries and without metadata."""
     return pa.schema(
-        [field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in schema]
+        [
+            field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+            for field in schema
+        ]
     )
 
 
 def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
-    header = csv.open_csv(file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)).schema.names
+    header = csv.open_csv(
+        file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
+    ).schema.names
     file.seek(0)
     if len(header) == 1 and (other := next((one for one in ";\t|" if one in header[0]), None)):
         raise SourceError(
@@ -232,7 +254,9 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
             "fx, fy, cx, cy and tx, ty, tz, qw, qx, qy, qz, or write Parquet"
         )
     options = csv.ConvertOptions(column_types=known, null_values=[""], strings_can_be_null=True)
-    reader = csv.open_csv(file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES), convert_options=options)
+    reader = csv.open_csv(
+        file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES), convert_options=options
+    )
     for batch in reader:
         yield pa.Table.from_batches([batch])
 
@@ -253,7 +277,9 @@ def _json_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa
         yield _json_table(rest, name, row, schema, type_of)
 
 
-def _json_table(block: bytes, name: str, row: int, schema: pa.Schema | None, type_of: TypeOf) -> pa.Table:
+def _json_table(
+    block: bytes, name: str, row: int, schema: pa.Schema | None, type_of: TypeOf
+) -> pa.Table:
     try:
         str(block, "utf-8")  # Arrow takes any bytes, and fails where they become texts
     except UnicodeDecodeError as error:
@@ -262,20 +288,28 @@ def _json_table(block: bytes, name: str, row: int, schema: pa.Schema | None, typ
     wanted = schema
     if schema is None:
         names = dict.fromkeys(key for _, line in _lines(block, name, row) for key in line)
-        scalars = {key: kind for key in names if (kind := type_of(key)) is not None and not pa.types.is_nested(kind)}
+        scalars = {
+            key: kind
+            for key in names
+            if (kind := type_of(key)) is not None and not pa.types.is_nested(kind)
+        }
         wanted = pa.schema(scalars.items())
     unexpected = "infer" if schema is None else "error"
     options = json.ParseOptions(explicit_schema=wanted, unexpected_field_behavior=unexpected)
     try:
         table = json.read_json(
-            pa.BufferReader(block), json.ReadOptions(use_threads=False, block_size=len(block) + 1), options
+            pa.BufferReader(block),
+            json.ReadOptions(use_threads=False, block_size=len(block) + 1),
+            options,
         )
         table.validate()
     except pa.ArrowInvalid as error:
         for at, line in _lines(block, name, row):
             _check_types(line, wanted, f"table '{name}', row {at}")
             for column, value in line.items():
-                if b"[null" in bytes(value).replace(b" ", b""):  # what Arrow makes no list of in the first rows
+                if b"[null" in bytes(value).replace(
+                    b" ", b""
+                ):  # what Arrow makes no list of in the first rows
                     raise SourceError(
                         f"table '{name}', row {at}, column {column}: {bytes(value).decode()} has null for a number; "
                         "give all of them, or null for the whole"
@@ -286,7 +320,12 @@ def _json_table(block: bytes, name: str, row: int, schema: pa.Schema | None, typ
         ) from error
     if schema is None:
         table = table.cast(
-            pa.schema([field.with_type(_settled(field.name, field.type, type_of)) for field in table.schema])
+            pa.schema(
+                [
+                    field.with_type(_settled(field.name, field.type, type_of))
+                    for field in table.schema
+                ]
+            )
         )
     return table
 
@@ -309,7 +348,9 @@ def _check_types(line: dict[str, Any], schema: pa.Schema, where: str) -> None:
                 msgspec.json.decode(line[field.name], type=kind | None)
             except msgspec.ValidationError as error:
                 value = bytes(line[field.name]).decode("utf-8", "replace")
-                raise SourceError(f"{where}, column {field.name}: {value} is not {field.type}") from error
+                raise SourceError(
+                    f"{where}, column {field.name}: {value} is not {field.type}"
+                ) from error
 
 
 def _settled(name: str, kind: pa.DataType, type_of: TypeOf) -> pa.DataType:

@@ -46,7 +46,9 @@ class Rows:
     def column(self, name: str) -> pa.Array:
         """Return a column as it is; raise SourceError where there is none."""
         if name not in self:
-            raise SourceError(f"table '{self.table}' has no column {name}; it has {', '.join(self.batch.schema.names)}")
+            raise SourceError(
+                f"table '{self.table}' has no column {name}; it has {', '.join(self.batch.schema.names)}"
+            )
         return self.batch.column(name)
 
     def texts(self, name: str, column: pa.Array | None = None) -> list[str | None]:
@@ -55,13 +57,21 @@ class Rows:
         if pa.types.is_integer(column.type):
             column = column.cast(pa.string())
         if not (
-            pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_null(column.type)
+            pa.types.is_string(column.type)
+            or pa.types.is_large_string(column.type)
+            or pa.types.is_null(column.type)
         ):
-            raise SourceError(f"table '{self.table}', column {name} is {column.type}, wanted are texts")
+            raise SourceError(
+                f"table '{self.table}', column {name} is {column.type}, wanted are texts"
+            )
         found: list[str | None] = column.to_pylist()
         if len(found) == len(self) and any(text and "\0" in text for text in found):
             at = next(row for row, text in enumerate(found) if text and "\0" in text)
-            self.fail(at, name, f"{found[at]!r} has a NUL character, which no file or clip has in its name; remove it")
+            self.fail(
+                at,
+                name,
+                f"{found[at]!r} has a NUL character, which no file or clip has in its name; remove it",
+            )
         return found
 
     def integers(self, name: str, unknown: int | None = None) -> NDArray[np.int64]:
@@ -69,11 +79,19 @@ class Rows:
         column = self.column(name)
         is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
         if not (is_number or pa.types.is_null(column.type)):
-            raise SourceError(f"table '{self.table}', column {name} is {column.type}, wanted are whole numbers")
+            raise SourceError(
+                f"table '{self.table}', column {name} is {column.type}, wanted are whole numbers"
+            )
         if column.null_count:
             if unknown is None:
-                self.fail(int(np.argmax(column.is_null().to_numpy(zero_copy_only=False))), name, "it is empty")
-            column = pc.fill_null(column.cast(pa.int64()) if pa.types.is_null(column.type) else column, unknown)
+                self.fail(
+                    int(np.argmax(column.is_null().to_numpy(zero_copy_only=False))),
+                    name,
+                    "it is empty",
+                )
+            column = pc.fill_null(
+                column.cast(pa.int64()) if pa.types.is_null(column.type) else column, unknown
+            )
         values = column.to_numpy(zero_copy_only=False)
         if values.dtype.kind == "f":
             bad = ~(np.isfinite(values) & (values == np.rint(values)) & (np.abs(values) < 2**53))
@@ -89,7 +107,9 @@ class Rows:
         try:
             return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError) as error:
-            raise SourceError(f"table '{self.table}', column {name} is {column.type}, wanted are numbers") from error
+            raise SourceError(
+                f"table '{self.table}', column {name} is {column.type}, wanted are numbers"
+            ) from error
 
     def vectors(self, name: str, width: int) -> F64:
         """Return lists of ``width`` numbers (R, width), also nested ones such as rows of a matrix; NaN for null."""
@@ -98,7 +118,10 @@ class Rows:
         found = np.full((len(self), width), np.nan)
         counts = np.ones(len(self), np.int64)
         while is_list(values.type):
-            lengths = np.asarray(pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False), np.int64)
+            lengths = np.asarray(
+                pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False),
+                np.int64,
+            )
             sums, ends = np.concatenate([[0], np.cumsum(lengths)]), np.cumsum(counts)
             counts = sums[ends] - sums[ends - counts]
             values = values.flatten()
@@ -129,7 +152,9 @@ class Rows:
         if not there:
             return None
         if len(there) > 1:
-            raise SourceError(f"table '{self.table}' has {' and '.join(prefix + name for name in there)}: leave one")
+            raise SourceError(
+                f"table '{self.table}' has {' and '.join(prefix + name for name in there)}: leave one"
+            )
         name = prefix + there[0]
         column = self.column(name)
         if pa.types.is_timestamp(column.type):
@@ -137,7 +162,9 @@ class Rows:
             found = np.asarray(pc.fill_null(column, -1).to_numpy(zero_copy_only=False))
         elif there[0] == "timestamp":
             names = ", ".join(_TIMES)
-            raise SourceError(f"table '{self.table}', column {name} is {column.type}: name its unit, one of {names}")
+            raise SourceError(
+                f"table '{self.table}', column {name} is {column.type}: name its unit, one of {names}"
+            )
         elif there[0] == "timestamp_s" and not pa.types.is_integer(column.type):
             seconds = self.numbers(name)
             # float64 has 0.24 us at today's times: microseconds are what it can say.
@@ -150,11 +177,19 @@ class Rows:
             found, factor = self.integers(name, unknown=-1), _TIMES[there[0]]
         known = found != -1
         first, last = (946_684_800, 4_102_444_800) if is_unix else (0, 9_000_000_000)
-        bad = known & ((found < first * (1_000_000_000 // factor)) | (found > last * (1_000_000_000 // factor)))
+        bad = known & (
+            (found < first * (1_000_000_000 // factor)) | (found > last * (1_000_000_000 // factor))
+        )
         if bad.any():
             at = int(np.argmax(bad))
-            hint = "is not between the years 2000 and 2100: check the unit, or give time_base=relative"
-            self.fail(at, name, f"{found[at]} {hint if is_unix else f'is out of range; allowed are 0 to {last} s'}")
+            hint = (
+                "is not between the years 2000 and 2100: check the unit, or give time_base=relative"
+            )
+            self.fail(
+                at,
+                name,
+                f"{found[at]} {hint if is_unix else f'is out of range; allowed are 0 to {last} s'}",
+            )
         return np.where(known, np.asarray(found, np.int64) * factor, -1)
 
     def poses(self, prefix: str) -> F64 | None:
@@ -195,7 +230,9 @@ class Rows:
         """Return quaternions w, x, y, z (R, 4) by the columns whose names begin with ``prefix``; NaN for null."""
         if f"{prefix}q_wxyz" not in self and f"{prefix}q_xyzw" in self:
             return self.vectors(f"{prefix}q_xyzw", 4)[:, _XYZW]
-        return self.vector(f"{prefix}q_wxyz", [f"{prefix}{part}" for part in ("qw", "qx", "qy", "qz")])
+        return self.vector(
+            f"{prefix}q_wxyz", [f"{prefix}{part}" for part in ("qw", "qx", "qy", "qz")]
+        )
 
     def _matrices(self, name: str) -> F64:
         flat = self.vectors(name, 16).reshape(-1, 4, 4)
@@ -215,22 +252,34 @@ class Rows:
         elif f"{prefix}fx" in self:
             fx, fy, cx, cy = (self.numbers(prefix + name) for name in ("fx", "fy", "cx", "cy"))
             found = np.zeros((len(self), 3, 3))
-            found[:, 0, 0], found[:, 1, 1], found[:, 0, 2], found[:, 1, 2], found[:, 2, 2] = fx, fy, cx, cy, 1
+            found[:, 0, 0], found[:, 1, 1], found[:, 0, 2], found[:, 1, 2], found[:, 2, 2] = (
+                fx,
+                fy,
+                cx,
+                cy,
+                1,
+            )
             found[np.isnan(fx) & np.isnan(fy)] = np.nan
         else:
             return None
         known = ~np.isnan(found).all((1, 2))
         with np.errstate(invalid="ignore"):
-            bad = known & ~(np.isfinite(found).all((1, 2)) & (found[:, 0, 0] > 0) & (found[:, 1, 1] > 0))
+            bad = known & ~(
+                np.isfinite(found).all((1, 2)) & (found[:, 0, 0] > 0) & (found[:, 1, 1] > 0)
+            )
             bad |= known & ((found[:, 2] != (0, 0, 1)).any(1) | (found[:, 1, 0] != 0))
         if bad.any():
             at = int(np.argmax(bad))
             self.fail(
-                at, f"{prefix}intrinsics", f"{found[at].tolist()}: expected fx s cx, 0 fy cy, 0 0 1, fx and fy over 0"
+                at,
+                f"{prefix}intrinsics",
+                f"{found[at].tolist()}: expected fx s cx, 0 fy cy, 0 0 1, fx and fy over 0",
             )
         return found
 
 
 def is_list(kind: pa.DataType) -> bool:
     """Return whether a column of this type has lists."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )

@@ -37,7 +37,14 @@ if TYPE_CHECKING:
 
 CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}
 LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")
-SHUTTERS: Final = ("none", "top_to_bottom", "left_to_right", "bottom_to_top", "right_to_left", "none")
+SHUTTERS: Final = (
+    "none",
+    "top_to_bottom",
+    "left_to_right",
+    "bottom_to_top",
+    "right_to_left",
+    "none",
+)
 OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]])
 """The rotation from a camera's axes right, down, forward to Waymo's: x forward, y left, z up."""
 
@@ -54,7 +61,16 @@ _FRAME_NAMES: Final = {
     FRAME_MAP_OFFSET: "map_pose_offset",
 }
 """The fields that are read; all but the time are bytes."""
-_IMAGE_NAME, _IMAGE_JPEG, _IMAGE_POSE, _, _IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE = range(1, 9)
+(
+    _IMAGE_NAME,
+    _IMAGE_JPEG,
+    _IMAGE_POSE,
+    _,
+    _IMAGE_TIME,
+    _IMAGE_SHUTTER,
+    _IMAGE_TRIGGER,
+    _IMAGE_DONE,
+) = range(1, 9)
 _BOX_KEYS: Final = np.array([number << 3 | FIXED64 for number in range(1, 8)], np.uint8)
 _POSE: Final = struct.Struct("<" + "xd" * 16)
 _POSE_KEYS: Final = bytes([1 << 3 | FIXED64]) * 16
@@ -62,7 +78,9 @@ _DOUBLE: Final = struct.Struct("<d")
 _POSE_HEAD: Final = bytes([_IMAGE_POSE << 3 | BYTES, 0x80 | _POSE.size & 0x7F, _POSE.size >> 7])
 _VELOCITY_KEY: Final = _IMAGE_POSE + 1 << 3 | BYTES
 _TIMES: Final = struct.Struct("<" + "xd" * 4)
-_TIMES_KEYS: Final = bytes(at << 3 | FIXED64 for at in (_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE))
+_TIMES_KEYS: Final = bytes(
+    at << 3 | FIXED64 for at in (_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE)
+)
 _TAIL_POSE: Final = 3 + _POSE.size
 _LEAST_TAIL: Final = _TAIL_POSE + 2 + _TIMES.size
 _CONTEXT_BEGIN: Final = 44
@@ -102,7 +120,12 @@ class FrameHead(NamedTuple):
 
 
 def read_frame(
-    window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool = False, has_map: bool = False
+    window: FileWindow,
+    record: FileRecord,
+    context: bytes | None,
+    *,
+    boxes2d: bool = False,
+    has_map: bool = False,
 ) -> FrameHead:
     """Read a record that is a frame; ``context`` of the frame before it is not read again where it is the same.
 
@@ -124,15 +147,22 @@ def read_frame(
     return head
 
 
-def _read(window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool, has_map: bool) -> FrameHead:
+def _read(
+    window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool, has_map: bool
+) -> FrameHead:
     time, pose, images, labels, laser_bytes, camera_labels = -1, None, [], [], 0, []
     map_span, map_offset = None, (0.0, 0.0, 0.0)
     for field in field_places(window, record.start, record.end):
-        if field.wire != (VARINT if field.number == _FRAME_TIME else BYTES) and field.number in _FRAME_NAMES:
+        if (
+            field.wire != (VARINT if field.number == _FRAME_TIME else BYTES)
+            and field.number in _FRAME_NAMES
+        ):
             raise ValueError(f"field {field.number} is not {_FRAME_NAMES[field.number]}")
         if field.number == _FRAME_CONTEXT:
             length = field.end - field.start
-            begin = window.at(field.start, min(_CONTEXT_BEGIN, length))  # the name of the segment is in it
+            begin = window.at(
+                field.start, min(_CONTEXT_BEGIN, length)
+            )  # the name of the segment is in it
             if context is None or length != len(context) or not context.startswith(begin):
                 context = window.at(field.start, length, 256)
         elif field.number == _FRAME_TIME:
@@ -149,14 +179,18 @@ def _read(window: FileWindow, record: FileRecord, context: bytes | None, *, boxe
         elif field.number == _FRAME_CAMERA_LABELS and boxes2d:
             camera_labels.append(window.at(field.start, field.end - field.start))
         elif field.number == FRAME_MAP and has_map:
-            key = field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)  # and the length
+            key = (
+                field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)
+            )  # and the length
             map_span = key if map_span is None else map_span[0], field.end
         elif field.number == FRAME_MAP_OFFSET and has_map:
             map_offset = place(window.at(field.start, field.end - field.start))
     if context is None or time <= 0 or pose is None:
         missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
         raise ValueError(f"it has no {missing}")
-    return FrameHead(time, pose, context, images, labels, laser_bytes, camera_labels, map_span, map_offset)
+    return FrameHead(
+        time, pose, context, images, labels, laser_bytes, camera_labels, map_span, map_offset
+    )
 
 
 def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
@@ -190,18 +224,31 @@ def _usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
         return None
     length, used = varint(head, 3)
     offset = place.start + used
-    tail = window.at(offset + length, max(0, min(place.end - offset - length, _AFTER_JPEG)), MAX_HEAD)
+    tail = window.at(
+        offset + length, max(0, min(place.end - offset - length, _AFTER_JPEG)), MAX_HEAD
+    )
     if len(tail) < _LEAST_TAIL or tail[:3] != _POSE_HEAD or tail[3:_TAIL_POSE:9] != _POSE_KEYS:
         return None
     at = _TAIL_POSE + 2 + tail[_TAIL_POSE + 1]
     times_keys = tail[at : at + _TIMES.size : 9] if at + _TIMES.size <= len(tail) else b""
-    if head[1] not in CAMERAS or not length or tail[_TAIL_POSE] != _VELOCITY_KEY or times_keys != _TIMES_KEYS:
+    if (
+        head[1] not in CAMERAS
+        or not length
+        or tail[_TAIL_POSE] != _VELOCITY_KEY
+        or times_keys != _TIMES_KEYS
+    ):
         return None
     times = _TIMES.unpack_from(tail, at)
-    return ImageHead(CAMERAS[head[1]], offset, length, _POSE.unpack_from(tail, 3), *times) if times[0] > 0 else None
+    return (
+        ImageHead(CAMERAS[head[1]], offset, length, _POSE.unpack_from(tail, 3), *times)
+        if times[0] > 0
+        else None
+    )
 
 
-def _image_fields(window: FileWindow, place: FieldPlace) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
+def _image_fields(
+    window: FileWindow, place: FieldPlace
+) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
     """Yield number, wire type and value of each field of an image; for the JPEG its place and length."""
     for field in field_places(window, place.start, place.end):
         length = field.end - field.start
@@ -242,7 +289,11 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
             cameras[camera] = found
         elif number == 4:
             texts = {2: "time_of_day", 3: "location", 4: "weather"}
-            stats = {texts[n]: v.decode() for n, _, v in fields(value) if n in texts and isinstance(v, bytes)}
+            stats = {
+                texts[n]: v.decode()
+                for n, _, v in fields(value)
+                if n in texts and isinstance(v, bytes)
+            }
     return name, cameras, stats
 
 
@@ -251,13 +302,17 @@ def _calibration(data: bytes) -> tuple[str, Image]:
     lens = doubles(data, 2)
     name = CAMERAS.get(plain.get(1, 0), f"camera {plain.get(1, 0)}")
     if len(lens) != 9 or 3 not in plain:
-        raise ValueError(f"the calibration of {name} has {len(lens)} intrinsics, wanted are 9, and an extrinsic")
+        raise ValueError(
+            f"the calibration of {name} has {len(lens)} intrinsics, wanted are 9, and an extrinsic"
+        )
     mount = np.array(transform(plain[3])).reshape(4, 4)
     shutter = plain.get(6, 0)
     return name, calibrated(lens, mount, (plain.get(4, 0), plain.get(5, 0)), shutter)
 
 
-def calibrated(lens: Sequence[float], extrinsic: NDArray[np.float64], size: tuple[int, int], shutter: int) -> Image:
+def calibrated(
+    lens: Sequence[float], extrinsic: NDArray[np.float64], size: tuple[int, int], shutter: int
+) -> Image:
     """Return what all images of a camera have, for :func:`image_of`: K is that of pixels whose centres are integers.
 
     ``lens`` are f_u, f_v, c_u, c_v (the left edge of the first pixel is 0), k1, k2, p1, p2, k3; ``extrinsic`` is the
@@ -266,14 +321,25 @@ def calibrated(lens: Sequence[float], extrinsic: NDArray[np.float64], size: tupl
     fu, fv, cu, cv = lens[:4]
     direction = SHUTTERS[shutter] if 0 <= shutter < len(SHUTTERS) else "none"
     return Image(
-        ref="", timestamp_ns=0, intrinsics=np.array([[fu, 0, cu - 0.5], [0, fv, cv - 0.5], [0, 0, 1]]),
-        cam2ego=extrinsic @ OPTICAL, width=size[0], height=size[1], dist=tuple(lens[4:9]),
-        dist_model="opencv_radtan", rolling_shutter=direction, extension="jpg",
-    )  # fmt: skip
+        ref="",
+        timestamp_ns=0,
+        intrinsics=np.array([[fu, 0, cu - 0.5], [0, fv, cv - 0.5], [0, 0, 1]]),
+        cam2ego=extrinsic @ OPTICAL,
+        width=size[0],
+        height=size[1],
+        dist=tuple(lens[4:9]),
+        dist_model="opencv_radtan",
+        rolling_shutter=direction,
+        extension="jpg",
+    )
 
 
 def image_of(
-    camera: Image, ref: str, pose: NDArray[np.float64], pose_timestamp: float, shutter_times: Sequence[float]
+    camera: Image,
+    ref: str,
+    pose: NDArray[np.float64],
+    pose_timestamp: float,
+    shutter_times: Sequence[float],
 ) -> Image:
     """Return an image of a camera at a pose of the vehicle (4, 4).
 
@@ -285,9 +351,13 @@ def image_of(
     readout_s = done - trigger - shutter
     has_readout = exposure_ns is not None and done - trigger > shutter
     return msgspec.structs.replace(
-        camera, ref=ref, timestamp_ns=round(pose_timestamp * 1e6) * 1000, ego2global=pose, exposure_ns=exposure_ns,
+        camera,
+        ref=ref,
+        timestamp_ns=round(pose_timestamp * 1e6) * 1000,
+        ego2global=pose,
+        exposure_ns=exposure_ns,
         readout_ns=round(readout_s * 1e6) * 1000 if has_readout else None,
-    )  # fmt: skip
+    )
 
 
 def label_type(kind: int) -> str:
@@ -300,24 +370,35 @@ def box_rows(
 ) -> BoxRows:
     """Make boxes (M, 7) in ego: centre x, y, z [m], width, length, height [m], heading [rad]."""
     return BoxRows(
-        centre=boxes[:, :3], size_lwh=boxes[:, [4, 3, 5]], yaw=boxes[:, 6], category=category, track=track,
+        centre=boxes[:, :3],
+        size_lwh=boxes[:, [4, 3, 5]],
+        yaw=boxes[:, 6],
+        category=category,
+        track=track,
         num_lidar_pts=num_points,
-    )  # fmt: skip
+    )
 
 
 def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]) -> ImageBoxRows:
     """Make boxes (K, 4) of centre and sides along x and y [px]; pixel 0 is the left edge of the first one."""
     centre, half = boxes[:, :2] - 0.5, boxes[:, 2:] / 2
-    return ImageBoxRows(box=np.concatenate([centre - half, centre + half], 1), category=category, track=track)
+    return ImageBoxRows(
+        box=np.concatenate([centre - half, centre + half], 1), category=category, track=track
+    )
 
 
-def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool) -> Iterator[BoxRows]:
+def read_labels(
+    frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool
+) -> Iterator[BoxRows]:
     """Yield boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera sees, at that time.
 
     Raises SourceError, naming ``where`` and the record, for what is not a label.
     """
     counts = [len(labels) for labels in frames]
-    flat, frame = [label for labels in frames for label in labels], np.repeat(np.arange(len(frames)), counts)
+    flat, frame = (
+        [label for labels in frames for label in labels],
+        np.repeat(np.arange(len(frames)), counts),
+    )
     boxes, kinds = np.zeros((len(flat), 7)), np.zeros(len(flat), np.int64)
     num_points, track = np.full(len(flat), -1), [""] * len(flat)
     seen = np.zeros(len(flat), np.bool_)
@@ -340,7 +421,10 @@ def read_labels(frames: Sequence[Sequence[bytes]], where: str, *, camera_synced:
         for row in rows.tolist() if 4 in places else ():
             track[row] = flat[row][places[4]].decode()
     own = np.flatnonzero(seen)
-    category, names = list(map(label_type, kinds[own].tolist())), [track[row] for row in own.tolist()]
+    category, names = (
+        list(map(label_type, kinds[own].tolist())),
+        [track[row] for row in own.tolist()],
+    )
     found = boxes_by_key(box_rows(boxes[own], category, names, num_points[own]), frame[own])
     for number in range(len(frames)):
         yield found.get(number, NO_BOXES)
@@ -354,7 +438,9 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
             name = value
         elif number == 2 and isinstance(value, bytes):
             found: dict[int, Any] = {at: one for at, _, one in fields(value)}
-            values: dict[int, Any] = {at: one for at, wire, one in fields(found.get(1, b"")) if wire == FIXED64}
+            values: dict[int, Any] = {
+                at: one for at, wire, one in fields(found.get(1, b"")) if wire == FIXED64
+            }
             if not values.keys() >= {1, 2, 4, 5}:
                 raise ValueError(f"a label of camera {name} without a box")
             sides = [_DOUBLE.unpack(values[at])[0] for at in (1, 2, 5, 4)]  # its length is along x

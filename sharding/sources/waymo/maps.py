@@ -34,10 +34,14 @@ class _Kind(NamedTuple):
 
 
 _KINDS: Final = {
-    3: _Kind("lane", 8), 4: _Kind("road_line", 2), 5: _Kind("road_edge", 2), 7: _Kind("stop_sign", 2),
-    8: _Kind("crosswalk", 1, closed=True), 9: _Kind("speed_bump", 1, closed=True),
+    3: _Kind("lane", 8),
+    4: _Kind("road_line", 2),
+    5: _Kind("road_edge", 2),
+    7: _Kind("stop_sign", 2),
+    8: _Kind("crosswalk", 1, closed=True),
+    9: _Kind("speed_bump", 1, closed=True),
     10: _Kind("driveway", 1, closed=True),
-}  # fmt: skip
+}
 MAP_LAYERS: Final = tuple(kind.name for kind in _KINDS.values())
 
 
@@ -74,7 +78,9 @@ def _points(data: bytes, wanted: int) -> NDArray[np.float64]:
     at = 0
     while at < len(data):
         most = (len(data) - at) // _POINT.itemsize if data[at] == head[0] else 0
-        table = np.frombuffer(data, np.uint8, most * _POINT.itemsize, at).reshape(most, _POINT.itemsize)
+        table = np.frombuffer(data, np.uint8, most * _POINT.itemsize, at).reshape(
+            most, _POINT.itemsize
+        )
         usual = (table[:, _KEYS] == head).all(1)
         count = most if usual.all() else int(np.argmin(usual))
         if count:

@@ -29,7 +29,13 @@ from fuelrail.sharding.sources.adapter.frame import (
     Sweep,
 )
 from fuelrail.sharding.sources.adapter.members import POINTS
-from fuelrail.sharding.sources.shared.arrow import check_unique, names_in, open_parquet, read_parquet, stacked
+from fuelrail.sharding.sources.shared.arrow import (
+    check_unique,
+    names_in,
+    open_parquet,
+    read_parquet,
+    stacked,
+)
 from fuelrail.sharding.sources.waymo.frame_heads import (
     CAMERAS,
     box_rows,
@@ -59,15 +65,19 @@ _LENS: Final = "[CameraCalibrationComponent]."
 _POSE: Final = "[VehiclePoseComponent].world_from_vehicle.transform"
 _LIDAR_BOX, _SYNCED_BOX = "[LiDARBoxComponent].", "[LiDARCameraSyncedBoxComponent]."
 _SHUTTER: Final = tuple(
-    f"{_IMAGE}rolling_shutter_params.{name}" for name in ("shutter", "camera_trigger_time", "camera_readout_done_time")
+    f"{_IMAGE}rolling_shutter_params.{name}"
+    for name in ("shutter", "camera_trigger_time", "camera_readout_done_time")
 )
 _INTRINSIC: Final = tuple(
-    f"{_LENS}intrinsic.{name}" for name in ("f_u", "f_v", "c_u", "c_v", "k1", "k2", "p1", "p2", "k3")
+    f"{_LENS}intrinsic.{name}"
+    for name in ("f_u", "f_v", "c_u", "c_v", "k1", "k2", "p1", "p2", "k3")
 )
 _BOX: Final = ("center.x", "center.y", "center.z", "size.y", "size.x", "size.z", "heading")
 """The columns of a box in the order of version 1: width before length."""
 _CAMERA_BOX: Final = "[CameraBoxComponent]."
-_SIDES: Final = tuple(f"{_CAMERA_BOX}box.{name}" for name in ("center.x", "center.y", "size.x", "size.y"))
+_SIDES: Final = tuple(
+    f"{_CAMERA_BOX}box.{name}" for name in ("center.x", "center.y", "size.x", "size.y")
+)
 _NEEDED: Final = ("camera_image", "camera_calibration", "vehicle_pose")
 _OPTIONAL: Final = ("lidar_box", "lidar_camera_synced_box", "camera_box", "stats")
 _LIDAR: Final = ("lidar", "lidar_calibration", "lidar_pose")
@@ -98,7 +108,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             prefix = f"{folder}/" if folder else ""
             for name in names_in(self.files, folder, "vehicle_pose"):
                 if name.endswith(".parquet"):
-                    more = [part for part in _OPTIONAL if name in names_in(self.files, folder, part)]
+                    more = [
+                        part for part in _OPTIONAL if name in names_in(self.files, folder, part)
+                    ]
                     if self.given.points and name in names_in(self.files, folder, _LIDAR[0]):
                         more += _LIDAR
                     files = tuple(f"{prefix}{part}/{name}" for part in (*_NEEDED, *more))
@@ -107,11 +119,17 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each row of poses."""
         files = {name.rpartition("/")[0].rpartition("/")[2]: name for name in clip.files}
-        poses = read_parquet(self.files, files["vehicle_pose"], {_TIME: pa.int64(), _POSE: _TRANSFORM})
+        poses = read_parquet(
+            self.files, files["vehicle_pose"], {_TIME: pa.int64(), _POSE: _TRANSFORM}
+        )
         order = np.argsort(poses[_TIME], kind="stable")
         images = self._images(files["camera_image"], self._cameras(files["camera_calibration"]))
         boxes = self._boxes(files)
-        boxes2d = self._boxes2d(files["camera_box"]) if self.given.boxes2d and "camera_box" in files else None
+        boxes2d = (
+            self._boxes2d(files["camera_box"])
+            if self.given.boxes2d and "camera_box" in files
+            else None
+        )
         stats = self._stats(files.get("stats"))
         sweep_bytes = bytes_by_time(self.files, files["lidar"]) if "lidar" in files else {}
         if unknown := images.keys() - set(poses[_TIME].tolist()):
@@ -123,9 +141,12 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             time = int(poses[_TIME][row])
             pose = poses[_POSE][row].reshape(4, 4)
             sweep = Sweep(
-                ref=f"{files.get('lidar')}@{time}", timestamp_ns=time * 1000, lidar2ego=np.eye(4), ego2global=pose,
+                ref=f"{files.get('lidar')}@{time}",
+                timestamp_ns=time * 1000,
+                lidar2ego=np.eye(4),
+                ego2global=pose,
                 num_bytes=sweep_bytes.get(time, 0),
-            )  # fmt: skip
+            )
             yield Frame(
                 timestamp_ns=time * 1000,
                 ego2global=pose,
@@ -147,7 +168,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         for name, rows in wanted.items():
             at = 0
             with open_parquet(self.files, name, whole=True) as file:
-                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[f"{_IMAGE}image"], use_threads=False):
+                for batch in file.iter_batches(
+                    _ROWS_AT_ONCE, columns=[f"{_IMAGE}image"], use_threads=False
+                ):
                     column = batch.column(0)
                     for number in range(at, at + len(column)):
                         if number in rows:
@@ -173,14 +196,25 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
 
     def _cameras(self, name: str) -> dict[int, Image]:
         """Return the calibrations by number of the camera."""
-        whole = dict.fromkeys((f"{_LENS}width", f"{_LENS}height", f"{_LENS}rolling_shutter_direction"), pa.int64())
-        types = {_NAME: pa.int64(), **dict.fromkeys(_INTRINSIC, _F64), f"{_LENS}extrinsic.transform": _TRANSFORM}
+        whole = dict.fromkeys(
+            (f"{_LENS}width", f"{_LENS}height", f"{_LENS}rolling_shutter_direction"), pa.int64()
+        )
+        types = {
+            _NAME: pa.int64(),
+            **dict.fromkeys(_INTRINSIC, _F64),
+            f"{_LENS}extrinsic.transform": _TRANSFORM,
+        }
         rows = read_parquet(self.files, name, {**types, **whole})
         check_unique(rows[_NAME].tolist(), f"table '{self.files.shown}/{name}'", "the camera")
-        lenses, mounts = stacked(rows, _INTRINSIC), rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4)
+        lenses, mounts = (
+            stacked(rows, _INTRINSIC),
+            rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4),
+        )
         width, height, shutter = (rows[one].tolist() for one in whole)
         return {
-            number: calibrated(lenses[row].tolist(), mounts[row], (width[row], height[row]), shutter[row])
+            number: calibrated(
+                lenses[row].tolist(), mounts[row], (width[row], height[row]), shutter[row]
+            )
             for row, number in enumerate(rows[_NAME].tolist())
         }
 
@@ -188,7 +222,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         """Return the images by time of the frame [us], then by channel."""
         times = dict.fromkeys((f"{_IMAGE}pose_timestamp", *_SHUTTER), _F64)
         rows = read_parquet(
-            self.files, name, {_TIME: pa.int64(), _NAME: pa.int64(), f"{_IMAGE}pose.transform": _TRANSFORM, **times}
+            self.files,
+            name,
+            {_TIME: pa.int64(), _NAME: pa.int64(), f"{_IMAGE}pose.transform": _TRANSFORM, **times},
         )
         pairs = list(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True))
         check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and camera")
@@ -207,9 +243,13 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                     "no calibration"
                 )
             if not stamps[row] > 0:
-                raise SourceError(f"table '{self.files.shown}/{name}': row {row} has the pose_timestamp {stamps[row]}")
+                raise SourceError(
+                    f"table '{self.files.shown}/{name}': row {row} has the pose_timestamp {stamps[row]}"
+                )
             image = image_of(lens, f"{name}@{row}", poses[row], stamps[row], shutters[row])
-            found.setdefault(time, {})[channel(CAMERAS[camera])] = replace(image, num_bytes=num_bytes, made=True)
+            found.setdefault(time, {})[channel(CAMERAS[camera])] = replace(
+                image, num_bytes=num_bytes, made=True
+            )
         return found
 
     def _image_bytes(self, name: str) -> int:
@@ -232,25 +272,41 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         kind, points = f"{_LIDAR_BOX}type", f"{_LIDAR_BOX}num_lidar_points_in_box"
         keys = {_TIME: pa.int64(), _TRACK: pa.string()}
         rows = read_parquet(
-            self.files, files["lidar_box"], {**keys, kind: pa.int64(), points: pa.int64(), **dict.fromkeys(own, _F64)}
+            self.files,
+            files["lidar_box"],
+            {**keys, kind: pa.int64(), points: pa.int64(), **dict.fromkeys(own, _F64)},
         )
         pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
         check_unique(pairs, f"table '{self.files.shown}/{files['lidar_box']}'", "time and object")
-        about = dict(zip(pairs, zip(rows[kind].tolist(), rows[points].tolist(), strict=True), strict=True))
+        about = dict(
+            zip(pairs, zip(rows[kind].tolist(), rows[points].tolist(), strict=True), strict=True)
+        )
         boxes = stacked(rows, own)
         if self.given.boxes == "camera_synced":
             if "lidar_camera_synced_box" not in files:
-                raise SourceError("the component lidar_camera_synced_box is not there, boxes=camera_synced needs it")
+                raise SourceError(
+                    "the component lidar_camera_synced_box is not there, boxes=camera_synced needs it"
+                )
             synced = [f"{_SYNCED_BOX}camera_synced_box.{name}" for name in _BOX]
-            rows = read_parquet(self.files, files["lidar_camera_synced_box"], {**keys, **dict.fromkeys(synced, _F64)})
+            rows = read_parquet(
+                self.files,
+                files["lidar_camera_synced_box"],
+                {**keys, **dict.fromkeys(synced, _F64)},
+            )
             pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
             boxes = stacked(rows, synced)
             if alone := [pair for pair in pairs if pair not in about]:
                 where = f"table '{self.files.shown}/{files['lidar_camera_synced_box']}'"
-                raise SourceError(f"{where} has object {alone[0][1]} at {alone[0][0]} us, lidar_box does not")
-        kinds, num_points = zip(*[about[pair] for pair in pairs], strict=True) if pairs else ((), ())
+                raise SourceError(
+                    f"{where} has object {alone[0][1]} at {alone[0][0]} us, lidar_box does not"
+                )
+        kinds, num_points = (
+            zip(*[about[pair] for pair in pairs], strict=True) if pairs else ((), ())
+        )
         category, track = list(map(label_type, kinds)), [name for _, name in pairs]
-        return boxes_by_key(box_rows(boxes, category, track, np.array(num_points, np.int64)), rows[_TIME])
+        return boxes_by_key(
+            box_rows(boxes, category, track, np.array(num_points, np.int64)), rows[_TIME]
+        )
 
     def _boxes2d(self, name: str) -> dict[tuple[int, str], ImageBoxRows]:
         """Return boxes in images by time of the frame [us] and channel."""
@@ -258,7 +314,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         keys = {_TIME: pa.int64(), _NAME: pa.int64(), kind: pa.int64(), track: pa.string()}
         rows = read_parquet(self.files, name, {**keys, **dict.fromkeys(_SIDES, _F64)})
         by_image: dict[tuple[int, str], list[int]] = {}
-        for row, (time, camera) in enumerate(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True)):
+        for row, (time, camera) in enumerate(
+            zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True)
+        ):
             if camera in CAMERAS:
                 by_image.setdefault((time, channel(CAMERAS[camera])), []).append(row)
         sides, tracks = stacked(rows, _SIDES), rows[track].tolist()
@@ -272,6 +330,10 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         if name is None:
             return {}
         parts = ("time_of_day", "location", "weather")
-        rows = read_parquet(self.files, name, {f"[StatsComponent].{part}": pa.string() for part in parts})
+        rows = read_parquet(
+            self.files, name, {f"[StatsComponent].{part}": pa.string() for part in parts}
+        )
         values = (rows[f"[StatsComponent].{part}"] for part in parts)
-        return weather_columns({part: found[0] for part, found in zip(parts, values, strict=True) if len(found)})
+        return weather_columns(
+            {part: found[0] for part, found in zip(parts, values, strict=True) if len(found)}
+        )

@@ -35,13 +35,18 @@ def bytes_by_time(files: SourceFiles, name: str) -> dict[int, int]:
     pairs = list(zip(rows[_TIME].tolist(), rows[_LASER].tolist(), strict=True))
     check_unique(pairs, f"table '{files.shown}/{name}'", "time and lidar")
     with open_parquet(files, name) as file:
-        total = sum(file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups))
+        total = sum(
+            file.metadata.row_group(group).total_byte_size
+            for group in range(file.metadata.num_row_groups)
+        )
     times = dict.fromkeys(time for time, _ in pairs)
     # Of four numbers a pixel, and five a point: what compression saves, empty pixels do.
     return dict.fromkeys(times, max(total // max(len(times), 1), 4 * len(POINT_COLUMNS)))
 
 
-def sweeps(files: SourceFiles, name: str, wanted: Collection[int]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+def sweeps(
+    files: SourceFiles, name: str, wanted: Collection[int]
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Yield the points (P, 5) of these frames, by their times [us], as the files have them; each file is read once.
 
     Lidars are in the order of their numbers. Raises SourceError for what is missing or cannot be read.
@@ -64,7 +69,9 @@ def sweeps(files: SourceFiles, name: str, wanted: Collection[int]) -> Iterator[t
             raise SourceError(f"{where} has lidar {laser}, which has no calibration")
         mount, inclination = mounts[laser]
         try:
-            found = first_returns(image, inclination, mount, pose_of[time], of_pixels.of(time, laser))
+            found = first_returns(
+                image, inclination, mount, pose_of[time], of_pixels.of(time, laser)
+            )
         except (ValueError, KeyError) as error:
             raise SourceError(f"{where}: lidar {laser} at {time} us: {error}") from error
         own = parts.setdefault(time, {})
@@ -103,20 +110,32 @@ def _range_images(
     where, wanted = f"table '{files.shown}/{name}'", set(wanted)
     with open_parquet(files, name, whole=True) as file:
         if missing := [one for one in names if one not in file.schema_arrow.names]:
-            raise SourceError(f"{where} has no column '{missing[0]}'; it has {', '.join(file.schema_arrow.names)}")
+            raise SourceError(
+                f"{where} has no column '{missing[0]}'; it has {', '.join(file.schema_arrow.names)}"
+            )
         try:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False):
                 for row in range(len(batch)):
                     time, laser = (batch.column(one)[row].as_py() for one in (_TIME, _LASER))
                     if int(time) in wanted:
-                        yield int(time), int(laser), _image(batch, row, column, depth, f"{where}: lidar {laser}")
+                        yield (
+                            int(time),
+                            int(laser),
+                            _image(batch, row, column, depth, f"{where}: lidar {laser}"),
+                        )
         except (pa.ArrowException, OSError) as error:
             raise SourceError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _image(batch: pa.RecordBatch, row: int, column: str, depth: int, where: str) -> NDArray[np.float32]:
+def _image(
+    batch: pa.RecordBatch, row: int, column: str, depth: int, where: str
+) -> NDArray[np.float32]:
     values, shape = (batch.column(f"{column}.{one}")[row] for one in ("values", "shape"))
-    flat: Any = np.asarray(values.values.to_numpy(zero_copy_only=False), np.float32) if values.is_valid else np.empty(0)
+    flat: Any = (
+        np.asarray(values.values.to_numpy(zero_copy_only=False), np.float32)
+        if values.is_valid
+        else np.empty(0)
+    )
     sides = shape.as_py() or []
     if len(sides) != 3 or sides[2] != depth or flat.size != sides[0] * sides[1] * depth:
         raise SourceError(
@@ -125,11 +144,15 @@ def _image(batch: pa.RecordBatch, row: int, column: str, depth: int, where: str)
     return np.asarray(flat.reshape(sides))
 
 
-def _calibrations(files: SourceFiles, name: str) -> dict[int, tuple[NDArray[np.float64], Inclination]]:
+def _calibrations(
+    files: SourceFiles, name: str
+) -> dict[int, tuple[NDArray[np.float64], Inclination]]:
     """Return lidar to vehicle, and inclinations, by lidar."""
     mount, tilt = f"{_CALIBRATION}extrinsic.transform", f"{_CALIBRATION}beam_inclination."
     ends = dict.fromkeys((f"{tilt}min", f"{tilt}max"), pa.float64())
-    rows = read_parquet(files, name, {_LASER: pa.int64(), mount: pa.list_(pa.float64(), 16), **ends}, whole=True)
+    rows = read_parquet(
+        files, name, {_LASER: pa.int64(), mount: pa.list_(pa.float64(), 16), **ends}, whole=True
+    )
     check_unique(rows[_LASER].tolist(), f"table '{files.shown}/{name}'", "the lidar")
     stated: list[list[float] | None] = [None] * len(rows[_LASER])
     with open_parquet(files, name, whole=True) as file:

@@ -45,7 +45,9 @@ def _frame_points(frame: bytes) -> NDArray[np.float32]:
         if isinstance(value, int):
             continue
         if number == 1:
-            found = [one for field, _, one in fields(value) if field == 3 and not isinstance(one, int)]
+            found = [
+                one for field, _, one in fields(value) if field == 3 and not isinstance(one, int)
+            ]
             calibrations = {_message(one).get(1, 0): one for one in found}
         elif number == 3:
             pose = np.array(transform(value)).reshape(4, 4)
@@ -65,7 +67,9 @@ def _message(data: bytes) -> dict[int, Any]:
     return {number: value for number, _, value in fields(data)}
 
 
-def _points(images: dict[int, Any], calibration: bytes, pose: NDArray[np.float64]) -> NDArray[np.float32]:
+def _points(
+    images: dict[int, Any], calibration: bytes, pose: NDArray[np.float64]
+) -> NDArray[np.float32]:
     plain = _message(calibration)
     mount = np.array(transform(plain[5])).reshape(4, 4)
     low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
@@ -103,8 +107,12 @@ def first_returns(
     rows, columns = image.shape[:2]
     steep = inclination.of_rows(rows)
     if len(steep) != rows or (poses is not None and poses.shape[:2] != image.shape[:2]):
-        raise ValueError(f"{len(steep)} inclinations for {rows} rows, or poses for another number of pixels")
-    azimuth = (1 - 2 * (np.arange(columns) + 0.5) / columns) * np.pi - np.arctan2(mount[1, 0], mount[0, 0])
+        raise ValueError(
+            f"{len(steep)} inclinations for {rows} rows, or poses for another number of pixels"
+        )
+    azimuth = (1 - 2 * (np.arange(columns) + 0.5) / columns) * np.pi - np.arctan2(
+        mount[1, 0], mount[0, 0]
+    )
     row, column = np.nonzero(image[..., 0] > 0)
     seen = image[row, column].astype(np.float64)
     up, around = steep[::-1][row], azimuth[column]
@@ -123,10 +131,16 @@ def _rotations(angles: NDArray[np.float64]) -> NDArray[np.float64]:
     """Make rotations (P, 3, 3) of roll, pitch and yaw: yaw first, then pitch, then roll."""
     (cr, cp, cy), (sr, sp, sy) = np.cos(angles).T, np.sin(angles).T
     rows = [
-        cy * cp, cy * sp * sr - sy * cr, cy * sp * cr + sy * sr,
-        sy * cp, sy * sp * sr + cy * cr, sy * sp * cr - cy * sr,
-        -sp, cp * sr, cp * cr,
-    ]  # fmt: skip
+        cy * cp,
+        cy * sp * sr - sy * cr,
+        cy * sp * cr + sy * sr,
+        sy * cp,
+        sy * sp * sr + cy * cr,
+        sy * sp * cr - cy * sr,
+        -sp,
+        cp * sr,
+        cp * cr,
+    ]
     return np.stack(rows, 1).reshape(-1, 3, 3)
 
 

@@ -44,13 +44,21 @@ def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[File
         head = window.at(at, _HEAD.size)
         place = f"{window.where}: record {number} at byte {at}"
         if not number and LFS_MAGIC.startswith(head):
-            raise SourceError(f"{window.where} is a git-LFS pointer; run `git lfs pull` in the source first")
+            raise SourceError(
+                f"{window.where} is a git-LFS pointer; run `git lfs pull` in the source first"
+            )
         if len(head) < _HEAD.size:
             raise SourceError(f"{place} is cut off: the file has {window.num_bytes} bytes")
         length, crc = _HEAD.unpack(head)
         if masked(google_crc32c.value(head[:8])) != crc:
-            what = "is not a TFRecord" if not number else "does not begin with a length and its checksum"
-            raise SourceError(f"{place} {what}: the CRC32C of its length does not agree; the file is damaged")
+            what = (
+                "is not a TFRecord"
+                if not number
+                else "does not begin with a length and its checksum"
+            )
+            raise SourceError(
+                f"{place} {what}: the CRC32C of its length does not agree; the file is damaged"
+            )
         start, end = at + _HEAD.size, at + _HEAD.size + length
         if end + _U32.size > window.num_bytes:
             raise SourceError(
@@ -61,7 +69,9 @@ def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[File
             for offset in range(start, end, _CRC_CHUNK):
                 crc = google_crc32c.extend(crc, window.at(offset, min(_CRC_CHUNK, end - offset)))
             if masked(crc) != _U32.unpack(window.at(end, _U32.size))[0]:
-                raise SourceError(f"{place}: the CRC32C of its {length} bytes does not agree; the file is damaged")
+                raise SourceError(
+                    f"{place}: the CRC32C of its {length} bytes does not agree; the file is damaged"
+                )
         if whole:
             window.at(start, length)
         yield FileRecord(number, start, end)

@@ -63,16 +63,24 @@ class WaymoSettings(FrameSettings, frozen=True, kw_only=True):
         ),
     ] = "lidar"
     boxes2d: Annotated[
-        bool, Meta(description="true stores the labels in images as channels boxes2d_CAMERA, apart from boxes")
+        bool,
+        Meta(
+            description="true stores the labels in images as channels boxes2d_CAMERA, apart from boxes"
+        ),
     ] = False
 
 
 class WaymoFileSettings(WaymoSettings, frozen=True, kw_only=True):
     """Options of the source of TFRecord files."""
 
-    map: Annotated[bool, Meta(description="true stores the vector map about ego as the channel map")] = False
+    map: Annotated[
+        bool, Meta(description="true stores the vector map about ego as the channel map")
+    ] = False
     payload_crc: Annotated[
-        bool, Meta(description="true checks the CRC32C of each record, which reads all bytes of all files")
+        bool,
+        Meta(
+            description="true checks the CRC32C of each record, which reads all bytes of all files"
+        ),
     ] = False
 
 
@@ -92,7 +100,9 @@ class WaymoSource(FrameSource[W]):
         Channels of cameras are ``cam_front`` etc., because lidars have the same names.
         """
         cameras = [Camera(channel(name), name) for name in CAMERAS.values()]
-        return Sensors(cameras, [LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)])
+        return Sensors(
+            cameras, [LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)]
+        )
 
     @property
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
@@ -123,8 +133,12 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             yield _clip(self.file, "")
             return
         names = self.files.listed()
-        if "camera_image" in names or any("camera_image" in self.files.listed(one) for one in SPLITS if one in names):
-            raise SourceError(f"'{self.files.shown}' has Parquet files of version 2: its kind is waymo_v2")
+        if "camera_image" in names or any(
+            "camera_image" in self.files.listed(one) for one in SPLITS if one in names
+        ):
+            raise SourceError(
+                f"'{self.files.shown}' has Parquet files of version 2: its kind is waymo_v2"
+            )
         for folder, split in SPLITS.items():
             if folder in names:
                 for name in self.files.listed(folder):
@@ -147,7 +161,9 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             cameras: dict[str, Image] = {}
             stats: dict[str, str] = {}
             for record in records(window, whole=at_url, payloads=self.given.payload_crc):
-                head = read_frame(window, record, context, boxes2d=self.given.boxes2d, has_map=self.given.map)
+                head = read_frame(
+                    window, record, context, boxes2d=self.given.boxes2d, has_map=self.given.map
+                )
                 try:
                     if head.context is not context:
                         segment, cameras, stats = read_context(head.context)
@@ -168,10 +184,16 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         is_labelled = any(boxes.category for boxes in found)
         windows = self._windows(name, span, frames, offsets)
         for frame, boxes, members in zip(frames, found, windows, strict=True):
-            yield msgspec.structs.replace(frame, boxes=boxes if is_labelled else None, members=members)
+            yield msgspec.structs.replace(
+                frame, boxes=boxes if is_labelled else None, members=members
+            )
 
     def _windows(
-        self, name: str, span: tuple[int, int] | None, frames: list[Frame], offsets: list[tuple[float, float, float]]
+        self,
+        name: str,
+        span: tuple[int, int] | None,
+        frames: list[Frame],
+        offsets: list[tuple[float, float, float]],
     ) -> list[list[Reference]]:
         """Return the map about ego at each frame's pose: moved by the frame's offset, it is in the map's frame."""
         if self.maps is not None and span is None:
@@ -202,8 +224,13 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         for image in head.images:
             found = cameras.get(image.name)
             if found is None:
-                raise ValueError(f"the camera {image.name} has no calibration; the context has {', '.join(cameras)}")
-            ref, pose = f"{file}#{image.offset}+{image.num_bytes}", np.array(image.pose).reshape(4, 4)
+                raise ValueError(
+                    f"the camera {image.name} has no calibration; the context has {', '.join(cameras)}"
+                )
+            ref, pose = (
+                f"{file}#{image.offset}+{image.num_bytes}",
+                np.array(image.pose).reshape(4, 4),
+            )
             times = (image.shutter, image.trigger, image.done)
             images[channel(image.name)] = image_of(found, ref, pose, image.pose_timestamp, times)
         sweep = Sweep(
@@ -243,7 +270,9 @@ def _image_boxes(head: FrameHead) -> dict[str, ImageBoxRows]:
     if not head.camera_labels:
         return {}
     found = {channel(image.name): image_rows(np.empty((0, 4)), [], []) for image in head.images}
-    found.update((channel(name), boxes) for name, boxes in map(read_camera_labels, head.camera_labels))
+    found.update(
+        (channel(name), boxes) for name, boxes in map(read_camera_labels, head.camera_labels)
+    )
     return found
 
 

@@ -94,7 +94,9 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
         temporary.mkdir(parents=True, exist_ok=True)
         try:
             manifest = _write(out, temporary, base, run, segments)
-        except FileNotFoundError:  # at a URL another machine may have finished the layer, and removed the segments
+        except (
+            FileNotFoundError
+        ):  # at a URL another machine may have finished the layer, and removed the segments
             manifest = manifest_in(out, LAYERS)
             if manifest is None:
                 raise
@@ -113,12 +115,17 @@ def _check_whole(segments: Segments, base: Dataset, out: Output, *, partial: boo
         )
 
 
-def _write(out: Output, temporary: Path, base: Dataset, run: LayerRun, segments: Segments) -> LayerManifest:
+def _write(
+    out: Output, temporary: Path, base: Dataset, run: LayerRun, segments: Segments
+) -> LayerManifest:
     rows = np.full(len(base), NO_ROW, ROWS_DTYPE)
     codecs = {channel.field: channel.codec for channel in run.channels}
     entries: list[ShardEntry] = []
     table = temporary / ATTRIBUTES_FILE
-    with closing(_write_shards(out, segments, entries)) as shards, _AttributesWriter(table, run.channels) as attributes:
+    with (
+        closing(_write_shards(out, segments, entries)) as shards,
+        _AttributesWriter(table, run.channels) as attributes,
+    ):
 
         def written() -> Iterator[IndexRow]:
             for count, (position, found, row) in enumerate(shards):
@@ -142,7 +149,14 @@ def _write(out: Output, temporary: Path, base: Dataset, run: LayerRun, segments:
         license=base.manifest.license,
         compression={"layout": "member", "level": DEFAULT_ZSTD_LEVEL, "codecs": codecs},
         lineage=Lineage(),
-        provenance={"recipe": {"source": "layer", "tool": f"fuelrail {__version__}", "zstd": run.zstd, **run.recipe}},
+        provenance={
+            "recipe": {
+                "source": "layer",
+                "tool": f"fuelrail {__version__}",
+                "zstd": run.zstd,
+                **run.recipe,
+            }
+        },
         base=run.base,
         view=run.view,
     )
@@ -197,11 +211,15 @@ class _AttributesWriter:
 
     def __init__(self, path: Path, channels: Sequence[Channel]) -> None:
         fields = [
-            pa.field("key", pa.string(), nullable=False), pa.field("clip_id", pa.string()),
-            pa.field("split", pa.string()), pa.field("frame", pa.int32(), nullable=False),
+            pa.field("key", pa.string(), nullable=False),
+            pa.field("clip_id", pa.string()),
+            pa.field("split", pa.string()),
+            pa.field("frame", pa.int32(), nullable=False),
             pa.field("timestamp_ns", pa.int64(), nullable=False),
-        ]  # fmt: skip
-        self._schema = pa.schema([*fields, *(pa.field(*one) for one in scalar_channels(channels).items())])
+        ]
+        self._schema = pa.schema(
+            [*fields, *(pa.field(*one) for one in scalar_channels(channels).items())]
+        )
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
         self._rows: list[tuple[Any, ...]] = []
 
@@ -222,6 +240,8 @@ class _AttributesWriter:
 
     def _flush(self) -> None:
         columns = zip(*self._rows, strict=True)
-        arrays = [pa.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
+        arrays = [
+            pa.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)
+        ]
         self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
         self._rows.clear()

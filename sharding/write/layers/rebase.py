@@ -52,7 +52,9 @@ class RebaseReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
             f"{counted(self.num_without_value, 'sample')} of the base without a value, "
             f"{counted(self.num_unused, 'row')} of the layer without a sample"
         )
-        return "\n".join([first, second, *(f"  no value: {key}" for key in self.without_value)]) + "\n"
+        return (
+            "\n".join([first, second, *(f"  no value: {key}" for key in self.without_value)]) + "\n"
+        )
 
 
 def rebase_layer(
@@ -66,14 +68,20 @@ def rebase_layer(
     base lacks or stores in other sizes, or where the layer lacks a file.
     """
     if is_url(os.fspath(out)):
-        raise ConfigError(f"the output of rebase must be a folder of this machine, got '{shown_url(os.fspath(out))}'")
+        raise ConfigError(
+            f"the output of rebase must be a folder of this machine, got '{shown_url(os.fspath(out))}'"
+        )
     old = open_layer_data(layer)
     if old.url is not None:
-        raise ConfigError(f"layer '{old.location}' is at a URL: copy it to a folder first, its files are linked")
+        raise ConfigError(
+            f"layer '{old.location}' is at a URL: copy it to a folder first, its files are linked"
+        )
     new_base, manifest = open_dataset(base), old.manifest
     assert isinstance(manifest, LayerManifest)
     own = [file for file in manifest.files if file.name != ROWS_FILE]
-    shards = [shard for one in old.shards for shard in (one.name, one.idx_name if one.idx_bytes else "")]
+    shards = [
+        shard for one in old.shards for shard in (one.name, one.idx_name if one.idx_bytes else "")
+    ]
     names = [*filter(None, shards), *(file.name for file in own)]
     for name in names:
         if not (old.root / name).is_file():
@@ -81,7 +89,9 @@ def rebase_layer(
     target = FolderOutput(os.fspath(out))
     check_out(target)
     there = {*target.names()}
-    is_partial = there <= {WORK_FOLDER, MANIFEST_FILE, ROWS_FILE, *names} and target.names(WORK_FOLDER) in ([], ["tmp"])
+    is_partial = there <= {WORK_FOLDER, MANIFEST_FILE, ROWS_FILE, *names} and target.names(
+        WORK_FOLDER
+    ) in ([], ["tmp"])
     if there and not (WORK_FOLDER in there and is_partial):
         raise ConfigError(f"output folder '{target.shown}' is not empty: choose another one")
     entry = BaseEntry.of(new_base)
@@ -111,18 +121,27 @@ def rebase_layer(
         )
         target.remove_work()
     return RebaseReport(
-        layer=target.shown, fingerprint=bound.fingerprint, num_rows=len(rows) - len(lacking),
-        num_without_value=len(lacking), num_unused=len(old) - (len(rows) - len(lacking)),
+        layer=target.shown,
+        fingerprint=bound.fingerprint,
+        num_rows=len(rows) - len(lacking),
+        num_without_value=len(lacking),
+        num_unused=len(old) - (len(rows) - len(lacking)),
         without_value=[new_base.index.row(int(at)).key for at in lacking[:_LISTED_KEYS]],
-    )  # fmt: skip
+    )
 
 
 def _check_sensors(manifest: LayerManifest, entry: BaseEntry, where: str) -> None:
     check_layer_table(manifest.channels, entry, where, DatasetError)
-    old, new = ({one.name: set(one.sizes) for one in base.sensors} for base in (manifest.base, entry))
+    old, new = (
+        {one.name: set(one.sizes) for one in base.sensors} for base in (manifest.base, entry)
+    )
     for channel in manifest.channels:
         camera = channel.law.camera
-        if camera in old and camera in new and not (old[camera] <= new[camera] or new[camera] <= old[camera]):
+        if (
+            camera in old
+            and camera in new
+            and not (old[camera] <= new[camera] or new[camera] <= old[camera])
+        ):
             raise DatasetError(
                 f"channel '{channel.name}' lies on images of '{camera}' of {sorted(old[camera])} pixels, and '{where}' "
                 f"stores them in {sorted(new[camera])}: make the layer again for it"

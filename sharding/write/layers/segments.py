@@ -102,7 +102,11 @@ class Segments:
             words = np.frombuffer(head[: len(head) // _WORD.itemsize * _WORD.itemsize], _WORD)
             count = int(words[0]) if len(words) else 0
             positions = words[1 : 1 + count].astype(np.int64)
-            is_sound = 0 < count == len(positions) and positions[0] >= 0 and positions[-1] < self._num_samples
+            is_sound = (
+                0 < count == len(positions)
+                and positions[0] >= 0
+                and positions[-1] < self._num_samples
+            )
             if not (is_sound and (positions[1:] > positions[:-1]).all()):
                 raise self._damaged(name)
             self._positions.append(positions)
@@ -151,10 +155,15 @@ class Segments:
                 self._out.fetch(f"{SEGMENTS}/{name}", Path(file.name))
         mapped = np.memmap(path, np.uint8, mode="r")
         if segment not in self._whole:
-            if xxhash.xxh3_128_hexdigest(mapped.data) != name.removesuffix(_SUFFIX).rpartition("-")[2]:
+            if (
+                xxhash.xxh3_128_hexdigest(mapped.data)
+                != name.removesuffix(_SUFFIX).rpartition("-")[2]
+            ):
                 raise self._damaged(name)
             self._whole.add(segment)
         return mapped
 
     def _damaged(self, name: str) -> DatasetError:
-        return DatasetError(f"'{self._out.shown}/{SEGMENTS}/{name}' is damaged: remove it, and write its rows again")
+        return DatasetError(
+            f"'{self._out.shown}/{SEGMENTS}/{name}' is damaged: remove it, and write its rows again"
+        )

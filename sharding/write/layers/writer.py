@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel
-from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, MemberError, SchemaError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetError,
+    DatasetExistsError,
+    MemberError,
+    SchemaError,
+)
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import (
@@ -111,7 +117,9 @@ class LayerWriter:
             recipe=dict(recipe or {}),
         )
         if taken := sorted({*self._run.recipe} & _OWN_RECIPE):
-            raise ConfigError(f"recipe has '{taken[0]}', which a layer has of its own: give it another name")
+            raise ConfigError(
+                f"recipe has '{taken[0]}', which a layer has of its own: give it another name"
+            )
         self._scalars = scalar_channels(table)
         if taken := [name for name in self._scalars if name in INDEXED]:
             raise ConfigError(
@@ -143,7 +151,9 @@ class LayerWriter:
         value that is not as the table says; IndexError or KeyError for a sample that the base does not have.
         """
         if self.is_finished:
-            raise DatasetError(f"layer '{self._out.shown}' is finished: a layer is written once; choose another folder")
+            raise DatasetError(
+                f"layer '{self._out.shown}' is finished: a layer is written once; choose another folder"
+            )
         position = self._base.position(which)
         row = self._base.index.row(position)
         encoded = self._encoded(row.key, values)
@@ -151,7 +161,9 @@ class LayerWriter:
         packer = ShardPacker(file, 0, DEFAULT_ZSTD_LEVEL, None, self._buffer)
         length = packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, encoded)
         own = packer.close().rows[0]
-        attributes = tuple(None if (value := values.get(name)) is None else _plain(value) for name in self._scalars)
+        attributes = tuple(
+            None if (value := values.get(name)) is None else _plain(value) for name in self._scalars
+        )
         data = msgspec.msgpack.encode(SegmentRow(own, attributes, file.getvalue()[:length]))
         self._blobs[position] = Blob(position, data)
         self._held += len(data)
@@ -168,7 +180,9 @@ class LayerWriter:
                 if not self.is_finished:
                     publish_segment(self._out, list(self._blobs.values()))
                 elif (rows := read_rows(open_layer_data(self._out.location))) is not None:
-                    lost = [position for position in sorted(self._blobs) if rows[position] == NO_ROW]
+                    lost = [
+                        position for position in sorted(self._blobs) if rows[position] == NO_ROW
+                    ]
                     if lost:
                         raise DatasetError(
                             f"layer '{self._out.shown}' was finished with partial=True while this process held rows "
@@ -194,7 +208,10 @@ class LayerWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.flush()
@@ -202,14 +219,18 @@ class LayerWriter:
     def _encoded(self, key: str, values: Mapping[str, Any]) -> list[RawMember]:
         known = {channel.name: channel for channel in self._run.channels}
         if unknown := [name for name in values if name not in known]:
-            raise SchemaError(f"the table has no channel {unknown[0]!r:.110}; it has: {', '.join(known)}", key=key)
+            raise SchemaError(
+                f"the table has no channel {unknown[0]!r:.110}; it has: {', '.join(known)}", key=key
+            )
         members = []
         for name, channel in known.items():
             value = values.get(name)
             try:
                 if value is None:
                     if not channel.optional:
-                        raise SchemaError(f"channel '{name}' is missing, and the table does not say optional")
+                        raise SchemaError(
+                            f"channel '{name}' is missing, and the table does not say optional"
+                        )
                     continue
                 data = KINDS[channel.kind].encode(value, channel)
                 KINDS[channel.kind].check(data, channel)
@@ -219,7 +240,7 @@ class LayerWriter:
             members.append(RawMember(channel.field, channel.codec, data))
         return members
 
-    def _check_size(self, value: Any, channel: Channel) -> None:  # noqa: ANN401
+    def _check_size(self, value: Any, channel: Channel) -> None:
         """Raise SchemaError for a raster of law ``image`` that fits none of its camera's stored images."""
         if channel.law.name != "image":
             return
@@ -251,16 +272,27 @@ class LayerWriter:
                 ) from error
         else:
             manifest: Any = open_layer_data(self._out.location).manifest
-            recipe = {name: value for name, value in manifest.recipe.items() if name not in _OWN_RECIPE}
+            recipe = {
+                name: value for name, value in manifest.recipe.items() if name not in _OWN_RECIPE
+            }
             zstd = manifest.recipe.get("zstd", "")
-            found = LayerRun(manifest.name, manifest.base, manifest.channels, manifest.view, zstd, recipe)
+            found = LayerRun(
+                manifest.name, manifest.base, manifest.channels, manifest.view, zstd, recipe
+            )
         if found != self._run:
             there, here = (
-                {**msgspec.to_builtins(run), "channels": {one.name: msgspec.to_builtins(one) for one in run.channels}}
+                {
+                    **msgspec.to_builtins(run),
+                    "channels": {one.name: msgspec.to_builtins(one) for one in run.channels},
+                }
                 for run in (found, self._run)
             )
-            sides = differences(there, here, "there", "here") or "the order of its channels is another"
-            raise DatasetExistsError(f"'{self._out.shown}' holds another layer: {sides:.2000}; choose another folder")
+            sides = (
+                differences(there, here, "there", "here") or "the order of its channels is another"
+            )
+            raise DatasetExistsError(
+                f"'{self._out.shown}' holds another layer: {sides:.2000}; choose another folder"
+            )
 
     @contextlib.contextmanager
     def _locked(self, how: int = fcntl.LOCK_EX) -> Iterator[None]:
@@ -292,6 +324,6 @@ class LayerWriter:
                     self._out.remove_work()
 
 
-def _plain(value: Any) -> bool | int | float:  # noqa: ANN401
+def _plain(value: Any) -> bool | int | float:
     plain: bool | int | float = np.asarray(value).item()
     return plain

@@ -30,9 +30,16 @@ def base(tmp_path_factory):
 
 def teacher(batch):
     img = batch["img"].float()
-    grid = torch.nn.functional.adaptive_avg_pool2d(img.flatten(0, 1), (2, 2)).unflatten(0, img.shape[:2])
+    grid = torch.nn.functional.adaptive_avg_pool2d(img.flatten(0, 1), (2, 2)).unflatten(
+        0, img.shape[:2]
+    )
     names = [f"seen {key}" for key in batch["sample_key"]]
-    return {"mean": img.flatten(1).mean(1), "grid": grid, "name": names, "words": [name.split("-") for name in names]}
+    return {
+        "mean": img.flatten(1).mean(1),
+        "grid": grid,
+        "name": names,
+        "words": [name.split("-") for name in names],
+    }
 
 
 class Stopping(torch.nn.Module):
@@ -84,9 +91,15 @@ def test_ranks_and_interruptions_do_not_show(base, tmp_path, monkeypatch) -> Non
 
 @pytest.mark.costly
 def test_the_loader_gets_what_the_model_said(base, tmp_path) -> None:
-    for store, dtype in (("as_is", torch.float32), ("float16", torch.float16), ("int8", torch.int8)):
+    for store, dtype in (
+        ("as_is", torch.float32),
+        ("float16", torch.float16),
+        ("int8", torch.int8),
+    ):
         run(base, tmp_path / store, store=store)
-        with DataLoader(base, 7, shuffle=False, transforms=SMALL, layers={"t": tmp_path / store}) as loader:
+        with DataLoader(
+            base, 7, shuffle=False, transforms=SMALL, layers={"t": tmp_path / store}
+        ) as loader:
             batch = next(iter(loader))
         wanted = teacher(batch)
         torch.testing.assert_close(batch["t.mean"], wanted["mean"])
@@ -100,9 +113,24 @@ def test_the_loader_gets_what_the_model_said(base, tmp_path) -> None:
 
 
 def test_a_view_is_what_a_loader_shows_in_that_epoch(base, tmp_path) -> None:
-    annotate(base, tmp_path / "seen", teacher, transforms=TRAIN, view="per_view", seed=5, epoch=3, workers=1)
+    annotate(
+        base,
+        tmp_path / "seen",
+        teacher,
+        transforms=TRAIN,
+        view="per_view",
+        seed=5,
+        epoch=3,
+        workers=1,
+    )
     with DataLoader(
-        base, 7, shuffle=True, drop_last=True, seed=5, transforms=TRAIN, layers={"t": tmp_path / "seen"}
+        base,
+        7,
+        shuffle=True,
+        drop_last=True,
+        seed=5,
+        transforms=TRAIN,
+        layers={"t": tmp_path / "seen"},
     ) as loader:
         loader.set_epoch(3)
         batch = next(iter(loader))
@@ -125,7 +153,12 @@ def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
         run(base, tmp_path / "layer", peaks)
     with pytest.raises(SchemaError, match="int64"):
         run(base, tmp_path / "layer", peaks, channels=table)
-    run(base, tmp_path / "layer", lambda b: {"peaks": [one.float() for one in peaks(b)["peaks"]]}, channels=table)
+    run(
+        base,
+        tmp_path / "layer",
+        lambda b: {"peaks": [one.float() for one in peaks(b)["peaks"]]},
+        channels=table,
+    )
     layer = open_layer_data(tmp_path / "layer")
     assert len(layer) == len(open_dataset(base))
 
@@ -141,8 +174,14 @@ def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
             lambda _: {"x": torch.zeros(2, 2).to_sparse()},
             "'x' is a tensor of torch.float32 and layout torch.sparse",
         ),
-        (lambda _: {"x": [{"y": torch.zeros(2, dtype=torch.float8_e5m2)}] * 2}, r"'x\.y' is a tensor of torch.float8"),
-        (lambda _: {"x": [None, torch.zeros(3)]}, r"holds NoneType, array \[3\], not arrays of one shape"),
+        (
+            lambda _: {"x": [{"y": torch.zeros(2, dtype=torch.float8_e5m2)}] * 2},
+            r"'x\.y' is a tensor of torch.float8",
+        ),
+        (
+            lambda _: {"x": [None, torch.zeros(3)]},
+            r"holds NoneType, array \[3\], not arrays of one shape",
+        ),
         ("math:pi", "not a function"),
         (lambda _: None, "must return a dict"),
         (lambda _: {"x": torch.zeros(3, 2)}, "with a row for each of the batch's 2 samples"),
@@ -177,10 +216,15 @@ def ends(batch):
             r"'shapes' failed on samples 'clip-0000-000000' .. 'clip-0000-000001': RuntimeError.*py:5 in shapes",
         ),
         ("ends", r"model 'ends' failed on samples .*: SystemExit: 3 \(.*broken\.py:12 in ends"),
-        ("Model", r"model 'broken:Model' cannot be made: KeyError: 'weights' \(.*broken\.py:9 in __init__"),
+        (
+            "Model",
+            r"model 'broken:Model' cannot be made: KeyError: 'weights' \(.*broken\.py:9 in __init__",
+        ),
     ],
 )
-def test_a_model_that_raises_is_named_with_its_batch_and_line(base, tmp_path, monkeypatch, name, message) -> None:
+def test_a_model_that_raises_is_named_with_its_batch_and_line(
+    base, tmp_path, monkeypatch, name, message
+) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
@@ -193,12 +237,24 @@ def test_a_model_that_raises_is_named_with_its_batch_and_line(base, tmp_path, mo
     ("options", "message"),
     [
         ({"channels": "no.yaml"}, "'no.yaml' cannot be read: No such file"),
-        ({"store": "float16"}, "output 'x' has 1e\\+06, and float16 holds 65504 at most: store it as_is"),
+        (
+            {"store": "float16"},
+            "output 'x' has 1e\\+06, and float16 holds 65504 at most: store it as_is",
+        ),
         ({"seed": 5}, "view='fixed' shows samples without any"),
-        ({"temperature": 2.0}, "temperature=2.0, positions=1.0 are for logits, and store='as_is' stores none"),
-        ({"positions": 0.5, "store": "int8"}, "positions=0.5 are for logits, and store='int8' stores none"),
+        (
+            {"temperature": 2.0},
+            "temperature=2.0, positions=1.0 are for logits, and store='as_is' stores none",
+        ),
+        (
+            {"positions": 0.5, "store": "int8"},
+            "positions=0.5 are for logits, and store='int8' stores none",
+        ),
         ({"store": "int8"}, "output 'nan' has NaN or infinities, which int8 cannot hold"),
-        ({"store": "int8", "channels": "table.yaml"}, r"store='int8' is for values without a table: 'table\.yaml'"),
+        (
+            {"store": "int8", "channels": "table.yaml"},
+            r"store='int8' is for values without a table: 'table\.yaml'",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(base, tmp_path, options, message) -> None:
@@ -214,7 +270,10 @@ def test_groups_of_cameras_are_shown_unaugmented_and_two_views_are_refused(base,
     groups = {name: {"cameras": [f"cam_{name}"], "image": image} for name in ("back", "front")}
 
     def model(batch):
-        return {"mean": batch["img"]["front"].float().flatten(1).mean(1), "ida": batch["ida_mat"][:, 0, :2, :2]}
+        return {
+            "mean": batch["img"]["front"].float().flatten(1).mean(1),
+            "ida": batch["ida_mat"][:, 0, :2, :2],
+        }
 
     options = {"batch_size": 4, "workers": 1, "transforms": {"camera_groups": groups}}
     annotate(base, tmp_path / "seen", model, **options)

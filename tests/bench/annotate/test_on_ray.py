@@ -76,7 +76,9 @@ def expected(base, kills, tmp_path):
 
 
 def on_ray(base, out, cluster, model="teacher:mean", **changes):
-    return annotate(base, out, model, engine="ray", ray_address=cluster.address, **OPTIONS | changes)
+    return annotate(
+        base, out, model, engine="ray", ray_address=cluster.address, **OPTIONS | changes
+    )
 
 
 def test_processes_and_a_node_that_die_do_not_show(base, kills, expected, cluster, tmp_path):
@@ -105,10 +107,23 @@ def test_processes_and_a_node_that_die_do_not_show(base, kills, expected, cluste
 
 def test_a_command_that_is_killed_continues_where_it_was(base, expected, cluster, tmp_path):
     out = tmp_path / "ray" / "teacher"
-    command = [sys.executable, "-m", "fuelrail", "annotate", base, out, "--model", "teacher:mean", "--batch-size", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "fuelrail",
+        "annotate",
+        base,
+        out,
+        "--model",
+        "teacher:mean",
+        "--batch-size",
+        "2",
+    ]
     (tmp_path / "small.yaml").write_text("image: {height: 16, width: 32}")
     command += ["--transforms", "small.yaml", "--engine", "ray", "--ray-address", cluster.address]
-    run = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     deadline_s = time.monotonic() + 200
     while len(list(out.glob(".fuelrail/segments/*"))) < 3:
         assert run.poll() is None, run.stderr.read()
@@ -123,15 +138,24 @@ def test_a_command_that_is_killed_continues_where_it_was(base, expected, cluster
 
 def test_a_function_without_a_module_is_taken_along(base, expected, cluster, tmp_path):
     out = tmp_path / "ray" / "teacher"
-    on_ray(base, out, cluster, lambda b: {"mean": b["img"].float().flatten(1).mean(1), "name": b["sample_key"]})
+    on_ray(
+        base,
+        out,
+        cluster,
+        lambda b: {"mean": b["img"].float().flatten(1).mean(1), "name": b["sample_key"]},
+    )
     assert digests(out) == expected
 
 
 def test_what_is_wrong_is_said_as_without_ray(base, kills, cluster, tmp_path, monkeypatch):
-    with pytest.raises(StageError, match=r"'broken' failed on samples .*KeyError.*teacher\.py:\d+ in broken") as caught:
+    with pytest.raises(
+        StageError, match=r"'broken' failed on samples .*KeyError.*teacher\.py:\d+ in broken"
+    ) as caught:
         on_ray(base, tmp_path / "layer", cluster, "teacher:broken")
     assert "no such entry" in str(caught.value.__cause__)
-    with pytest.raises(ConfigError, match=r"node [\d.]+ cannot begin: .*cannot be imported.*all nodes share"):
+    with pytest.raises(
+        ConfigError, match=r"node [\d.]+ cannot begin: .*cannot be imported.*all nodes share"
+    ):
         on_ray(base, tmp_path / "layer", cluster, "no_such_module:f")
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"cannot be pickled .*give it as 'MODULE:NAME'"):

@@ -76,7 +76,9 @@ def test_top_k_is_what_the_teacher_said(base, tmp_path, temperature) -> None:
     assert not verify(tmp_path / "layer", deep=True).faults
 
 
-def test_draws_are_each_tokens_share_in_the_mean_over_keys_and_not_of_the_order(base, tmp_path) -> None:
+def test_draws_are_each_tokens_share_in_the_mean_over_keys_and_not_of_the_order(
+    base, tmp_path
+) -> None:
     run(base, tmp_path / "one", store="sampled:20")
     run(base, tmp_path / "two", store="sampled:20", batch_size=5)
     assert digests(tmp_path / "one")["index.arrow"] == digests(tmp_path / "two")["index.arrow"]
@@ -93,8 +95,12 @@ def test_draws_are_each_tokens_share_in_the_mean_over_keys_and_not_of_the_order(
     part = np.modf(likely * 20)[0]  # a token is drawn the whole number of times below or above
     error = np.sqrt(part * (1 - part) / 3000) / 20
     assert (np.abs(share - likely) <= 5 * error + 3 / 60_000).all()
-    assert not np.array_equal(reduce(logits, channel, "a").indices, reduce(logits, channel, "b").indices)
-    assert not np.array_equal(reduce(logits, channel, "a").indices, Reduction(epoch=1)(logits, channel, "a").indices)
+    assert not np.array_equal(
+        reduce(logits, channel, "a").indices, reduce(logits, channel, "b").indices
+    )
+    assert not np.array_equal(
+        reduce(logits, channel, "a").indices, Reduction(epoch=1)(logits, channel, "a").indices
+    )
 
 
 def test_positions_are_those_of_the_largest_entropy(base, tmp_path) -> None:
@@ -104,13 +110,19 @@ def test_positions_are_those_of_the_largest_entropy(base, tmp_path) -> None:
     for row, found in enumerate(rows(tmp_path / "layer")):
         assert sorted(entropy[row].topk(3).indices.tolist()) == np.flatnonzero(found.known).tolist()
         assert not found.weights[~found.known].any()
-    with DataLoader(base, 4, shuffle=False, transforms=SMALL, layers={"t": tmp_path / "layer"}) as loader:
+    with DataLoader(
+        base, 4, shuffle=False, transforms=SMALL, layers={"t": tmp_path / "layer"}
+    ) as loader:
         assert next(iter(loader))["t.logits"].known.sum() == 12
 
 
 def test_lists_may_differ_in_length_and_half_precision_is_taken(base, tmp_path) -> None:
     def model(batch):
-        return {"logits": [torch.randn(row % 3, 50).bfloat16() for row in batch["global_index"].tolist()]}
+        return {
+            "logits": [
+                torch.randn(row % 3, 50).bfloat16() for row in batch["global_index"].tolist()
+            ]
+        }
 
     run(base, tmp_path / "layer", model, store="sampled:5")
     assert [len(one.known) for one in rows(tmp_path / "layer")] == [row % 3 for row in range(NUM)]
@@ -137,7 +149,9 @@ def test_another_teacher_may_not_continue_and_a_loader_can_demand_one(base, tmp_
     again = run(base, tmp_path / "layer", Speaker(1))
     assert again.num_kept == NUM
     second = weights_digest(Speaker(2))
-    with pytest.raises(DatasetExistsError, match=rf'recipe\.teacher: "{first}" there, "{second}" here'):
+    with pytest.raises(
+        DatasetExistsError, match=rf'recipe\.teacher: "{first}" there, "{second}" here'
+    ):
         run(base, tmp_path / "layer", Speaker(2))
     with pytest.raises(DatasetExistsError, match=r"recipe\.temperature: none there, 2.0 here"):
         run(base, tmp_path / "layer", Speaker(1), temperature=2.0)
@@ -149,13 +163,22 @@ def test_another_teacher_may_not_continue_and_a_loader_can_demand_one(base, tmp_
 
     with pytest.raises(KeyboardInterrupt):
         run(base, tmp_path / "part", stops, teacher="big-7b@rev1")
-    with pytest.raises(DatasetExistsError, match=r'recipe\.teacher: "big-7b@rev1" there, "big-7b@rev2" here'):
+    with pytest.raises(
+        DatasetExistsError, match=r'recipe\.teacher: "big-7b@rev1" there, "big-7b@rev2" here'
+    ):
         run(base, tmp_path / "part", stops, teacher="big-7b@rev2")
     for layer, digest in (("layer", first), ("layer", None)):
-        with DataLoader(base, 2, transforms=SMALL, layers={"t": LayerOptions(tmp_path / layer, teacher=digest)}):
+        with DataLoader(
+            base, 2, transforms=SMALL, layers={"t": LayerOptions(tmp_path / layer, teacher=digest)}
+        ):
             pass
     with pytest.raises(ConfigError, match=f"made by the teacher {first}, not by {second}"):
-        DataLoader(base, 2, transforms=SMALL, layers={"t": LayerOptions(tmp_path / "layer", teacher=second)})
+        DataLoader(
+            base,
+            2,
+            transforms=SMALL,
+            layers={"t": LayerOptions(tmp_path / "layer", teacher=second)},
+        )
 
 
 @pytest.mark.parametrize("store", ["topk:8", "sampled:8"])
@@ -198,7 +221,12 @@ def test_the_digest_is_that_of_the_weights_wherever_they_are() -> None:
     found = [weights_digest(one) for one in (by_name, Holder(), lambda batch: local(batch))]
     assert len({*found}) == 3 and None not in found
     assert weights_digest(Holder().say) == weights_digest(Holder())
-    assert weights_digest(len) is weights_digest(lambda batch: batch) is weights_digest(torch.nn.Identity()) is None
+    assert (
+        weights_digest(len)
+        is weights_digest(lambda batch: batch)
+        is weights_digest(torch.nn.Identity())
+        is None
+    )
     half = Speaker().bfloat16()
     assert weights_digest(half) != weights_digest(Speaker())
 
@@ -207,17 +235,32 @@ def test_the_digest_is_that_of_the_weights_wherever_they_are() -> None:
     ("spoil", "options", "says"),
     [
         (lambda x: x, {"store": "topk:301"}, "more tokens a position than the vocabulary, 300"),
-        (lambda x: x, {"store": "topk:0"}, "store='topk:0' must be as_is, float16, int8, topk:K or sampled:K"),
+        (
+            lambda x: x,
+            {"store": "topk:0"},
+            "store='topk:0' must be as_is, float16, int8, topk:K or sampled:K",
+        ),
         (lambda x: x, {"store": "topk"}, "store='topk' must be"),
         (lambda x: x, {"temperature": 0.0}, r"'temperature': Expected `float` > 0"),
         (lambda x: x, {"positions": 1.5}, r"'positions': Expected `float` <= 1"),
-        (lambda x: x[:, 0], {}, "store='topk:8' is for logits, floats .* returned logits, name without any"),
+        (
+            lambda x: x[:, 0],
+            {},
+            "store='topk:8' is for logits, floats .* returned logits, name without any",
+        ),
         (lambda x: x.long(), {}, "is for logits"),
-        (lambda x: x.index_fill(2, torch.tensor(7), torch.nan), {},
-         r"output 'logits' of sample 'clip-0000-000000' has NaN, an infinity or no finite logit at position 0"),
-        (lambda x: x.index_fill(1, torch.tensor(2), torch.inf), {"store": "sampled:5"}, "at position 2"),
+        (
+            lambda x: x.index_fill(2, torch.tensor(7), torch.nan),
+            {},
+            r"output 'logits' of sample 'clip-0000-000000' has NaN, an infinity or no finite logit at position 0",
+        ),
+        (
+            lambda x: x.index_fill(1, torch.tensor(2), torch.inf),
+            {"store": "sampled:5"},
+            "at position 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_stored_is_refused_by_name(base, tmp_path, spoil, options, says) -> None:
     def model(batch):
         outputs = SPEAKER(batch)
@@ -229,17 +272,29 @@ def test_what_cannot_be_stored_is_refused_by_name(base, tmp_path, spoil, options
 
 def test_a_vocabulary_that_changes_between_batches_is_refused(base, tmp_path) -> None:
     def model(batch):
-        return {"logits": torch.zeros(2, LENGTH, SIZE + (7 in batch["global_index"]))[: len(batch["img"])]}
+        return {
+            "logits": torch.zeros(2, LENGTH, SIZE + (7 in batch["global_index"]))[
+                : len(batch["img"])
+            ]
+        }
 
-    with pytest.raises(ConfigError, match=r"sample 'clip-0001-000003' is \[6, 301\]; the table has logits \[T, 300\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"sample 'clip-0001-000003' is \[6, 301\]; the table has logits \[T, 300\]",
+    ):
         run(base, tmp_path / "layer", model)
 
 
 def test_tokens_that_are_masked_out_have_no_probability() -> None:
     entry = Channel(
-        name="it", kind="logits_sampled", field="it.lgt", law=Law("fixed"), axes=("p", "t"), shape=(None, 9),
+        name="it",
+        kind="logits_sampled",
+        field="it.lgt",
+        law=Law("fixed"),
+        axes=("p", "t"),
+        shape=(None, 9),
         vocabulary=Vocabulary("w", 5),
-    )  # fmt: skip
+    )
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]])
     assert {*Reduction()(logits, entry, "a").indices[0].tolist()} == {1, 3}
 
@@ -280,15 +335,24 @@ def test_kills_do_not_show(base, tmp_path, store) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
     def began(out):
-        return subprocess.Popen([*start, out, *words], cwd=tmp_path, env={**environment, "SLOW": "0.5"})
+        return subprocess.Popen(
+            [*start, out, *words], cwd=tmp_path, env={**environment, "SLOW": "0.5"}
+        )
 
     whole = subprocess.run(
-        [*start, "a/teacher", *words, "--json"], cwd=tmp_path, env=environment, capture_output=True, check=True
+        [*start, "a/teacher", *words, "--json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        check=True,
     )
     assert json.loads(whole.stdout)["num_written"] == NUM
     for wait_s in (0.3, 1.2):
         process = began("b/teacher")
-        while process.poll() is None and not (tmp_path / "b" / "teacher" / ".fuelrail" / "layer.json").exists():
+        while (
+            process.poll() is None
+            and not (tmp_path / "b" / "teacher" / ".fuelrail" / "layer.json").exists()
+        ):
             time.sleep(0.05)
         time.sleep(wait_s)
         process.send_signal(signal.SIGKILL)

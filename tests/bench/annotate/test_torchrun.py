@@ -28,12 +28,34 @@ def test_two_ranks_write_the_layer_of_one(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def words(out: str) -> list[str]:
-        return ["annotate", "base", out, "--model", "teacher:mean", "--batch-size", "2", "--workers", "1", "--json"]
+        return [
+            "annotate",
+            "base",
+            out,
+            "--model",
+            "teacher:mean",
+            "--batch-size",
+            "2",
+            "--workers",
+            "1",
+            "--json",
+        ]
 
     assert main(words("alone/teacher")) == 0
     alone = json.loads(capfd.readouterr().out)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fuelrail"]
-    done = subprocess.run([*command, *words("torchrun/teacher")], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "fuelrail",
+    ]
+    done = subprocess.run(
+        [*command, *words("torchrun/teacher")], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     decoder, ranks, text = json.JSONDecoder(), [], done.stdout.strip()
     while text:

@@ -23,8 +23,12 @@ def run_step(accelerator, clock, real_ms, *, samples=1):
     return accelerator.finish_step()
 
 
-@pytest.mark.parametrize(("real_ms", "samples", "overrun_ms"), [((3, 4, 0.1), 3, 0), ((14, 20, 1.5), 1, 4.5)])
-def test_phases_last_as_the_profile_says_and_work_that_takes_longer_is_overrun(real_ms, samples, overrun_ms):
+@pytest.mark.parametrize(
+    ("real_ms", "samples", "overrun_ms"), [((3, 4, 0.1), 3, 0), ((14, 20, 1.5), 1, 4.5)]
+)
+def test_phases_last_as_the_profile_says_and_work_that_takes_longer_is_overrun(
+    real_ms, samples, overrun_ms
+):
     clock = HandClock()
     start = clock.now
     times = run_step(EmulatedAccelerator(PROFILE, clock), clock, real_ms, samples=samples)
@@ -41,7 +45,9 @@ def test_a_host_that_wakes_late_does_not_delay_the_next_phase_on_the_device():
     start = clock.now
     times = run_step(EmulatedAccelerator(PROFILE, clock), clock, (0, 0, 0))
     assert (times.forward_ns, times.backward_ns) == (10 * MS, 20 * MS)
-    assert times.overshoot_ns == 4 * MS  # the optimiser's millisecond had passed when the host woke from backward
+    assert (
+        times.overshoot_ns == 4 * MS
+    )  # the optimiser's millisecond had passed when the host woke from backward
     assert clock.now - start == 32 * MS
 
 
@@ -134,9 +140,13 @@ def test_what_is_copied_is_measured():
 
 @pytest.mark.parametrize(("device", "seconds"), [("a100", 0.435), ("h100", 0.224)])
 def test_profiles_follow_from_mlperf_storages_step_times(device, seconds):
-    assert load_profile(f"resnet50-224-{device}").step_ms(400, 400) == pytest.approx(1e3 * seconds, rel=1e-3)
+    assert load_profile(f"resnet50-224-{device}").step_ms(400, 400) == pytest.approx(
+        1e3 * seconds, rel=1e-3
+    )
     bev = load_profile(f"bevdet-r50-704x256-{device}")
-    assert bev.forward_ms + bev.backward_ms == pytest.approx(1e3 * seconds / 400 / 4.09 * 215.3, rel=1e-3)
+    assert bev.forward_ms + bev.backward_ms == pytest.approx(
+        1e3 * seconds / 400 / 4.09 * 215.3, rel=1e-3
+    )
     assert bev.backward_ms == pytest.approx(2 * bev.forward_ms, rel=1e-3)
     assert bev.reference_input.cameras == 6
 

@@ -27,15 +27,21 @@ def test_our_own_work_is_ours():
 @pytest.mark.process
 def test_children_that_ended_are_ours_too():
     watch = CpuWatch()
-    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.1: pass"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import time\nwhile time.process_time() < 0.1: pass"], check=True
+    )
     use = watch.use()
     assert use.own * use.seconds >= 0.1
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("_STAT", Path("nothing-here")), ("usable_cpus", lambda: 0.5)], ids=["no count", "a part"]
+    ("name", "value"),
+    [("_STAT", Path("nothing-here")), ("usable_cpus", lambda: 0.5)],
+    ids=["no count", "a part"],
 )
-def test_without_the_systems_count_or_with_a_part_of_the_cpus_others_are_unknown(name, value, monkeypatch):
+def test_without_the_systems_count_or_with_a_part_of_the_cpus_others_are_unknown(
+    name, value, monkeypatch
+):
     monkeypatch.setattr(machine, name, value)
     use = CpuWatch().use()
     assert use.others is None
@@ -51,7 +57,9 @@ def test_others_are_what_the_system_counts_beyond_us(monkeypatch, tmp_path):
     stat.write_text("cpu  1000100 0 50 9999 9999 0 0 0 0 0\ncpu0 1 1 1\n")
     use = watch.use()
     assert use.disturbed
-    assert (use.others + use.own) * use.seconds * machine.os.sysconf("SC_CLK_TCK") == pytest.approx(1_000_000, rel=1e-3)
+    assert (use.others + use.own) * use.seconds * machine.os.sysconf("SC_CLK_TCK") == pytest.approx(
+        1_000_000, rel=1e-3
+    )
 
 
 def test_a_little_of_others_is_not_a_disturbance():

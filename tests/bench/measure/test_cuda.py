@@ -30,7 +30,9 @@ def test_a_linear_layers_arithmetic_is_counted():
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("layers", "width", "tokens", "vocabulary"), [(2, 64, 32, 128), (3, 32, 128, 64)])
+@pytest.mark.parametrize(
+    ("layers", "width", "tokens", "vocabulary"), [(2, 64, 32, 128), (3, 32, 128, 64)]
+)
 def test_a_transformers_arithmetic_is_that_of_the_formula(layers, width, tokens, vocabulary):
     """72 B s l h^2 (1 + s / 6h + V / 12 h l): Korthikanti et al. 2022, arXiv:2205.05198, equation 7."""
 
@@ -41,7 +43,9 @@ def test_a_transformers_arithmetic_is_that_of_the_formula(layers, width, tokens,
             self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
         def forward(self, x):
-            q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+            q, k, v = (
+                part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+            )
             x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
             return x + self.down(F.gelu(self.up(x)))
 
@@ -56,8 +60,17 @@ def test_a_transformers_arithmetic_is_that_of_the_formula(layers, width, tokens,
             return self.head(self.blocks(self.embedding(x))).sum()
 
     model = Decoder()
-    formula = 72 * 2 * tokens * layers * width**2 * (1 + tokens / (6 * width) + vocabulary / (12 * width * layers))
-    assert count_training_flop(model, [torch.zeros(2, tokens, dtype=torch.long)]) == pytest.approx(formula, rel=1e-12)
+    formula = (
+        72
+        * 2
+        * tokens
+        * layers
+        * width**2
+        * (1 + tokens / (6 * width) + vocabulary / (12 * width * layers))
+    )
+    assert count_training_flop(model, [torch.zeros(2, tokens, dtype=torch.long)]) == pytest.approx(
+        formula, rel=1e-12
+    )
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -99,4 +112,8 @@ def test_shipped_profiles_ask_for_no_more_than_the_device_has(name):
     assert profile.sources
     assert profile.derivation
     if profile.train_gflop is not None:
-        assert 0.02 < profile.train_gflop / (profile.forward_ms + profile.backward_ms) / profile.peak_tflops < 0.6
+        assert (
+            0.02
+            < profile.train_gflop / (profile.forward_ms + profile.backward_ms) / profile.peak_tflops
+            < 0.6
+        )

@@ -32,7 +32,10 @@ def test_usable_cpus_stay_within_the_affinity_mask():
 @pytest.mark.parametrize(
     ("script", "found"),
     [
-        ('echo "NVIDIA H200, 143771, 570.1"\necho "odd line"', [("NVIDIA H200", 143771 * 2**20, "570.1")]),
+        (
+            'echo "NVIDIA H200, 143771, 570.1"\necho "odd line"',
+            [("NVIDIA H200", 143771 * 2**20, "570.1")],
+        ),
         ("echo 'NVIDIA-SMI has failed'\nexit 9", []),
     ],
 )

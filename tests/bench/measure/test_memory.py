@@ -19,14 +19,17 @@ _PEAK = "from fuelrail.bench.measure.machine import peak_memory_bytes as peak; "
 def run(program):
     """Whole numbers that a Python program of its own prints."""
     environment = {**os.environ, "PYTHONPATH": str(Path(fuelrail.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
     return [int(word) for word in done.stdout.split()]
 
 
 def test_memory_that_was_freed_counts():
     """In a process of its own: the peak to exceed is then that of a start, not that of all tests before this one."""
     before, after = run(
-        _PEAK + "import numpy as np; before = peak(); np.ones(before + (64 << 20), np.uint8); print(before, peak())"
+        _PEAK
+        + "import numpy as np; before = peak(); np.ones(before + (64 << 20), np.uint8); print(before, peak())"
     )
     assert after > before + (60 << 20)
 

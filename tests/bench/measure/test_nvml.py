@@ -60,25 +60,37 @@ def watched(num_gpus, card):
 def test_every_gpu_is_sampled_from_start_to_end(jpeg):
     card = Card(jpeg=jpeg)
     first, second = watched(2, card)
-    assert (first.index, first.kernels, second.kernels) == (0, pytest.approx(0.90), pytest.approx(0.91))
+    assert (first.index, first.kernels, second.kernels) == (
+        0,
+        pytest.approx(0.90),
+        pytest.approx(0.91),
+    )
     assert (first.memory_traffic, first.decoder) == (pytest.approx(0.40), pytest.approx(0.25))
     assert first.jpeg == (pytest.approx(0.5) if jpeg else None)
     assert (first.peak_memory_bytes, first.mean_sm_clock_mhz) == (2**34, 1980)
     assert card.calls == ["init", "shutdown"]
 
 
-@pytest.mark.parametrize(("visible", "handles"), [("2,0", [2, 0]), ("GPU-b, 1", [3, 1]), ("", [0, 1])])
+@pytest.mark.parametrize(
+    ("visible", "handles"), [("2,0", [2, 0]), ("GPU-b, 1", [3, 1]), ("", [0, 1])]
+)
 def test_gpus_are_numbered_as_cuda_does(visible, handles, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [gpu.kernels for gpu in watched(2, Card())] == [pytest.approx(0.90 + handle / 100) for handle in handles]
+    assert [gpu.kernels for gpu in watched(2, Card())] == [
+        pytest.approx(0.90 + handle / 100) for handle in handles
+    ]
 
 
 def test_gpus_are_found_by_the_uuid_of_torchs_device(monkeypatch):
     uuids = ["1234-fast", "5678-slow"]  # CUDA numbers the fastest first, NVML by the bus
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index]))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")  # an abbreviation, which CUDA accepts and NVML does not
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index])
+    )
+    monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", "GPU-1"
+    )  # an abbreviation, which CUDA accepts and NVML does not
     assert [gpu.kernels for gpu in watched(2, Card())] == [pytest.approx(0.92), pytest.approx(0.91)]
 
 
@@ -87,7 +99,10 @@ def test_why_nvml_says_nothing_is_logged(caplog):
     with NvmlWatch(1, card) as watch:
         pass
     assert (watch.use(), card.calls) == (None, [])
-    assert watch.reason == "OSError: Driver Not Loaded; it needs nvidia-ml-py, a driver and a whole card"
+    assert (
+        watch.reason
+        == "OSError: Driver Not Loaded; it needs nvidia-ml-py, a driver and a whole card"
+    )
     assert (
         "no facts from NVML: OSError: Driver Not Loaded; it needs nvidia-ml-py, a driver and a whole card"
         in caplog.text

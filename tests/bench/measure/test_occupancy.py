@@ -42,7 +42,9 @@ def test_the_window_ends_where_the_shortest_rank_ends():
     assert [record.step for record in measured_steps(ranks[0], window)] == list(range(4, 15))
 
 
-@pytest.mark.parametrize(("count", "warmup"), [(0, 0), (4, 4), (4 + MIN_MEASURED_STEPS - 1, 4), (3, 10)])
+@pytest.mark.parametrize(
+    ("count", "warmup"), [(0, 0), (4, 4), (4 + MIN_MEASURED_STEPS - 1, 4), (3, 10)]
+)
 def test_too_few_steps_give_no_window_and_say_so(count, warmup):
     window = window_of([steps(count)], warmup)
     assert f"{count} steps - {warmup} warm-up" in window.too_short

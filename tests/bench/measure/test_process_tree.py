@@ -25,7 +25,9 @@ _CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_GRAND
 
 def test_grandchildren_are_counted():
     cpu_s, memory = tree_cpu_s(os.getpid()), tree_memory_bytes(os.getpid())
-    child = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert child.stdout.readline() == "up\n"
         assert tree_memory_bytes(os.getpid()) > memory + (75 << 20)

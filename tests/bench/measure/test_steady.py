@@ -41,6 +41,9 @@ def test_an_interval_holds_its_median(values):
 def test_an_interval_covers_the_median_as_often_as_it_says():
     rng = np.random.default_rng(0)
     draws = rng.lognormal(0, 1, (4000, 5))  # its median is 1
-    covered = [low <= 1 <= high for low, high in ((i.low, i.high) for i in map(interval_of, draws.tolist()))]
+    covered = [
+        low <= 1 <= high
+        for low, high in ((i.low, i.high) for i in map(interval_of, draws.tolist()))
+    ]
     assert interval_of([1.0] * 5).confidence == pytest.approx(1 - 2**-4)
     assert np.mean(covered) == pytest.approx(1 - 2**-4, abs=0.015)

@@ -26,10 +26,16 @@ def test_top_k_takes_fewer_bytes_than_the_layouts_of_others(logits, k) -> None:
         one.bytes for name, one in found.items() if name[0] in "DM" and "budget" not in name
     )
     assert found["sampled"].bytes < ours.bytes < found["topk, float16"].bytes
-    assert found["topk, float16"].error_nats < ours.error_nats < 0.2 * found["DistillKit, recommended"].error_nats
+    assert (
+        found["topk, float16"].error_nats
+        < ours.error_nats
+        < 0.2 * found["DistillKit, recommended"].error_nats
+    )
 
 
-def test_a_polynomial_of_three_terms_is_smaller_and_a_hundred_times_further_from_the_teacher(logits) -> None:
+def test_a_polynomial_of_three_terms_is_smaller_and_a_hundred_times_further_from_the_teacher(
+    logits,
+) -> None:
     found = {one.layout: one for one in layouts(logits, 50)}
     assert found["DistillKit, budget"].bytes == 121 < found["topk, uint8"].bytes == 137.5
     assert found["DistillKit, budget"].error_nats > 100 * found["topk, uint8"].error_nats

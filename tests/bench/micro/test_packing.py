@@ -8,7 +8,14 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from fuelrail.bench.micro.packing import dearest, knapsack, measure, measure_large, measure_waits, ours
+from fuelrail.bench.micro.packing import (
+    dearest,
+    knapsack,
+    measure,
+    measure_large,
+    measure_waits,
+    ours,
+)
 from fuelrail.bench.micro.source import documentation_texts
 
 LENGTHS = np.random.default_rng(0).integers(16, 1025, 700)
@@ -25,7 +32,9 @@ def test_the_figures_are_of_the_same_lengths():
     figures = measure({"few": LENGTHS}).figures
     found = {(one.packer, one.budget): one for one in figures}
     for (packer, budget), one in found.items():
-        assert one.fill == pytest.approx((LENGTHS.sum() - one.tokens_lost) / (budget * one.packs)), packer
+        assert one.fill == pytest.approx(
+            (LENGTHS.sum() - one.tokens_lost) / (budget * one.packs)
+        ), packer
         assert one.fill <= one.best_fill == LENGTHS.sum() / budget / -(-LENGTHS.sum() // budget)
     assert [one.tokens for one in found["fuelrail", 32768].ranks] == [None, None]
 

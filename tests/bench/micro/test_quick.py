@@ -40,7 +40,10 @@ def test_they_run_as_the_pages_print_them(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-m", "fuelrail.bench.micro.metadata", "--help"]
     assert (
-        subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, check=False).returncode == 0
+        subprocess.run(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, check=False
+        ).returncode
+        == 0
     )
 
 
@@ -52,7 +55,11 @@ def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys, mon
     words = ["--quick", "--cpus", 1, "--dir", out]
     report, printed = quick(rate.main, *words)
     assert [comparison["title"] for comparison in report["comparisons"]] == list(rate.CASES)
-    expected = {"webdataset.ShardWriter", "fuelrail shard, the whole command", "floor: with SHA-256 and XXH3"}
+    expected = {
+        "webdataset.ShardWriter",
+        "fuelrail shard, the whole command",
+        "floor: with SHA-256 and XXH3",
+    }
     for comparison in report["comparisons"]:
         names = {entry["name"] for entry in comparison["entries"]}
         assert expected <= names
@@ -82,9 +89,22 @@ def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys, mon
 def test_metadata(quick, monkeypatch):
     monkeypatch.setattr(metadata, "ROWS_PER_BATCH", 40)
     monkeypatch.setattr(metadata, "_NUM_ROWS", 5000)
-    report, printed = quick(lambda words: timing.main(words, "metadata", metadata.measure), "--quick")
-    assert [len(comparison["entries"]) for comparison in report["comparisons"]] == [3, 3, 1, 2, 2, 2]
-    assert all(entry["speedup"] > 0 for comparison in report["comparisons"] for entry in comparison["entries"])
+    report, printed = quick(
+        lambda words: timing.main(words, "metadata", metadata.measure), "--quick"
+    )
+    assert [len(comparison["entries"]) for comparison in report["comparisons"]] == [
+        3,
+        3,
+        1,
+        2,
+        2,
+        2,
+    ]
+    assert all(
+        entry["speedup"] > 0
+        for comparison in report["comparisons"]
+        for entry in comparison["entries"]
+    )
     assert "metadata of one sample" in printed
 
 
@@ -96,7 +116,10 @@ def test_both_readers_of_metadata_find_the_same(tmp_path):
     theirs = safetensors.numpy.load(members[GEOMETRY])
     for f in fields(sample.geometry):
         np.testing.assert_array_equal(theirs[f.name], getattr(sample.geometry, f.name))
-    assert json.loads(members[META])["cameras"]["cam_back"]["width"] == sample.meta.cameras["cam_back"].width
+    assert (
+        json.loads(members[META])["cameras"]["cam_back"]["width"]
+        == sample.meta.cameras["cam_back"].width
+    )
 
     rows = list(metadata.index_rows(50))
     write_index(tmp_path / "index.arrow", rows, metadata._FIELDS, ["raw"])
@@ -107,12 +130,17 @@ def test_both_readers_of_metadata_find_the_same(tmp_path):
             row = index.row(number)
             assert row == rows[number]
             stored = {**row._asdict(), "members": [member._asdict() for member in row.members]}
-            assert metadata.pyarrow_row(table, number, index.names, index.codecs) | {"is_part": False} == stored
+            assert (
+                metadata.pyarrow_row(table, number, index.names, index.codecs) | {"is_part": False}
+                == stored
+            )
 
 
 def test_where_batches_are_made(tmp_path, capsys):
     out = tmp_path / "report.json"
-    assert not where.main([str(tmp_path / "work"), "--samples", "24", "--rounds", "1", "--out", str(out)])
+    assert not where.main(
+        [str(tmp_path / "work"), "--samples", "24", "--rounds", "1", "--out", str(out)]
+    )
     report = json.loads(out.read_text())
     assert report["images_per_s"].keys() == {"threads", "process"}
     assert report["step_p99_ms"].keys() == {"nothing", "threads", "process"}

@@ -37,7 +37,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 def test_speedup_is_relative_to_the_first(clock: FakeTime) -> None:
-    found = compare("t", {"slow": clock.candidate("slow", 0.5), "fast": clock.candidate("fast", 0.125)})
+    found = compare(
+        "t", {"slow": clock.candidate("slow", 0.5), "fast": clock.candidate("fast", 0.125)}
+    )
     slow, fast = found.entries
     assert (slow.name, slow.speedup, slow.seconds_per_call) == ("slow", 1.0, 0.5)
     assert (fast.name, fast.speedup, fast.seconds_per_call) == ("fast", 4.0, 0.125)
@@ -45,7 +47,9 @@ def test_speedup_is_relative_to_the_first(clock: FakeTime) -> None:
 
 
 def test_calls_fill_a_lap(clock: FakeTime) -> None:
-    found = compare("t", {"a": clock.candidate("a", 0.001), "b": clock.candidate("b", 4.0)}, Effort(3, 0.25))
+    found = compare(
+        "t", {"a": clock.candidate("a", 0.001), "b": clock.candidate("b", 4.0)}, Effort(3, 0.25)
+    )
     assert found.entries[0].calls_per_lap >= 250
     assert found.entries[0].seconds_per_call == pytest.approx(0.001)
     assert found.entries[1].calls_per_lap == 1
@@ -60,7 +64,9 @@ def test_a_candidate_that_takes_no_time_ends_too(clock: FakeTime) -> None:
 
 def test_order_turns_round_in_every_second_round(clock: FakeTime) -> None:
     compare("t", {n: clock.candidate(n, 1.0) for n in "abc"}, Effort(num_rounds=2, min_lap_s=0.0))
-    assert "".join(clock.calls) == "aabbcc" + "abc" + "cba"  # twice each to warm up, then the rounds
+    assert (
+        "".join(clock.calls) == "aabbcc" + "abc" + "cba"
+    )  # twice each to warm up, then the rounds
 
 
 def test_a_slow_round_cancels_out(clock: FakeTime) -> None:
@@ -84,7 +90,14 @@ def test_collector_is_put_back_when_a_candidate_fails() -> None:
 def test_main_prints_and_writes_the_same_figures(clock: FakeTime, tmp_path, capsys) -> None:
     out = tmp_path / "report.json"
     candidates = {"a": clock.candidate("a", 2e-6), "b": clock.candidate("b", 5e-7)}
-    assert main(["--quick", "--out", str(out)], "thing", lambda effort: [compare("title", candidates, effort)]) == 0
+    assert (
+        main(
+            ["--quick", "--out", str(out)],
+            "thing",
+            lambda effort: [compare("title", candidates, effort)],
+        )
+        == 0
+    )
     report = json.loads(out.read_text())
     assert report["benchmark"] == "thing"
     assert [e["speedup"] for e in report["comparisons"][0]["entries"]] == pytest.approx([1, 4])

@@ -22,8 +22,16 @@ def test_a_group_across_nodes_has_its_members_ports():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("gb_per_s: {value: 3350", "gb_per_s: {value: 3350000", "memory_gb_per_s is 3.35e\\+06, and at most 100000"),
-        ("  gb_per_s: {value: 48,", "  gb_per_s: {value: 400,", "between.gb_per_s is 400, and at most 125"),
+        (
+            "gb_per_s: {value: 3350",
+            "gb_per_s: {value: 3350000",
+            "memory_gb_per_s is 3.35e\\+06, and at most 100000",
+        ),
+        (
+            "  gb_per_s: {value: 48,",
+            "  gb_per_s: {value: 400,",
+            "between.gb_per_s is 400, and at most 125",
+        ),
         ("memory_gib: {value: 80,", "memory_gib: {value: -80,", "Expected `float` > 0.0"),
         ("nodes: 8", "nodes: 0", "Expected `int` >= 1"),
         (', source: "400 Gb/s', ', sourse: "400 Gb/s', "sourse"),
@@ -48,5 +56,7 @@ def test_nodes_without_a_link_between_them_are_refused(tmp_path):
 def test_unknown_names_and_types():
     with pytest.raises(ConfigError, match=r"cluster '9x9' is not known; known: .*8x8-h100"):
         load_cluster("9x9")
-    with pytest.raises(ConfigError, match="has no peak_tflops for fp8; it has: bf16, fp16, fp32, tf32"):
+    with pytest.raises(
+        ConfigError, match="has no peak_tflops for fp8; it has: bf16, fp16, fp32, tf32"
+    ):
         load_cluster("1x8-a100").peak_flops("fp8")

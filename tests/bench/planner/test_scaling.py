@@ -17,7 +17,11 @@ QUIET = {"overheads": [Overhead(ranks_on_host=1, ms=[0.0])], "trainer_cpus": 0.0
     ("changes", "cluster", "step_ms"),
     [
         ({"service_ms": [20.0]}, Cluster(1, 2, 1), 101.0),  # the accelerator is the bottleneck
-        ({"service_ms": [150.0]}, Cluster(1, 2, 1), 150.0),  # the loader is, and batches cost in proportion
+        (
+            {"service_ms": [150.0]},
+            Cluster(1, 2, 1),
+            150.0,
+        ),  # the loader is, and batches cost in proportion
         ({"service_ms": [150.0]}, Cluster(1, 8, 1), 600.0),
         # Ranks of one host share its loaders.
         ({"service_ms": [40.0]}, Cluster(4, 2, 1), 101 + 1.5 * 1.5),
@@ -38,7 +42,9 @@ QUIET = {"overheads": [Overhead(ranks_on_host=1, ms=[0.0])], "trainer_cpus": 0.0
 def test_what_is_slowest_sets_the_pace(changes, cluster, step_ms):
     result = simulate(fit(**changes, **QUIET), cluster)
     assert result.step_ms == pytest.approx(step_ms)
-    assert result.samples_per_s == pytest.approx(cluster.num_ranks * cluster.batch_size * 1e3 / step_ms)
+    assert result.samples_per_s == pytest.approx(
+        cluster.num_ranks * cluster.batch_size * 1e3 / step_ms
+    )
     if cluster.num_ranks == 1:
         assert result.occupancy == pytest.approx(min(1.0, (50 * cluster.batch_size + 1) / step_ms))
 
@@ -48,7 +54,9 @@ def test_queues_even_out_what_a_batch_now_and_then_takes_longer():
     """A mean below the accelerator's time, in bursts: more room behind the loader, less waiting."""
     bursts = [50.0] * 9 + [400.0]
     waits = [
-        simulate(fit(service_ms=bursts, queue_batches=room, **QUIET), Cluster(1, 2, 1), num_steps=3000).step_ms
+        simulate(
+            fit(service_ms=bursts, queue_batches=room, **QUIET), Cluster(1, 2, 1), num_steps=3000
+        ).step_ms
         for room in (1, 2, 8)
     ]
     assert waits[0] > waits[1] > waits[2] > 101.0
@@ -77,7 +85,9 @@ def test_against_an_event_by_event_simulation():
 
 
 def test_what_is_drawn_depends_on_the_seed_alone():
-    results = [simulate(fit(service_ms=[60.0, 140.0]), Cluster(4, 2, 1), seed) for seed in (1, 1, 2)]
+    results = [
+        simulate(fit(service_ms=[60.0, 140.0]), Cluster(4, 2, 1), seed) for seed in (1, 1, 2)
+    ]
     assert results[0] == results[1] != results[2]
 
 

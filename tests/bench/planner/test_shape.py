@@ -27,7 +27,9 @@ pytestmark = pytest.mark.slow  # each shape takes about a second
 
 INPUTS = Inputs(micro_batch=4, cameras=2, height=64, width=128)
 GPT = MODELS["gpt-tiny"]
-FEWER_BLOCKS = {name: msgspec.structs.replace(MODELS[name], depth=4) for name in ("gpt-tiny", "vit-tiny")}
+FEWER_BLOCKS = {
+    name: msgspec.structs.replace(MODELS[name], depth=4) for name in ("gpt-tiny", "vit-tiny")
+}
 
 
 def model(name):
@@ -43,10 +45,13 @@ def shape(name, world=1, rank=0, inputs=INPUTS, **options):
 
 def batch():
     return {
-        "img": torch.zeros(4, 2, 3, 64, 128, dtype=torch.uint8), "cam_valid": torch.ones(4, 2),
-        "intrinsics": torch.eye(3).expand(4, 2, 3, 3).contiguous(), "valid": torch.ones(4),
-        "cam2ego": torch.eye(4).expand(4, 2, 4, 4).contiguous(), "sample_key": list("abcd"),
-    }  # fmt: skip
+        "img": torch.zeros(4, 2, 3, 64, 128, dtype=torch.uint8),
+        "cam_valid": torch.ones(4, 2),
+        "intrinsics": torch.eye(3).expand(4, 2, 3, 3).contiguous(),
+        "valid": torch.ones(4),
+        "cam2ego": torch.eye(4).expand(4, 2, 4, 4).contiguous(),
+        "sample_key": list("abcd"),
+    }
 
 
 def allocated(name, recompute):
@@ -95,17 +100,29 @@ def test_tensor_parallel_divides_computing_and_reports_its_axis():
     assert found.flop == alone.flop / 2
     assert {one.axis for one in found.collectives} == {"dp_shard", "tp"}
     # Gather and scatter around attention and perceptron of four blocks, forward and backward, and at the ends.
-    scattered = next(one for one in found.collectives if one.axis == "tp" and one.kind == "reduce_scatter")
+    scattered = next(
+        one for one in found.collectives if one.axis == "tp" and one.kind == "reduce_scatter"
+    )
     hidden = 4 * GPT.context * GPT.width * 4
     assert (scattered.count, scattered.bytes) == (2 * 2 * 4 + 1, 17 * hidden)
     # Gradients of what the axis does not divide are summed once in a step, and the embedding's output in each pass.
-    more = shape("gpt-tiny", 4, 3, msgspec.structs.replace(INPUTS, micro_batches=3), mesh="dp_shard=2,tp=2")
-    once, thrice = (next(one for one in each.collectives if one.kind == "all_reduce") for each in (found, more))
+    more = shape(
+        "gpt-tiny", 4, 3, msgspec.structs.replace(INPUTS, micro_batches=3), mesh="dp_shard=2,tp=2"
+    )
+    once, thrice = (
+        next(one for one in each.collectives if one.kind == "all_reduce") for each in (found, more)
+    )
     assert (once.count, thrice.count) == (1 + 18, 3 + 18)
 
 
 def test_a_teacher_costs_its_forward_pass():
-    how = {"model": "bev-tiny", "teacher": "vit-tiny", "cluster": "1x8-a100", "global_batch": 32, "precision": "fp32"}
+    how = {
+        "model": "bev-tiny",
+        "teacher": "vit-tiny",
+        "cluster": "1x8-a100",
+        "global_batch": 32,
+        "precision": "fp32",
+    }
     asked = Scenario(name="n", **how)
     found = taught(asked, INPUTS, 8)
     teacher = build(MODELS["vit-tiny"], "cpu", 0)
@@ -119,12 +136,16 @@ def test_a_teacher_costs_its_forward_pass():
     (alone,) = stages(MODELS["bev-tiny"], ParallelSettings(), degrees, INPUTS, "fp32")
     (beside,) = beside_teacher(asked, degrees, INPUTS, [alone])
     assert beside.flop == alone.flop + found.flop
-    assert beside.peak_bytes == alone.peak_bytes + found.weights_bytes + max(0, found.pass_bytes - alone.kept_bytes)
+    assert beside.peak_bytes == alone.peak_bytes + found.weights_bytes + max(
+        0, found.pass_bytes - alone.kept_bytes
+    )
     assert [one.axis for one in beside.collectives] == ["dp_replicate", "dp_teacher"]
     read = msgspec.structs.replace(asked, teacher_from="layer", sample_bytes=1000)
     assert beside_teacher(read, degrees, INPUTS, [alone]) == [alone]
     assert read.stored_bytes == 1000 + 2 * 8 * 8
-    with pytest.raises(ConfigError, match="teacher 'vit-tiny' would predict the whole batch on each of pp=2 ranks"):
+    with pytest.raises(
+        ConfigError, match="teacher 'vit-tiny' would predict the whole batch on each of pp=2 ranks"
+    ):
         beside_teacher(asked, Degrees(pp=2), INPUTS, [alone])
 
 
@@ -140,7 +161,11 @@ def test_a_sharded_optimiser_sends_the_parameters_that_its_ranks_changed():
     reduced, changed = found.collectives
     assert [reduced] == copies.collectives
     tensors = len(list(build(model("gpt-tiny"), "cpu", 0).parameters()))
-    assert (changed.kind, changed.count, changed.bytes) == ("broadcast", tensors, 4 * found.parameters)
+    assert (changed.kind, changed.count, changed.bytes) == (
+        "broadcast",
+        tensors,
+        4 * found.parameters,
+    )
 
 
 def test_stages_hold_what_the_schedule_leaves_in_flight():
@@ -150,7 +175,11 @@ def test_stages_hold_what_the_schedule_leaves_in_flight():
     assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
     # Also a stage that reads the targets alone has all inputs.
     own = [stage.memory["Inputs and buckets"] for stage in stages]
-    assert own == [stage.memory["inputs of other micro-batches"] // 7 for stage in stages] == [own[0]] * 4
+    assert (
+        own
+        == [stage.memory["inputs of other micro-batches"] // 7 for stage in stages]
+        == [own[0]] * 4
+    )
     assert sum(stage.parameters for stage in stages) == shape("gpt-tiny").parameters
     assert stages[1].hidden_bytes == GPT.context * GPT.width * 4
     assert sum(stage.flop for stage in stages) == shape("gpt-tiny").flop / 4
@@ -162,7 +191,10 @@ def test_stages_hold_what_the_schedule_leaves_in_flight():
 @pytest.mark.parametrize(("rank", "stage", "in_flight"), [(128, 1, 7), (896, 7, 1)])
 def test_a_rank_of_1024_has_the_blocks_of_its_stage(rank, stage, in_flight):
     settings = ParallelSettings(mesh="pp=8,dp_shard=16,tp=8", micro_batches=8)
-    inputs, few = Inputs(micro_batch=1, micro_batches=8), msgspec.structs.replace(MODELS["gpt-100b"], depth=16)
+    inputs, few = (
+        Inputs(micro_batch=1, micro_batches=8),
+        msgspec.structs.replace(MODELS["gpt-100b"], depth=16),
+    )
     found = shape_of(few, settings, degrees_of(settings, 1024), inputs, rank=rank, precision="bf16")
     assert (found.stage, found.in_flight) == (stage, in_flight)
     if stage == 1:
@@ -176,7 +208,14 @@ def test_a_rank_of_1024_has_the_blocks_of_its_stage(rank, stage, in_flight):
         (8, ParallelSettings(mesh="dp_shard=4,tp=2"), 8, 3),
         (4, ParallelSettings(strategy="zero1", recompute="full"), 1, 2),
         (4, ParallelSettings(mesh="pp=2,dp_shard=2", micro_batches=4), 4, 4),
-        (32, ParallelSettings(mesh="pp=4,dp_replicate=2,dp_shard=2,tp=2", micro_batches=8, recompute="full"), 4, 8),
+        (
+            32,
+            ParallelSettings(
+                mesh="pp=4,dp_replicate=2,dp_shard=2,tp=2", micro_batches=8, recompute="full"
+            ),
+            4,
+            8,
+        ),
     ],
     ids=["sharded", "copies", "stages", "all of them"],
 )
@@ -189,8 +228,16 @@ def test_a_shape_from_small_runs_is_the_whole_models(world, parallel, rows, coun
     assert len(found) == degrees.pp
     for quick in (found[0], *found[-2:]):
         exact = shape_of(gpt, parallel, degrees, inputs, rank=quick.rank)
-        assert (quick.flop, quick.parameters, quick.in_flight) == (exact.flop, exact.parameters, exact.in_flight)
-        assert (quick.stage, quick.collectives, quick.forward) == (exact.stage, exact.collectives, exact.forward)
+        assert (quick.flop, quick.parameters, quick.in_flight) == (
+            exact.flop,
+            exact.parameters,
+            exact.in_flight,
+        )
+        assert (quick.stage, quick.collectives, quick.forward) == (
+            exact.stage,
+            exact.collectives,
+            exact.forward,
+        )
         assert quick.kept_bytes == pytest.approx(exact.kept_bytes, rel=0.01)
         assert quick.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.01)
 
@@ -199,27 +246,53 @@ def test_plans_share_runs():
     """Whatever the micro-batch, the number of shards and stages, the buckets, and where the optimiser's state lies."""
     run_rank.cache_clear()
     for world, rows in ((4, 1), (16, 4)):
-        for options in ({"strategy": "ddp", "bucket_mib": 2.0}, {"strategy": "zero1"}, {"strategy": "ddp"}):
+        for options in (
+            {"strategy": "ddp", "bucket_mib": 2.0},
+            {"strategy": "zero1"},
+            {"strategy": "ddp"},
+        ):
             settings = ParallelSettings(**options)
-            stages(GPT, settings, degrees_of(settings, world), Inputs(micro_batch=rows, micro_batches=4), "fp32")
+            stages(
+                GPT,
+                settings,
+                degrees_of(settings, world),
+                Inputs(micro_batch=rows, micro_batches=4),
+                "fp32",
+            )
     assert run_rank.cache_info().misses == 2, "of 2 and of 3 blocks"
     for mesh, world in (("dp_shard=8", 8), ("dp_shard=4", 4), ("dp_replicate=2,dp_shard=2", 4)):
         settings = ParallelSettings(mesh=mesh)
-        stages(GPT, settings, degrees_of(settings, world), Inputs(micro_batch=1, micro_batches=2), "fp32")
+        stages(
+            GPT,
+            settings,
+            degrees_of(settings, world),
+            Inputs(micro_batch=1, micro_batches=2),
+            "fp32",
+        )
     assert run_rank.cache_info().misses == 4
 
 
 def test_images_that_are_smaller_than_a_kernel_are_refused():
-    with pytest.raises(ConfigError, match=r"images of 2 x 8 pixels are smaller than .* every 8\. pixel"):
+    with pytest.raises(
+        ConfigError, match=r"images of 2 x 8 pixels are smaller than .* every 8\. pixel"
+    ):
         shape("bev-tiny", inputs=msgspec.structs.replace(INPUTS, height=2, width=8))
 
 
 def test_what_is_refused():
     with pytest.raises(ConfigError, match="tp=3 does not divide the 8 heads"):
         shape("gpt-tiny", 3, strategy="tensor")
-    with pytest.raises(ConfigError, match=r"DualPipeV is not planned.*use one of GPipe, 1F1B, Interleaved1F1B"):
-        shape("gpt-tiny", 2, inputs=msgspec.structs.replace(INPUTS, micro_batch=1, micro_batches=4),
-              strategy="pipeline", pipeline_schedule="DualPipeV", micro_batches=4)  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"DualPipeV is not planned.*use one of GPipe, 1F1B, Interleaved1F1B"
+    ):
+        shape(
+            "gpt-tiny",
+            2,
+            inputs=msgspec.structs.replace(INPUTS, micro_batch=1, micro_batches=4),
+            strategy="pipeline",
+            pipeline_schedule="DualPipeV",
+            micro_batches=4,
+        )
     assert not dist.is_initialized()
 
 

@@ -14,16 +14,27 @@ def test_state_is_sixteen_bytes_a_parameter_divided_by_the_shards():
     size = MODELS["gpt2"]
     whole = least_bytes(size, ParallelSettings(), Degrees(), "fp32")
     assert whole == 16 * (2 * 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768)
-    assert least_bytes(size, ParallelSettings(strategy="zero1"), Degrees(dp_replicate=8), "fp32") == whole * 9 // 16
+    assert (
+        least_bytes(size, ParallelSettings(strategy="zero1"), Degrees(dp_replicate=8), "fp32")
+        == whole * 9 // 16
+    )
     # arXiv 1910.02054 leaves out the block that is gathered: 8 bytes for each of its parameters.
     block = 12 * 768**2 + 13 * 768
-    assert least_bytes(size, ParallelSettings(), Degrees(dp_shard=2), "fp32") == whole // 2 + 8 * block
-    assert least_bytes(size, ParallelSettings(), Degrees(dp_shard=8), "fp32") == whole // 8 + 8 * block
+    assert (
+        least_bytes(size, ParallelSettings(), Degrees(dp_shard=2), "fp32") == whole // 2 + 8 * block
+    )
+    assert (
+        least_bytes(size, ParallelSettings(), Degrees(dp_shard=8), "fp32") == whole // 8 + 8 * block
+    )
 
 
 def test_a_hundred_billion_parameters_fit_on_enough_gpus():
-    check_memory("gpt-100b", ParallelSettings(), Degrees(dp_shard=64), "bf16", 80 * 2**30, alone=True)
-    check_memory("gpt-100b", ParallelSettings(), Degrees(pp=8, tp=8), "bf16", 80 * 2**30, alone=True)
+    check_memory(
+        "gpt-100b", ParallelSettings(), Degrees(dp_shard=64), "bf16", 80 * 2**30, alone=True
+    )
+    check_memory(
+        "gpt-100b", ParallelSettings(), Degrees(pp=8, tp=8), "bf16", 80 * 2**30, alone=True
+    )
 
 
 def test_zero2_holds_its_shards_beside_what_it_gathered():
@@ -36,7 +47,9 @@ def test_zero2_holds_its_shards_beside_what_it_gathered():
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would():
-    with pytest.raises(ConfigError, match=r"at least 2\.4 GiB .* fit with dp_shard=2 or model gpt-tiny"):
+    with pytest.raises(
+        ConfigError, match=r"at least 2\.4 GiB .* fit with dp_shard=2 or model gpt-tiny"
+    ):
         check_memory("gpt2", ParallelSettings(), Degrees(), "fp32", 2**31, alone=True)
     with pytest.raises(ConfigError, match="no degree of sharding makes it fit here"):
         check_memory("gpt-tiny", ParallelSettings(), Degrees(), "fp32", 1000, alone=False)

@@ -14,16 +14,29 @@ from fuelrail.bench.measure.collectives import Collective
 from fuelrail.bench.planner.choice import buckets, traffic_of
 from fuelrail.bench.planner.hardware import load_cluster
 from fuelrail.bench.planner.shape import Shape
-from fuelrail.bench.planner.step_time import Efficiency, StepWork, Traffic, efficiency_of, fit, step_time
+from fuelrail.bench.planner.step_time import (
+    Efficiency,
+    StepWork,
+    Traffic,
+    efficiency_of,
+    fit,
+    step_time,
+)
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 
 
 def test_parts_add_up():
     cluster = load_cluster("1x8-h100")
     work = StepWork(
-        flop=989.5e12 / 4, activation_bytes=3350e9 / 10, tensor_bytes=37e9, tensor_reach=8, micro_batches=2, bubble=0.5,
-        traffic=(Traffic(bytes=370e9, reach=8, hidden=1.0),), step_state_bytes=335e9,
-    )  # fmt: skip
+        flop=989.5e12 / 4,
+        activation_bytes=3350e9 / 10,
+        tensor_bytes=37e9,
+        tensor_reach=8,
+        micro_batches=2,
+        bubble=0.5,
+        traffic=(Traffic(bytes=370e9, reach=8, hidden=1.0),),
+        step_state_bytes=335e9,
+    )
     parts = step_time(work, cluster, "bf16", Efficiency(products=0.5, passes=2))
     assert (parts.compute, parts.memory, parts.tensor) == pytest.approx((1.0, 0.4, 0.2))
     assert (parts.bubble, parts.data_total, parts.optimiser) == pytest.approx((0.8, 1.0, 0.1))
@@ -36,9 +49,15 @@ def test_every_message_takes_the_links_latency():
     cluster = load_cluster("8x8-h100")
     inside, between = 20e-6, 50e-6
     work = StepWork(
-        flop=0.0, activation_bytes=0.0, tensor_count=121, tensor_reach=8, pipeline_count=2, pipeline_reach=64,
-        micro_batches=32, traffic=(Traffic(bytes=0.0, count=3, reach=64, stride=8, times=5),),
-    )  # fmt: skip
+        flop=0.0,
+        activation_bytes=0.0,
+        tensor_count=121,
+        tensor_reach=8,
+        pipeline_count=2,
+        pipeline_reach=64,
+        micro_batches=32,
+        traffic=(Traffic(bytes=0.0, count=3, reach=64, stride=8, times=5),),
+    )
     parts = step_time(work, cluster, "bf16", Efficiency())
     assert (parts.tensor, parts.pipeline) == pytest.approx((3872 * inside, 64 * between))
     assert parts.data_exposed == parts.data_total == pytest.approx(15 * between)
@@ -51,24 +70,39 @@ def test_the_last_bucket_of_copies_hides_behind_nothing():
     exposed = [
         step_time(
             StepWork(
-                flop=989.5e12, activation_bytes=0.0, traffic=(Traffic(bytes=370e9, reach=8, hidden=2.0, last=last),)
+                flop=989.5e12,
+                activation_bytes=0.0,
+                traffic=(Traffic(bytes=370e9, reach=8, hidden=2.0, last=last),),
             ),
-            load_cluster("1x8-h100"), "bf16", Efficiency(products=1.0),
+            load_cluster("1x8-h100"),
+            "bf16",
+            Efficiency(products=1.0),
         ).data_exposed
         for last in (0.0, 0.5)
-    ]  # fmt: skip
+    ]
     assert exposed == pytest.approx([0.0, 0.5])
 
 
 def shape(degrees, sent, ahead=(), *, flop=9e12, parameters=10**9, count=4):
     """A rank that sends this: kind, axis, ranks, number and bytes of a step; ``ahead`` of it in forward passes."""
     listed = [
-        [Collective(kind=k, axis=a, ranks=r, count=n, bytes=b) for k, a, r, n, b in part] for part in (sent, ahead)
+        [Collective(kind=k, axis=a, ranks=r, count=n, bytes=b) for k, a, r, n, b in part]
+        for part in (sent, ahead)
     ]
     return Shape(
-        rank=0, stage=0, parameters=parameters, memory={}, peak_bytes=0, kept_bytes=0, in_flight=1, flop=flop,
-        hidden_bytes=0, micro_batches=count, collectives=listed[0], forward=listed[1],
-    )  # fmt: skip
+        rank=0,
+        stage=0,
+        parameters=parameters,
+        memory={},
+        peak_bytes=0,
+        kept_bytes=0,
+        in_flight=1,
+        flop=flop,
+        hidden_bytes=0,
+        micro_batches=count,
+        collectives=listed[0],
+        forward=listed[1],
+    )
 
 
 cluster_of = functools.cache(load_cluster)
@@ -86,7 +120,9 @@ def test_a_sharded_optimiser_takes_longer_than_copies_by_the_parameters_it_sends
     copies = ("all_reduce", "dp_replicate", 64, 1, 4 * 10**9)
     sent = ("broadcast", "dp_replicate", 64, 300, 4 * 10**9)
     degrees, size, blocks = Degrees(dp_replicate=64), 9 * 10**12, 24
-    ddp = seconds(traffic_of(ParallelSettings(), degrees, shape(degrees, [copies]), size, 0, blocks))
+    ddp = seconds(
+        traffic_of(ParallelSettings(), degrees, shape(degrees, [copies]), size, 0, blocks)
+    )
     settings = ParallelSettings(strategy="zero1")
     zero1 = seconds(traffic_of(settings, degrees, shape(degrees, [copies, sent]), size, 0, blocks))
     more = 4e9 / min(8 * 48e9, 370e9) + 300 * 50e-6
@@ -98,11 +134,14 @@ def test_each_axis_of_hybrid_shards_has_its_own_link():
     """Shards within a node send over NVLink; copies across nodes send a shard's gradients through one port each."""
     degrees, whole = Degrees(dp_replicate=8, dp_shard=8), 4 * 10**9
     sent = [
-        ("all_gather", "dp_shard", 8, 200, 8 * whole), ("reduce_scatter", "dp_shard", 8, 25, whole),
+        ("all_gather", "dp_shard", 8, 200, 8 * whole),
+        ("reduce_scatter", "dp_shard", 8, 25, whole),
         ("all_reduce", "dp_replicate", 8, 25, whole // 8),
-    ]  # fmt: skip
+    ]
     ahead = [("all_gather", "dp_shard", 8, 100, 4 * whole)]
-    parts = list(traffic_of(ParallelSettings(), degrees, shape(degrees, sent, ahead), 9 * 10**12, 0, 24))
+    parts = list(
+        traffic_of(ParallelSettings(), degrees, shape(degrees, sent, ahead), 9 * 10**12, 0, 24)
+    )
     total, exposed = seconds(parts)
     inside = 9 * whole * 7 / 8 / 370e9 + 225 * 20e-6
     across = 2 * whole / 8 * 7 / 8 / 48e9 + 25 * 50e-6
@@ -110,7 +149,9 @@ def test_each_axis_of_hybrid_shards_has_its_own_link():
     flat = [(kind, "dp_shard", 64, number, size) for kind, _, _, number, size in sent[:2]]
     ahead = [("all_gather", "dp_shard", 64, 100, 4 * whole)]
     degrees = Degrees(dp_shard=64)
-    one, _ = seconds(traffic_of(ParallelSettings(), degrees, shape(degrees, flat, ahead), 9 * 10**12, 0, 24))
+    one, _ = seconds(
+        traffic_of(ParallelSettings(), degrees, shape(degrees, flat, ahead), 9 * 10**12, 0, 24)
+    )
     assert one == pytest.approx(9 * whole * 63 / 64 / 370e9 + 225 * 50e-6)
 
 
@@ -118,13 +159,18 @@ def test_each_axis_of_hybrid_shards_has_its_own_link():
 def test_sharded_traffic_hides_as_far_as_something_is_computed_meanwhile(stages):
     """However fast the link: of each pass one block of 24, and what is in none, computes beside nothing."""
     degrees, whole, count = Degrees(pp=stages, dp_shard=8), 4 * 10**9, 4
-    sent = [("all_gather", "dp_shard", 8, 200, 8 * whole), ("reduce_scatter", "dp_shard", 8, 25, whole)]
+    sent = [
+        ("all_gather", "dp_shard", 8, 200, 8 * whole),
+        ("reduce_scatter", "dp_shard", 8, 25, whole),
+    ]
     ahead = [("all_gather", "dp_shard", 8, 100, 4 * whole)]
     made = shape(degrees, sent, ahead)
     parts = list(traffic_of(ParallelSettings(), degrees, made, made.flop, 0, 24))
     total, exposed = seconds(parts, flop=1e30)  # computing lasts for ever
     rate, latency = 370e9, 20e-6
-    gather, reduce = (size * 7 / 8 / rate + number * latency for number, size in ((25, whole), (25, whole)))
+    gather, reduce = (
+        size * 7 / 8 / rate + number * latency for number, size in ((25, whole), (25, whole))
+    )
     assert total == pytest.approx(2 * count * gather + reduce)
     alone = 1 / (24 / stages + 1)
     # A pipeline reduces when its last micro-batch is done.
@@ -139,8 +185,12 @@ SOME = st.floats(0, 1e12)
 SHARE = st.floats(0, 1)
 
 
-@given(size=SOME, more=SOME, hidden=SHARE, last=SHARE, times=st.integers(1, 8), flop=st.floats(0, 1e16))
-def test_more_bytes_never_shorten_a_step_and_no_more_is_exposed_than_is_sent(size, more, hidden, last, times, flop):
+@given(
+    size=SOME, more=SOME, hidden=SHARE, last=SHARE, times=st.integers(1, 8), flop=st.floats(0, 1e16)
+)
+def test_more_bytes_never_shorten_a_step_and_no_more_is_exposed_than_is_sent(
+    size, more, hidden, last, times, flop
+):
     one = Traffic(bytes=size, count=2, reach=64, stride=8, times=times, hidden=hidden, last=last)
     total, exposed = seconds([one], flop=flop)
     assert total * last * (1 - 1e-9) <= exposed <= total * (1 + 1e-9)
@@ -153,20 +203,27 @@ def test_more_bytes_never_shorten_a_step_and_no_more_is_exposed_than_is_sent(siz
 
 def test_attention_stays_in_16_bits():
     work = StepWork(flop=989.5e12, attention_flop=989.5e12, activation_bytes=0.0)
-    assert step_time(work, load_cluster("1x8-h100"), "fp8", Efficiency(attention=1.0)).total == pytest.approx(1.0)
+    assert step_time(
+        work, load_cluster("1x8-h100"), "fp8", Efficiency(attention=1.0)
+    ).total == pytest.approx(1.0)
 
 
 def test_a_fit_finds_what_made_its_steps_and_says_what_they_do_not_determine():
     cluster, truth = load_cluster("1x8-h100"), Efficiency(products=0.35, passes=20)
     works = [StepWork(flop=1e14, activation_bytes=1e10), StepWork(flop=1e13, activation_bytes=1e11)]
-    cases = [(work, cluster, "bf16", step_time(work, cluster, "bf16", truth).total) for work in works]
+    cases = [
+        (work, cluster, "bf16", step_time(work, cluster, "bf16", truth).total) for work in works
+    ]
     both = fit(cases, Efficiency())
     assert (both.efficiency.products, both.efficiency.passes) == pytest.approx((0.35, 20), rel=0.03)
     assert both.determined == ["products", "passes"]
     assert max(map(abs, both.errors)) < 0.02, "the prior holds them back a little"
     one = fit(cases[:1], Efficiency())
     assert one.determined == ["products"], "a step of products says nothing of what moves"
-    assert (one.efficiency.attention, one.efficiency.convolution) == (Efficiency().attention, Efficiency().convolution)
+    assert (one.efficiency.attention, one.efficiency.convolution) == (
+        Efficiency().attention,
+        Efficiency().convolution,
+    )
     tilted = np.array([1.0, 0, 0, 0])
     assert both.deviation(tilted) < Efficiency().spread, "measured steps make the range narrower"
     # What was never measured stays as wide as it was.
@@ -182,10 +239,19 @@ def test_each_kind_of_operation_computes_at_its_own_share(kind, flop):
     expected = (1e13 / 0.5 + flop / share) / cluster.peak_flops("bf16")
     assert step_time(work, cluster, "bf16", used).compute == pytest.approx(expected)
     measured = msgspec.structs.replace(work, device_s=0.25, micro_batches=4)
-    assert step_time(measured, cluster, "bf16", used).total == 1.0, "a measured time stands for all computing"
+    assert step_time(measured, cluster, "bf16", used).total == 1.0, (
+        "a measured time stands for all computing"
+    )
 
 
 def test_a_generation_has_its_efficiencies_and_an_unknown_one_a_wider_spread():
-    assert efficiency_of("NVIDIA H200-SXM", "bf16") == efficiency_of("NVIDIA H100-SXM5-80GB", "fp16")
-    assert efficiency_of("NVIDIA H100-SXM5-80GB", "fp8") != efficiency_of("NVIDIA H100-SXM5-80GB", "bf16")
-    assert efficiency_of("Another", "bf16").spread > efficiency_of("NVIDIA A100-SXM4-80GB", "bf16").spread
+    assert efficiency_of("NVIDIA H200-SXM", "bf16") == efficiency_of(
+        "NVIDIA H100-SXM5-80GB", "fp16"
+    )
+    assert efficiency_of("NVIDIA H100-SXM5-80GB", "fp8") != efficiency_of(
+        "NVIDIA H100-SXM5-80GB", "bf16"
+    )
+    assert (
+        efficiency_of("Another", "bf16").spread
+        > efficiency_of("NVIDIA A100-SXM4-80GB", "bf16").spread
+    )

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("docs", "configs", "bench")
 PAGES = sorted(
-    chain(ROOT.glob("*.md"), (p for f in FOLDERS for s in ("md", "yaml", "svg") for p in (ROOT / f).rglob(f"*.{s}")))
+    chain(
+        ROOT.glob("*.md"),
+        (p for f in FOLDERS for s in ("md", "yaml", "svg") for p in (ROOT / f).rglob(f"*.{s}")),
+    )
 )
 CITATION = re.compile(r"results/(\w+)\.json")
 NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?")
@@ -46,20 +49,28 @@ def result(name: str):
     return msgspec.json.decode((RESULTS / f"{name}.json").read_bytes())
 
 
-def ratios_to(name: str, others: tuple[str, ...], titles: tuple[str, ...] = tuple(CASES)) -> tuple[float, float]:
+def ratios_to(
+    name: str, others: tuple[str, ...], titles: tuple[str, ...] = tuple(CASES)
+) -> tuple[float, float]:
     """The lowest and highest median of a candidate's rate over that of others, in the cases of both reports."""
     found = []
     for report in (result("sharding"), result("sharding_run2")):
         for comparison in report["comparisons"]:
             speedups = {entry["name"]: entry["speedup"] for entry in comparison["entries"]}
             if comparison["title"] in titles:
-                found += [speedups[name] / speedups[other] for other in others if {name, other} <= speedups.keys()]
+                found += [
+                    speedups[name] / speedups[other]
+                    for other in others
+                    if {name, other} <= speedups.keys()
+                ]
     return min(found), max(found)
 
 
 def loaders() -> tuple[dict[str, float], dict[str, float], dict]:
     """Check each loader and recipe: images a second, and our speed-up; the figures of all."""
-    figures = {f"{one['peer']}:{one['recipe']}": one["figures"] for one in result("compare")["contestants"]}
+    figures = {
+        f"{one['peer']}:{one['recipe']}": one["figures"] for one in result("compare")["contestants"]
+    }
     times = {name: one["ours_times_as_fast"] for name, one in figures.items()}
     return {name: one["images_per_s"]["median"] for name, one in figures.items()}, times, figures
 
@@ -71,18 +82,26 @@ def restart_over(other: str | None) -> str:
         for one in result("compare")["contestants"]
     }
     shares = {
-        name: {number: run["images_per_s"] / run["reference_images_per_s"] for number, run in of.items()}
+        name: {
+            number: run["images_per_s"] / run["reference_images_per_s"]
+            for number, run in of.items()
+        }
         for name, of in runs.items()
         if name in ("fuelrail:restart", other)
     }
     ours = shares["fuelrail:restart"]
-    both = ratio_interval([ours[number] / (shares[other][number] if other else 1) for number in sorted(ours)])
+    both = ratio_interval(
+        [ours[number] / (shares[other][number] if other else 1) for number in sorted(ours)]
+    )
     return f"{both.median:.2f}|{both.low:.2f} to {both.high:.2f}"
 
 
 def readme() -> Iterator[str]:
     rates, times, _ = loaders()
-    named = [times[name]["median"] for name in ("spdl:sjfast", "grain:thr-sjfast", "wds:sjfast", "mds:sjfast")]
+    named = [
+        times[name]["median"]
+        for name in ("spdl:sjfast", "grain:thr-sjfast", "wds:sjfast", "mds:sjfast")
+    ]
     yield f"decodes {rates['fuelrail:turbo']:,.0f} camera images of 1600x900 per second on two CPU cores: "
     yield f"{min(named):.1f} to {max(named):.1f} times as many as SPDL, Grain, webdataset and MosaicML Streaming in"
     report = load_compare_report(RESULTS / "compare.json")
@@ -100,9 +119,12 @@ def compared() -> Iterator[str]:
         assert rates[fast] > rates[cited]
     yield f"({rates['grain:thr-sjfast']:.0f}, {rates['wds:sjfast']:.0f}), by two runs each"
     for words, name in (
-        ("SPDL's threads", "spdl:sjfast"), ("Grain's", "grain:thr-sjfast"), ("webdataset", "wds:sjfast"),
-        ("MosaicML Streaming", "mds:sjfast"), ("torch's DataLoader over loose files", "loose:sjfast"),
-    ):  # fmt: skip
+        ("SPDL's threads", "spdl:sjfast"),
+        ("Grain's", "grain:thr-sjfast"),
+        ("webdataset", "wds:sjfast"),
+        ("MosaicML Streaming", "mds:sjfast"),
+        ("torch's DataLoader over loose files", "loose:sjfast"),
+    ):
         one = times[name]
         assert one["low"] > 1
         yield f"{one['median']:.2f} times {words} ({one['low']:.2f} to {one['high']:.2f})"
@@ -110,14 +132,25 @@ def compared() -> Iterator[str]:
     yield "{} times SPDL ({})".format(*restart_over("spdl:sjfast").split("|"))
     yield "{} times Grain ({})".format(*restart_over("grain:thr-sjfast").split("|"))
     often = [one for one in result("compare")["contestants"] if len(one["runs"]) > 2]
-    spread = [one["figures"]["images_per_s"]["high"] / one["figures"]["images_per_s"]["low"] for one in often]
+    spread = [
+        one["figures"]["images_per_s"]["high"] / one["figures"]["images_per_s"]["low"]
+        for one in often
+    ]
     shares = [
-        [run["images_per_s"] / run["reference_images_per_s"] for run in one["runs"] if run["reference_images_per_s"]]
+        [
+            run["images_per_s"] / run["reference_images_per_s"]
+            for run in one["runs"]
+            if run["reference_images_per_s"]
+        ]
         for one in often
     ]
     between = max(max(own) / min(own) for own in shares if own)
-    yield f"still differ by up to {max(spread) - 1:.0%}, ratios by up to {between - 1:.0%}".replace("%", " %")
-    stolen = max(run["stolen_cpus"] for one in result("compare")["contestants"] for run in one["runs"])
+    yield f"still differ by up to {max(spread) - 1:.0%}, ratios by up to {between - 1:.0%}".replace(
+        "%", " %"
+    )
+    stolen = max(
+        run["stolen_cpus"] for one in result("compare")["contestants"] for run in one["runs"]
+    )
     yield f"its host kept back {stolen:.2f} CPUs at most"
     packages = {**report.machine.packages, **report.packages}
     yield "packages: " + ", ".join(f"{name} {version}" for name, version in packages.items())
@@ -147,10 +180,13 @@ def sharded() -> Iterator[str]:
     by_case = [{entry["name"]: entry for entry in one["entries"]} for one in report["comparisons"]]
     for name in by_case[0]:
         cells = [
-            "" if name not in case else f"1 ({report['mb_per_s'][title]['GNU tar']:,.0f} MB/s)" if name == "GNU tar"
+            ""
+            if name not in case
+            else f"1 ({report['mb_per_s'][title]['GNU tar']:,.0f} MB/s)"
+            if name == "GNU tar"
             else "{speedup:.2f} ({speedup_q25:.2f} to {speedup_q75:.2f})".format(**case[name])
             for title, case in zip(CASES, by_case, strict=True)
-        ]  # fmt: skip
+        ]
         yield f"| {name} | {' | '.join(cells)} |"
     shares = [report["share_of_floor"][title] for title in CASES]
     cells = [f"{middle:.2f} ({low:.2f} to {high:.2f})" for low, middle, high in shares]
@@ -178,24 +214,38 @@ def sharding_page() -> Iterator[str]:
     def ranged(words: str, low: float, high: float, joined: str = "to") -> str:
         return f"| {words} | {low:.2f} {joined} {high:.2f} times |"
 
-    full, (with_low, with_high) = ratios_to(OWN, ("GNU tar",), (cameras, long)), ratios_to(OWN, ("GNU tar",), (lidar,))
+    full, (with_low, with_high) = (
+        ratios_to(OWN, ("GNU tar",), (cameras, long)),
+        ratios_to(OWN, ("GNU tar",), (lidar,)),
+    )
     row = ranged("GNU tar, tables as full as those of nuScenes", *full)
     yield row[:-2] + f" (with lidar {with_low:.2f} and {with_high:.2f}) |"
     yield ranged("GNU tar, lean tables", *ratios_to(OWN, ("GNU tar",), (lean,)), "and")
     command = "fuelrail shard, the whole command"
-    yield ranged("GNU tar, the whole command `fuelrail shard` including its start", *ratios_to(command, ("GNU tar",)))
+    yield ranged(
+        "GNU tar, the whole command `fuelrail shard` including its start",
+        *ratios_to(command, ("GNU tar",)),
+    )
     for words, other in (
         ("GNU tar, then SHA-256", "GNU tar, then SHA-256"),
         ("one `webdataset.ShardWriter` that gets a list of files", "webdataset.ShardWriter"),
-        ("one `webdataset.ShardWriter` that reads and joins the tables", "webdataset.ShardWriter, tables joined"),
+        (
+            "one `webdataset.ShardWriter` that reads and joins the tables",
+            "webdataset.ShardWriter, tables joined",
+        ),
         ("one `MDSWriter` of MosaicML Streaming", "streaming.MDSWriter"),
         ("`litdata.optimize`", "litdata.optimize, 2 workers"),
-        ("two processes of `webdataset.ShardWriter`, against two workers", "webdataset.ShardWriter, 2 processes"),
+        (
+            "two processes of `webdataset.ShardWriter`, against two workers",
+            "webdataset.ShardWriter, 2 processes",
+        ),
         ("two processes of `MDSWriter`, against two workers", "streaming.MDSWriter, 2 processes"),
     ):
         yield ranged(words, *ratios_to(OWN, (other,)))
     floor = ratios_to("floor: with SHA-256 and XXH3", ("GNU tar",))
-    yield "Reading, writing and digests alone run at {:.2f} to {:.2f} times the rate of GNU tar".format(*floor)
+    yield "Reading, writing and digests alone run at {:.2f} to {:.2f} times the rate of GNU tar".format(
+        *floor
+    )
     report, (_, _, figures) = result("sharding"), loaders()
     each_ms = [1e3 * report["num_cpus"] / one["images_per_s"] for one in report["restart"].values()]
     yield f"it takes {min(each_ms):.0f} to {max(each_ms):.0f} ms of a core for each image"
@@ -216,7 +266,10 @@ def clusters() -> Iterator[str]:
     rate, cpus = loaders()[0]["fuelrail:turbo"], result("compare")["machine"]["num_cpus"]
     yield f"fuelrail:turbo: {rate:.0f} images/s of 1600x900 to 704x256 on {cpus:.0f} CPUs"
     yield f"images_per_cpu_s: {{value: {int(rate / cpus)}, "
-    yield from (f"decoding: {of * int(rate / cpus):,} images/s of a node: {of} CPUs x" for of in range(1, 257))
+    yield from (
+        f"decoding: {of * int(rate / cpus):,} images/s of a node: {of} CPUs x"
+        for of in range(1, 257)
+    )
 
 
 def your_dataset() -> Iterator[str]:
@@ -232,7 +285,9 @@ def shared_batches() -> Iterator[str]:
     assert report["cpu_ratio"] <= 1.15
     yield f"took {report['cpu_ratio']:.2f} times the CPU time of one rank whose threads make them"
     report = result("where")
-    assert report["step_p99_ms"]["process"] == pytest.approx(report["step_p99_ms"]["threads"], rel=0.05)
+    assert report["step_p99_ms"]["process"] == pytest.approx(
+        report["step_p99_ms"]["threads"], rel=0.05
+    )
     yield f"makes batches at {report['rate_ratio']:.2f} times the rate of threads"
     share = result("overhead")["share"]
     yield f"one camera of six takes {share['one camera of six']:.2f} of the processor time of all six"
@@ -264,7 +319,8 @@ def stored_logits() -> Iterator[str]:
         losses.append((name, f"{sum(of) / len(of):.3f}", span))
     yield markdown_table(("taught by", "loss, mean", "above full, seed by seed [%]"), losses)
     drawn, top, bare = (
-        report["gradients"][name] for name in ("sampled", "topk with its tail", "topk without its tail")
+        report["gradients"][name]
+        for name in ("sampled", "topk with its tail", "topk without its tail")
     )
     yield f"{drawn['share_of_norm']:.1%} of its norm, {drawn['standard_errors']:.2f} of its standard error"
     yield f"{top['share_of_norm']:.0%} for top-k with its tail and {bare['share_of_norm']:.0%} without"
@@ -284,25 +340,51 @@ def video_of_logs() -> Iterator[str]:
 
 
 CLAIMS = {
-    "docs/loader.md": shared_batches, "docs/sources.md": video_of_logs,
-    "README.md": readme, "bench/RESULTS.md": lambda: chain(compared(), scaled(), sharded(), stored_logits()),
-    "docs/sharding.md": sharding_page, "docs/guides/your-dataset.md": your_dataset,
+    "docs/loader.md": shared_batches,
+    "docs/sources.md": video_of_logs,
+    "README.md": readme,
+    "bench/RESULTS.md": lambda: chain(compared(), scaled(), sharded(), stored_logits()),
+    "docs/sharding.md": sharding_page,
+    "docs/guides/your-dataset.md": your_dataset,
     "configs/recipes/README.md": recipes,
-}  # fmt: skip
+}
 # What a paragraph says of how was measured, and numbers that are computed from the prices and rates that it states.
 CONDITIONS = {
     "bench/RESULTS.md": [
-        "600 samples of 6 images, 1600x900 JPEG", "batches of 8 x 6 x 3 x 256 x 704", "1600x900", "on 2 CPUs", "95 %",
-        "200 times", "2 of 2 CPUs usable", "lies above 1:", "34 boxes and 77 sensor rows", "--rounds 0", "--rounds 3",
-        "128,256 words", "50 of 1,024 words", "8 windows of 32", "10,000 draws", "250 steps", "pull request 5019",
+        "600 samples of 6 images, 1600x900 JPEG",
+        "batches of 8 x 6 x 3 x 256 x 704",
+        "1600x900",
+        "on 2 CPUs",
+        "95 %",
+        "200 times",
+        "2 of 2 CPUs usable",
+        "lies above 1:",
+        "34 boxes and 77 sensor rows",
+        "--rounds 0",
+        "--rounds 3",
+        "128,256 words",
+        "50 of 1,024 words",
+        "8 windows of 32",
+        "10,000 draws",
+        "250 steps",
+        "pull request 5019",
     ],
-    "docs/sharding.md": ["1600x900"], "docs/sources.md": ["from 1080p at 30 Hz to JPEGs of 576x320 at 10 Hz"],
+    "docs/sharding.md": ["1600x900"],
+    "docs/sources.md": ["from 1080p at 30 Hz to JPEGs of 576x320 at 10 Hz"],
     "docs/guides/your-dataset.md": ["250,000 rows in batches of 64"],
     "configs/recipes/README.md": [
-        "1,000,000 GB take 972 CPU-hours", "reads 1 and writes 1 byte", "50 Gb/s port 80 %", "5 GB/s", "16 CPUs",
-        "180 kB", "64 MiB", "1.00 USD", "0.0004 USD", "0.005 USD",
+        "1,000,000 GB take 972 CPU-hours",
+        "reads 1 and writes 1 byte",
+        "50 Gb/s port 80 %",
+        "5 GB/s",
+        "16 CPUs",
+        "180 kB",
+        "64 MiB",
+        "1.00 USD",
+        "0.0004 USD",
+        "0.005 USD",
     ],
-}  # fmt: skip
+}
 
 
 def cited(page: Path) -> list[str]:
@@ -311,8 +393,14 @@ def cited(page: Path) -> list[str]:
     if page.name == "RESULTS.md":
         return [text]
     parts = re.split(r"\n\s*\n", text)
-    behind = [n for n, part in enumerate(parts) if n and part.startswith("|") and CITATION.search(parts[n - 1])]
-    tables = [] if page.parent.name == "recipes" else behind  # `tests/test_recipes.py` computes that one
+    behind = [
+        n
+        for n, part in enumerate(parts)
+        if n and part.startswith("|") and CITATION.search(parts[n - 1])
+    ]
+    tables = (
+        [] if page.parent.name == "recipes" else behind
+    )  # `tests/test_recipes.py` computes that one
     return [part for number, part in enumerate(parts) if CITATION.search(part) or number in tables]
 
 
@@ -331,10 +419,14 @@ def test_no_figure_beside_a_result_is_left_unchecked():
     left = {}
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
-        claims = CLAIMS.get(name, clusters if name.startswith(("configs/clusters", "configs/scenarios")) else list)
+        claims = CLAIMS.get(
+            name, clusters if name.startswith(("configs/clusters", "configs/scenarios")) else list
+        )
         for part in cited(page) if page.suffix == ".md" else []:
             rest = one_line(part)
-            for known in sorted([*map(one_line, claims()), *CONDITIONS.get(name, [])], key=len, reverse=True):
+            for known in sorted(
+                [*map(one_line, claims()), *CONDITIONS.get(name, [])], key=len, reverse=True
+            ):
                 rest = rest.replace(known, " ")
             if numbers := NUMBER.findall(rest):
                 left[name] = (numbers, rest)

@@ -46,8 +46,15 @@ def test_a_page_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path,
 
 
 def test_every_result_names_a_clean_commit():
-    machines = {path.name: msgspec.json.decode(path.read_bytes())["machine"] for path in RESULTS.glob("*.json")}
-    changed = [name for name, one in machines.items() if not one["commit"] or one["uncommitted_changes"] is not False]
+    machines = {
+        path.name: msgspec.json.decode(path.read_bytes())["machine"]
+        for path in RESULTS.glob("*.json")
+    }
+    changed = [
+        name
+        for name, one in machines.items()
+        if not one["commit"] or one["uncommitted_changes"] is not False
+    ]
     assert changed == [], "measure from a clean commit"
 
 

@@ -22,15 +22,23 @@ IDLE = CpuUse(seconds=3.0, own=1.9, others=0.0, usable=2.0)
 
 def compared(others):
     entries = [contestant("fuelrail:turbo", [900.0]), contestant("wds:cv2", [500.0])]
-    loaded = [[msgspec.structs.replace(run, others_cpus=others) for run in entry.runs] for entry in entries]
+    loaded = [
+        [msgspec.structs.replace(run, others_cpus=others) for run in entry.runs]
+        for entry in entries
+    ]
     return compare_report_of(
-        [msgspec.structs.replace(entry, runs=runs) for entry, runs in zip(entries, loaded, strict=True)]
+        [
+            msgspec.structs.replace(entry, runs=runs)
+            for entry, runs in zip(entries, loaded, strict=True)
+        ]
     )
 
 
 REPORTS = {
     "train": lambda cpu: report_of([log(steps(20))], cpu=cpu),
-    "loader": lambda cpu: loader_report_of([loader_run(rate, cpu=cpu) for rate in (124.0, 125.0, 126.0)]),
+    "loader": lambda cpu: loader_report_of(
+        [loader_run(rate, cpu=cpu) for rate in (124.0, 125.0, 126.0)]
+    ),
     "compare": lambda cpu: compared(cpu.others),
     "scale": lambda cpu: scale_report(disturbed=cpu.disturbed),
 }
@@ -45,7 +53,9 @@ def test_the_headline_says_that_others_used_the_host(kind):
         for text in (render_markdown(report), console.file.getvalue()):
             assert ("Measured on a loaded host: other processes used" in text) is loaded
             assert ("(loaded host: not reliable)" in text) is loaded
-            assert not loaded or text.index("Measured on a loaded host") < text.index("(loaded host")
+            assert not loaded or text.index("Measured on a loaded host") < text.index(
+                "(loaded host"
+            )
 
 
 def test_ranks_of_one_host_are_no_others_to_each_other():
@@ -53,5 +63,8 @@ def test_ranks_of_one_host_are_no_others_to_each_other():
     assert of_one_host([rank, rank]).others == 0
     assert of_one_host([rank, rank]).disturbed is None
     beside = CpuUse(seconds=2.0, own=0.5, others=1.5, usable=2.0)
-    assert of_one_host([beside, beside]).disturbed == "other processes used 1.0 of 2 CPUs, this measurement 1.0"
+    assert (
+        of_one_host([beside, beside]).disturbed
+        == "other processes used 1.0 of 2 CPUs, this measurement 1.0"
+    )
     assert of_one_host([CpuUse(seconds=1, own=1, others=None, usable=2)]).others is None

@@ -13,7 +13,10 @@ from fuelrail.bench.report.page import as_text, when
         ({"seed": 0, "verify": False, "storage": "auto"}, "seed=0, verify=False, storage=auto"),
         ({"window": None, "cpus": [0], "leave_out": []}, "cpus=[0]"),
         ({"image": {"flip_prob": 0.0, "resize": None, "lens": {}}}, ""),
-        ({"image": {"flip_prob": 0.5, "lens": {"tilt": 2.0}}}, "image.flip_prob=0.5, image.lens.tilt=2.0"),
+        (
+            {"image": {"flip_prob": 0.5, "lens": {"tilt": 2.0}}},
+            "image.flip_prob=0.5, image.lens.tilt=2.0",
+        ),
         ({"image": {"flip_prob": 0.0, "crop_bottom": (0.0, 0.2)}}, "image.crop_bottom=[0.0, 0.2]"),
     ],
 )

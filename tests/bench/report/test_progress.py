@@ -52,7 +52,9 @@ def test_a_short_command_prints_nothing(clock):
     assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize(("passed_s", "left"), [(10.0, "30 s"), (100.0, "5 min"), (2000.0, "1 h 40 min")])
+@pytest.mark.parametrize(
+    ("passed_s", "left"), [(10.0, "30 s"), (100.0, "5 min"), (2000.0, "1 h 40 min")]
+)
 def test_the_time_left_is_that_of_the_rate_so_far(clock, passed_s, left):
     stream = io.StringIO()
     with Progress("starting", Console(file=stream, force_terminal=True, width=80)) as shown:

@@ -25,7 +25,15 @@ from fuelrail.pipeline.order.spec import OrderSpec
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_ranks")]
 QUICK = {"batch_size": 1, "steps": 12, "warmup": 2, "workers": 1, "model": "light"}
-KINDS = [TrainOptions, DiagnoseOptions, ScaleOptions, LoaderOptions, CompareOptions, DiffOptions, DescribeOptions]
+KINDS = [
+    TrainOptions,
+    DiagnoseOptions,
+    ScaleOptions,
+    LoaderOptions,
+    CompareOptions,
+    DiffOptions,
+    DescribeOptions,
+]
 
 
 @pytest.fixture
@@ -53,8 +61,11 @@ def test_train_takes_a_struct_and_an_accelerator_and_writes_what_is_asked_for(da
     assert report.accelerator["name"] == "resnet50-224-h100"
     assert "left out decode" in report.warnings[0]
     assert sorted(path.name for path in (here / "out").iterdir()) == [
-        "records", "report.json", "report.md", "trace.json",
-    ]  # fmt: skip
+        "records",
+        "report.json",
+        "report.md",
+        "trace.json",
+    ]
     found = diff(here / "out", report, threshold=0.5)
     assert (found.worse, found.differences) == ([], [])
 
@@ -73,7 +84,9 @@ def test_bench_loader_returns_rates(dataset, here):
 
 
 def test_compare_returns_the_contestants(dataset, here):
-    report = compare(dataset, only=["fuelrail:turbo"], batch_size=2, height=32, width=48, psnr=15, rounds=0)
+    report = compare(
+        dataset, only=["fuelrail:turbo"], batch_size=2, height=32, width=48, psnr=15, rounds=0
+    )
     assert [entry.name for entry in report.contestants] == ["fuelrail:turbo"]
     assert list(here.iterdir()) == []
 
@@ -89,7 +102,10 @@ def test_describe_order_returns_figures(dataset):
     [
         ({"rank": 2}, "unknown field `rank`; allowed here: strategy, mesh"),
         ({"ranks": 0}, "TrainOptions: at 'ranks': Expected `int` >= 1"),
-        ({"leave_out": ["nothing"]}, "Invalid enum value 'nothing'; allowed here: all-reduce, decode"),
+        (
+            {"leave_out": ["nothing"]},
+            "Invalid enum value 'nothing'; allowed here: all-reduce, decode",
+        ),
         ({"steps": 9, "epochs": 1}, "steps=9 and epochs=1 exclude each other"),
         ({"trace": True}, "give out=FOLDER"),
     ],

@@ -12,7 +12,10 @@ REFUSED = {
         (("--batch-size", -1), "--batch-size -1: Expected `int` >= 1"),
         (("--warmup", -1), "--warmup -1: Expected `int` >= 0"),
         (("--learning-rate", "nan"), "--learning-rate nan: Expected `float` >= 0.0"),
-        (("--price-per-gpu-hour", "inf"), "--price-per-gpu-hour inf: Expected `float` <= 1000000000.0"),
+        (
+            ("--price-per-gpu-hour", "inf"),
+            "--price-per-gpu-hour inf: Expected `float` <= 1000000000.0",
+        ),
         (("--steps", 9, "--epochs", 1), "steps=9 and epochs=1 exclude each other"),
         (("--ranks", 5, "--batch-size", 5), "has 24 samples, one step takes 25"),
         (("--split", "test"), "no split 'test'"),
@@ -56,9 +59,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    ("word", "options", "said"), [(word, *row) for word, rows in REFUSED.items() for row in rows], ids=str
+    ("word", "options", "said"),
+    [(word, *row) for word, rows in REFUSED.items() for row in rows],
+    ids=str,
 )
-def test_what_cannot_be_measured_is_refused_in_one_sentence(word, options, said, dataset, tmp_path, capsys):
+def test_what_cannot_be_measured_is_refused_in_one_sentence(
+    word, options, said, dataset, tmp_path, capsys
+):
     out = tmp_path / "out"
     assert main(["bench", word, str(dataset), "--out", str(out), *map(str, options)]) == 2
     error = capsys.readouterr().err
@@ -69,7 +76,9 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(word, options, said,
 
 @pytest.mark.parametrize("word", [*REFUSED])
 def test_no_dataset(word, tmp_path, capsys):
-    assert main(["bench", word, str(tmp_path / "nothing-here"), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        main(["bench", word, str(tmp_path / "nothing-here"), "--out", str(tmp_path / "out")]) == 2
+    )
     error = capsys.readouterr().err
     assert "nothing-here" in error
     assert error.count("\n") == 1
@@ -77,7 +86,9 @@ def test_no_dataset(word, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("word", ["train", "loader"])
-def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs(word, dataset, tmp_path, capsys):
+def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs(
+    word, dataset, tmp_path, capsys
+):
     (tmp_path / "file").write_text("")
     assert main(["bench", word, str(dataset), "--out", str(tmp_path / "file" / "out")]) == 2
     assert "cannot be written" in capsys.readouterr().err
@@ -86,6 +97,8 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs
 def test_a_rank_of_torchrun_refuses_another_number_of_ranks(dataset, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("RANK", "3")
-    assert main(["bench", "train", str(dataset), "--ranks", "2", "--out", str(tmp_path / "out")]) == 2
+    assert (
+        main(["bench", "train", str(dataset), "--ranks", "2", "--out", str(tmp_path / "out")]) == 2
+    )
     assert "one of WORLD_SIZE=16 processes" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -17,7 +17,16 @@ EXAMPLES = TESTS.parent / "configs" / "trainers"
 
 
 def run(example, place, strategy, last=-1):
-    words = [f"--strategy={strategy}", *example[1:], "--steps", 6, "--every", 2, "--checkpoint", place]
+    words = [
+        f"--strategy={strategy}",
+        *example[1:],
+        "--steps",
+        6,
+        "--every",
+        2,
+        "--checkpoint",
+        place,
+    ]
     return run_ranks(2, own_example.__file__, example[0], last, *words)
 
 
@@ -26,7 +35,9 @@ def losses(text):
     return {int(step): float(loss) for step, loss in found}
 
 
-@pytest.mark.parametrize("words", [("vla",), pytest.param(("detector", "--small"), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "words", [("vla",), pytest.param(("detector", "--small"), marks=pytest.mark.long)]
+)
 def test_a_killed_run_continues_under_another_strategy(words, tiny_dataset, tmp_path):
     example = (*words, tiny_dataset({"train": (16, 16, 16), "val": (7, 6)}).root)
     whole = run(example, tmp_path / "whole", "ddp")
@@ -44,7 +55,9 @@ def test_the_detector_finds_boxes_of_perfect_maps_and_the_devkit_says_so(monkeyp
     monkeypatch.syspath_prepend(EXAMPLES)
     detector = importlib.import_module("detector")
     model = detector.Detector(2, width=8, blocks=(1, 1, 1, 1), grid=16, channels=16)
-    true = torch.tensor([[-25.1, 2.3, 0.8, 4.0, 2.0, 1.6, -2.4], [10.0, -30.0, 0.5, 0.6, 0.7, 1.7, 0.3]])
+    true = torch.tensor(
+        [[-25.1, 2.3, 0.8, 4.0, 2.0, 1.6, -2.4], [10.0, -30.0, 0.5, 0.6, 0.7, 1.7, 0.3]]
+    )
     labels = [torch.tensor([0, 1]), torch.tensor([], dtype=torch.long)]
     batch = {"gt_boxes_3d": [true, true[:0]], "gt_labels_3d": labels}
     heat, box = torch.full((2, 2, 16, 16), -9.0), torch.zeros(2, 8, 16, 16)
@@ -52,7 +65,9 @@ def test_the_detector_finds_boxes_of_perfect_maps_and_the_devkit_says_so(monkeyp
         x, y = (((one[:2] / 51.2 + 1) * 8).long()).tolist()
         heat[0, label, x, y] = 9
         offset = (one[:2] - model.centres(one.device)[x, y]) / 6.4
-        box[0, :, x, y] = torch.cat((offset, one[2:3], one[3:6].log(), torch.stack((one[6].sin(), one[6].cos()))))
+        box[0, :, x, y] = torch.cat(
+            (offset, one[2:3], one[3:6].log(), torch.stack((one[6].sin(), one[6].cos())))
+        )
     perfect, wrong = model.losses(heat, box, batch), model.losses(-heat, box, batch)
     assert float(perfect["box"]) < 1e-6 and float(perfect["heat"]) < 0.1 < float(wrong["heat"])
     found = model.decode(heat, box)
@@ -68,7 +83,12 @@ def test_the_backbone_is_torchvisions_by_its_names(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     backbone = importlib.import_module("detector").Detector().backbone.eval()
     whole = torchvision.models.resnet50().eval()
-    assert set(backbone.load_state_dict(whole.state_dict(), strict=False).unexpected_keys) == {"fc.weight", "fc.bias"}
+    assert set(backbone.load_state_dict(whole.state_dict(), strict=False).unexpected_keys) == {
+        "fc.weight",
+        "fc.bias",
+    }
     images = torch.rand(1, 3, 64, 64)
-    expected = torchvision.models._utils.IntermediateLayerGetter(whole, {"layer4": "last"})(images)["last"]
+    expected = torchvision.models._utils.IntermediateLayerGetter(whole, {"layer4": "last"})(images)[
+        "last"
+    ]
     assert torch.allclose(backbone(images)[1], expected, atol=1e-5)

@@ -14,22 +14,32 @@ from support.packed_ranks import LENGTH, PACK, TOKENS, words
 
 
 def batches(dataset, count=10, **changes):
-    settings = msgspec.structs.replace(SETTINGS, dataset=str(dataset), **{"batch_size": 2, "workers": 1, **changes})
+    settings = msgspec.structs.replace(
+        SETTINGS, dataset=str(dataset), **{"batch_size": 2, "workers": 1, **changes}
+    )
     with make_loader(settings, None) as loader:
         return [
-            {name: value.clone() if hasattr(value, "clone") else value for name, value in batch.items()}
+            {
+                name: value.clone() if hasattr(value, "clone") else value
+                for name, value in batch.items()
+            }
             for batch in itertools.islice(loader, count)
         ]
 
 
 def test_without_changes_it_is_the_plain_loader(dataset):
-    assert [batch["sample_key"] for batch in batches(dataset)] == [batch["sample_key"] for batch in batches(dataset)]
+    assert [batch["sample_key"] for batch in batches(dataset)] == [
+        batch["sample_key"] for batch in batches(dataset)
+    ]
 
 
 @pytest.mark.parametrize("left_out", ["storage", "decompression", "decode", "transform"])
 def test_without_a_stages_work_batches_keep_their_shape_and_number(dataset, left_out):
     name = f"{__name__}:mark"
-    plain, without = batches(dataset, transform=name), batches(dataset, leave_out=(left_out,), transform=name)
+    plain, without = (
+        batches(dataset, transform=name),
+        batches(dataset, leave_out=(left_out,), transform=name),
+    )
     assert len(without) == len(plain)
     for ours, theirs in zip(without, plain, strict=True):
         assert ours.keys() == theirs.keys()

@@ -62,7 +62,8 @@ def test_ranks_run_to_their_end(program):
 
 
 @pytest.mark.parametrize(
-    ("what", "first"), [("kill", RankExit(rank=1, exit_code=-9)), ("fail", RankExit(rank=0, exit_code=7))]
+    ("what", "first"),
+    [("kill", RankExit(rank=1, exit_code=-9)), ("fail", RankExit(rank=0, exit_code=7))],
 )
 def test_one_rank_that_fails_ends_the_others_and_is_named(program, what, first):
     outcome = run(program, what)

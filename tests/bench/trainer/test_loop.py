@@ -35,7 +35,9 @@ class Slow(nn.Module):
 
 def parallel(model):
     optimiser, inputs = torch.optim.AdamW(model.parameters()), BevOccupancy(MODELS["light"]).inputs
-    return Parallel([model], optimiser, inputs, accelerator=EmulatedAccelerator(PROFILE, model.clock))
+    return Parallel(
+        [model], optimiser, inputs, accelerator=EmulatedAccelerator(PROFILE, model.clock)
+    )
 
 
 def batch(number, *, samples=2, cameras=2):
@@ -66,7 +68,9 @@ def run(waits_ms, *, forward_ms=0.0, **options):
 @given(waits_ms=st.lists(st.floats(0, 100), min_size=8, max_size=12), forward_ms=st.floats(0, 40))
 def test_injected_stalls_come_out_exactly(waits_ms, forward_ms):
     records = run(waits_ms, forward_ms=forward_ms)
-    assert [record.data_wait_ns for record in records] == pytest.approx([wait * MS for wait in waits_ms], abs=2)
+    assert [record.data_wait_ns for record in records] == pytest.approx(
+        [wait * MS for wait in waits_ms], abs=2
+    )
     # Two samples: 20 ms forward, 40 ms backward, 1 ms optimiser.
     assert all(record.device_busy_ns == 61 * MS for record in records)
     wall_ms = sum(waits_ms) + len(waits_ms) * (41 + max(20, forward_ms))

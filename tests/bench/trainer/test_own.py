@@ -55,7 +55,9 @@ class Plain(nn.Module):
         self.layers[1].running_mean.fill_(2)
 
 
-@pytest.mark.parametrize(("kind", "warns"), [(Plain, False), (Tied, True), (Late, True), (Detector, True)])
+@pytest.mark.parametrize(
+    ("kind", "warns"), [(Plain, False), (Tied, True), (Late, True), (Detector, True)]
+)
 def test_a_draft_of_any_module_is_filled_with_its_values(kind, warns, caplog):
     torch.manual_seed(5)
     whole = kind().state_dict()
@@ -82,17 +84,27 @@ def test_what_does_not_fit_is_refused(options, message):
 def test_frozen_batch_norm_and_frozen_parts_stay():
     parallel = divided(batch_norm="frozen")
     before = {name: value.clone() for name, value in parallel.models[0].state_dict().items()}
-    batch = {"img": torch.randint(0, 255, (2, 1, 3, 32, 48), dtype=torch.uint8), "gt_boxes_3d": [torch.ones(1, 7)] * 2}
+    batch = {
+        "img": torch.randint(0, 255, (2, 1, 3, 32, 48), dtype=torch.uint8),
+        "gt_boxes_3d": [torch.ones(1, 7)] * 2,
+    }
     parallel.step([batch, batch])
     assert set(parallel.losses) == {"centre", "there"}
-    changed = {name for name, value in parallel.models[0].state_dict().items() if not torch.equal(value, before[name])}
+    changed = {
+        name
+        for name, value in parallel.models[0].state_dict().items()
+        if not torch.equal(value, before[name])
+    }
     assert "queries" in changed
     assert not any(name.startswith(("backbone.1.", "frozen.")) for name in changed)
 
 
 def test_accumulated_batches_are_one_larger_batch():
     batches = [
-        {"img": torch.randint(0, 255, (2, 1, 3, 32, 48), dtype=torch.uint8), "gt_boxes_3d": [torch.ones(1, 7)] * 2}
+        {
+            "img": torch.randint(0, 255, (2, 1, 3, 32, 48), dtype=torch.uint8),
+            "gt_boxes_3d": [torch.ones(1, 7)] * 2,
+        }
     ]
     batches.append({"img": batches[0]["img"].flip(-1), "gt_boxes_3d": [torch.zeros(2, 7)] * 2})
     both = {
@@ -119,10 +131,18 @@ def run(dataset, place, steps):
         fr.Checkpoints(place, keep=2) as checkpoints,
     ):
         fr.train(
-            parallel, loader, steps=steps, save_every=3, evaluate_every=4, average=0.9, checkpoints=checkpoints,
-            evaluate=lambda: fr.evaluate(parallel, val, score), on_step=note,
-            on_evaluate=lambda step, table: scores.append((step, table)), log=[logged_in(logged)],
-        )  # fmt: skip
+            parallel,
+            loader,
+            steps=steps,
+            save_every=3,
+            evaluate_every=4,
+            average=0.9,
+            checkpoints=checkpoints,
+            evaluate=lambda: fr.evaluate(parallel, val, score),
+            on_step=note,
+            on_evaluate=lambda step, table: scores.append((step, table)),
+            log=[logged_in(logged)],
+        )
     return found, logged, scores
 
 
@@ -142,9 +162,13 @@ def test_a_run_that_stopped_continues_with_the_same_losses_averages_and_draws(da
     rest, logged_rest, scores_rest = run(dataset, tmp_path / "parts", 9)
     assert first | rest == whole and list(rest) == [5, 6, 7, 8]
     assert [step for step, _ in scores] == [4, 8, 9]
-    assert logged_rest[9] == logged[9] and {"loss", "centre", "there", "learning_rate", "evaluation/best"} <= set(
-        logged[9]
-    )
+    assert logged_rest[9] == logged[9] and {
+        "loss",
+        "centre",
+        "there",
+        "learning_rate",
+        "evaluation/best",
+    } <= set(logged[9])
     assert logged[1]["learning_rate"] == 1e-2 and logged[9]["learning_rate"] == pytest.approx(1e-3)
     (_, table), (_, again) = scores[-1], scores_rest[-1]
     assert len(set(table["sample_key"])) == len(table["best"]) == len(table["boxes"]) == 13
@@ -160,7 +184,9 @@ def test_ranks_train_and_evaluate_as_one_process(dataset, tmp_path):
     run_ranks(2, own_model.__file__, dataset, tmp_path / "out.json", 4)
     found = json.loads((tmp_path / "out.json").read_text())
     assert {name: found[name] for name in STRATEGIES if found[name] > 2e-6} == {}
-    assert all(abs(found[f"{name} moved"]) > 1e-3 and found[f"{name} evaluated"] for name in STRATEGIES)
+    assert all(
+        abs(found[f"{name} moved"]) > 1e-3 and found[f"{name} evaluated"] for name in STRATEGIES
+    )
 
 
 def test_a_student_learns_from_pairs_of_layers_of_another_module():
@@ -177,7 +203,10 @@ def test_a_student_learns_from_pairs_of_layers_of_another_module():
     model = fr.Distilling(student, teacher, pairs, lambda outputs, batch: outputs.square().mean())
     found = {name: value.detach() for name, value in model(batch).items()}
     hidden = teacher[1](batch)  # without dropout
-    own, said = (values.detach().numpy().astype(np.float64) / 3 for values in (student(batch), teacher[2](hidden)))
+    own, said = (
+        values.detach().numpy().astype(np.float64) / 3
+        for values in (student(batch), teacher[2](hidden))
+    )
     log = [values - np.log(np.exp(values).sum(-1, keepdims=True)) for values in (own, said)]
     softened = 9 * (np.exp(log[1]) * (log[1] - log[0])).sum(-1).mean()
     assert float(found["distilled/1/"]) == pytest.approx(softened, rel=1e-5)
@@ -200,20 +229,34 @@ def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
     fr.save_weights(parallel, place)
     saved = load_file(place)  # safetensors' own
     assert saved.keys() == parallel.models[0].state_dict().keys()
-    assert all(torch.equal(value, saved[name]) for name, value in parallel.models[0].state_dict().items())
+    assert all(
+        torch.equal(value, saved[name]) for name, value in parallel.models[0].state_dict().items()
+    )
 
     other = divided(seed=2)
     report = fr.load_weights(other, place, rename=lambda name: None if name == "queries" else name)
     assert (report.missing, report.unexpected, report.other_shape) == (["queries"], [], {})
     state = other.models[0].state_dict()
-    assert {name for name, value in state.items() if not torch.equal(value, saved[name])} == {"queries"}
+    assert {name for name, value in state.items() if not torch.equal(value, saved[name])} == {
+        "queries"
+    }
     report = fr.load_weights(other, {"queries": torch.ones(8, 3), "more": torch.ones(1)})
-    assert report.other_shape == {"queries": "[8, 3] there, [8, 16] here"} and report.unexpected == ["more"]
+    assert report.other_shape == {
+        "queries": "[8, 3] there, [8, 16] here"
+    } and report.unexpected == ["more"]
     with pytest.raises(fr.ConfigError, match="neither a safetensors file nor a folder"):
         fr.load_weights(other, tmp_path / "nothing")
-    for spoiled in (b"", bytes(100), place.read_bytes()[:-4], (2**63).to_bytes(8, "little") + b"{}"):
+    for spoiled in (
+        b"",
+        bytes(100),
+        place.read_bytes()[:-4],
+        (2**63).to_bytes(8, "little") + b"{}",
+    ):
         place.write_bytes(spoiled)
-        with pytest.raises(fr.ConfigError, match=r"weights '.*weights.safetensors' cannot be read: .*; take the file"):
+        with pytest.raises(
+            fr.ConfigError,
+            match=r"weights '.*weights.safetensors' cannot be read: .*; take the file",
+        ):
             fr.load_weights(other, tmp_path)
     place.unlink()
     os.mkfifo(place)  # is not waited for
@@ -226,12 +269,18 @@ def test_losses_of_float64_are_not_rounded():
         def forward(self, batch):
             return {"one": super().forward(batch).sum(), "other": super().forward(batch).sum()}
 
-    parallel = fr.parallelise(Thirds(2, 1, dtype=torch.float64), optimiser=partial(torch.optim.SGD, lr=1.0))
+    parallel = fr.parallelise(
+        Thirds(2, 1, dtype=torch.float64), optimiser=partial(torch.optim.SGD, lr=1.0)
+    )
     bias, batch = parallel.models[0].bias.detach().clone(), torch.ones(1, 2, dtype=torch.float64)
     assert parallel.step([batch] * 3).dtype == torch.float64
-    assert torch.allclose(parallel.models[0].bias, bias - 2, rtol=0, atol=1e-14)  # three thirds of two losses
+    assert torch.allclose(
+        parallel.models[0].bias, bias - 2, rtol=0, atol=1e-14
+    )  # three thirds of two losses
 
 
 def test_what_is_in_the_place_of_the_settings_is_named():
-    with pytest.raises(fr.ConfigError, match="must be a ParallelSettings; or give its fields by name"):
+    with pytest.raises(
+        fr.ConfigError, match="must be a ParallelSettings; or give its fields by name"
+    ):
         fr.parallelise(nn.Linear(2, 2), lambda outputs, batch: outputs)

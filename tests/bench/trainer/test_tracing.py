@@ -41,14 +41,17 @@ def test_phases_stages_and_the_profilers_events_lie_in_one_file_on_one_clock(tmp
     trainer = [event for event in spans if event.get("cat") == "trainer"]
     names = {event["name"] for event in trainer}
     assert names == {"step", "host to device", "forward", "backward", "optimiser", "all-reduce"}
-    assert [event["args"]["step"] for event in trainer if event["name"] == "step"] == [*range(10)] * 2
+    assert [event["args"]["step"] for event in trainer if event["name"] == "step"] == [
+        *range(10)
+    ] * 2
     assert any(event.get("cat") == "loader" and event["name"] == "decode" for event in spans)
     # What torch did lies inside the forward pass of a step: its clock and ours are one, to a millisecond.
     (matmul, *_) = [event for event in spans if event["name"] == "aten::mm"]
     forwards = [event for event in trainer if event["name"] == "forward"]
     slack_us = 1000
     assert any(
-        forward["ts"] - slack_us <= matmul["ts"] <= forward["ts"] + forward["dur"] + slack_us for forward in forwards
+        forward["ts"] - slack_us <= matmul["ts"] <= forward["ts"] + forward["dur"] + slack_us
+        for forward in forwards
     )
     assert all("ts" in event or event["ph"] == "M" for event in events)
     processes = {event["pid"] for event in spans if event.get("cat") == "cpu_op"}

@@ -62,14 +62,19 @@ def test_a_rank_leaves_its_whole_record(dataset, tmp_path):
     assert len(log.snapshots) == 2
     parameters = 4 * log.header.num_parameters
     assert log.end.state_bytes["model"] == log.end.state_bytes["gradients"] == parameters
-    counters = 4 * len(list(_fresh_model(settings).models[0].parameters()))  # of steps, one for each tensor
+    counters = 4 * len(
+        list(_fresh_model(settings).models[0].parameters())
+    )  # of steps, one for each tensor
     assert log.end.state_bytes["optimiser"] == 2 * parameters + counters
     assert log.end.parameters_xxh3 != parameters_digest(_fresh_model(settings))
     assert log.failure is None
 
 
 def test_the_seed_decides_the_weights():
-    digests = [parameters_digest(_fresh_model(msgspec.structs.replace(SETTINGS, seed=seed))) for seed in (0, 0, 1)]
+    digests = [
+        parameters_digest(_fresh_model(msgspec.structs.replace(SETTINGS, seed=seed)))
+        for seed in (0, 0, 1)
+    ]
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -11,7 +11,9 @@ for _ in range(2):
     for batch in loader:
         images, found = batch["img"][:, 0], batch["boxes2d_image_2"]
         boxes = zip(found["label"], found["box"], strict=True)
-        labels = [[(int(label), *box.tolist()) for label, box in zip(*one, strict=True)] for one in boxes]
+        labels = [
+            [(int(label), *box.tolist()) for label, box in zip(*one, strict=True)] for one in boxes
+        ]
         loss = model(images, labels)
         loss.backward()
         optimiser.step()

@@ -9,7 +9,9 @@ CLASSES = ["Car", "Van", "Truck", "Pedestrian", "Person_sitting", "Cyclist", "Tr
 def collate(samples):
     images, targets = zip(*samples, strict=True)
     known = [[one for one in target if one["type"] in CLASSES] for target in targets]
-    return torch.stack(images), [[(CLASSES.index(one["type"]), *one["bbox"]) for one in boxes] for boxes in known]
+    return torch.stack(images), [
+        [(CLASSES.index(one["type"]), *one["bbox"]) for one in boxes] for boxes in known
+    ]
 
 
 model = Model()

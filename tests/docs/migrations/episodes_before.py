@@ -11,7 +11,10 @@ class Episodes(torch.utils.data.Dataset):
             actions = pq.read_table(f"{folder}/data/{number}.parquet")["action"].to_pylist()
             with av.open(f"{folder}/videos/{number}.mp4") as video:
                 frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
-            chunks = [[actions[min(at + step, len(actions) - 1)] for step in range(3)] for at in range(len(actions))]
+            chunks = [
+                [actions[min(at + step, len(actions) - 1)] for step in range(3)]
+                for at in range(len(actions))
+            ]
             self.items += zip(frames, chunks, strict=True)
 
     def __len__(self):

@@ -10,11 +10,18 @@ class SignTrainer(Trainer):
 
     def get_train_dataloader(self):
         transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48), attributes=["sign"])
-        return fr.DataLoader("dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms)
+        return fr.DataLoader(
+            "dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms
+        )
 
 
 arguments = TrainingArguments(
-    "out", per_device_train_batch_size=2, max_steps=8, save_strategy="no", report_to="none", use_cpu=True
+    "out",
+    per_device_train_batch_size=2,
+    max_steps=8,
+    save_strategy="no",
+    report_to="none",
+    use_cpu=True,
 )
 trainer = SignTrainer(Model(), arguments)
 trainer.train()

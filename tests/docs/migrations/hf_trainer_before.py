@@ -15,7 +15,12 @@ def collate(samples):
 
 
 arguments = TrainingArguments(
-    "out", per_device_train_batch_size=2, max_steps=8, save_strategy="no", report_to="none", use_cpu=True
+    "out",
+    per_device_train_batch_size=2,
+    max_steps=8,
+    save_strategy="no",
+    report_to="none",
+    use_cpu=True,
 )
 trainer = SignTrainer(Model(), arguments, train_dataset=Signs("signs"), data_collator=collate)
 trainer.train()

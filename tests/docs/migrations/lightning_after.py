@@ -12,7 +12,9 @@ class Classifier(pl.LightningModule):
 
     def train_dataloader(self):
         transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48), attributes=["sign"])
-        return fr.DataLoader("dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms)
+        return fr.DataLoader(
+            "dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms
+        )
 
     def training_step(self, batch):
         images, labels = batch["img"][:, 0], batch["sign"]
@@ -22,5 +24,7 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-trainer = pl.Trainer(max_epochs=4, limit_train_batches=2, logger=False, enable_checkpointing=False, accelerator="cpu")
+trainer = pl.Trainer(
+    max_epochs=4, limit_train_batches=2, logger=False, enable_checkpointing=False, accelerator="cpu"
+)
 trainer.fit(Classifier())

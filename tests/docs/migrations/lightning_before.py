@@ -20,5 +20,7 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-trainer = pl.Trainer(max_epochs=4, limit_train_batches=2, logger=False, enable_checkpointing=False, accelerator="cpu")
+trainer = pl.Trainer(
+    max_epochs=4, limit_train_batches=2, logger=False, enable_checkpointing=False, accelerator="cpu"
+)
 trainer.fit(Classifier())

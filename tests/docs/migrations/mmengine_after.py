@@ -16,16 +16,25 @@ class Classifier(BaseModel):
 
 train_dataloader = {
     "dataset": {
-        "type": "FuelrailDataset", "dataset": "dataset", "batch_size": 2, "shuffle": True, "drop_last": True,
+        "type": "FuelrailDataset",
+        "dataset": "dataset",
+        "batch_size": 2,
+        "shuffle": True,
+        "drop_last": True,
         "transforms": {"image": {"height": 32, "width": 48}, "attributes": ["sign"]},
     },
     "batch_size": None,
     "sampler": None,
     "num_workers": 0,
     "collate_fn": {"type": "fuelrail_batch"},
-}  # fmt: skip
+}
 runner = Runner(
-    Classifier(), "out", train_dataloader, train_cfg={"by_epoch": True, "max_epochs": 2}, log_level="ERROR",
-    optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}}, default_hooks={"sampler_seed": None},
-)  # fmt: skip
+    Classifier(),
+    "out",
+    train_dataloader,
+    train_cfg={"by_epoch": True, "max_epochs": 2},
+    log_level="ERROR",
+    optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}},
+    default_hooks={"sampler_seed": None},
+)
 runner.train()

@@ -24,7 +24,11 @@ train_dataloader = {
     "collate_fn": {"type": "default_collate"},
 }
 runner = Runner(
-    Classifier(), "out", train_dataloader, train_cfg={"by_epoch": True, "max_epochs": 2}, log_level="ERROR",
+    Classifier(),
+    "out",
+    train_dataloader,
+    train_cfg={"by_epoch": True, "max_epochs": 2},
+    log_level="ERROR",
     optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}},
-)  # fmt: skip
+)
 runner.train()

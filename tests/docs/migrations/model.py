@@ -13,5 +13,7 @@ class Model(torch.nn.Module):
     def forward(self, images, labels):
         levels = images.float().flatten(1).mean(1)
         plain = labels.tolist() if isinstance(labels, torch.Tensor) else list(labels)
-        self.seen += [(round(level / 10), label) for level, label in zip(levels.tolist(), plain, strict=True)]
+        self.seen += [
+            (round(level / 10), label) for level, label in zip(levels.tolist(), plain, strict=True)
+        ]
         return (self.weight * levels).mean()

@@ -22,14 +22,23 @@ from support.datasets import CAMERAS, LIDAR, _sample, make_boxes, make_geometry
 SIZE = (96, 64)
 OUT = (32, 24)  # width, height
 AUGMENT = ImageAugment(
-    height=OUT[1], width=OUT[0], train=True, resize_range=(0.4, 0.6), flip_prob=0.5, rotate_deg=(-10, 10)
+    height=OUT[1],
+    width=OUT[0],
+    train=True,
+    resize_range=(0.4, 0.6),
+    flip_prob=0.5,
+    rotate_deg=(-10, 10),
 )
-TOP = LidarEntry(channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring"))
+TOP = LidarEntry(
+    channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring")
+)
 
 
 def make_sample(number: int, *, labelled: bool = True, lidars: int = 1) -> Sample:
     rng = np.random.default_rng(number)
-    raw = _sample(rng, number, f"clip-0-{number:06d}", "train", SIZE, frozenset(), False, ("none", []), None)
+    raw = _sample(
+        rng, number, f"clip-0-{number:06d}", "train", SIZE, frozenset(), False, ("none", []), None
+    )
     geometry = make_geometry(rng, *SIZE, 10**18 + number, (1, number % 2))
     turn = rigid(np.array([1.0, 0.02, -0.01, 0.1]), np.array([0.1, 0.2, 0.0]))
     geometry = replace(
@@ -47,12 +56,22 @@ SOURCE = Source(None, None, 0, 0, None, None, None)
 
 
 def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[Parsed]:
-    images = np.arange(len(samples) * len(CAMERAS) * 3 * OUT[0] * OUT[1], dtype=np.uint32).astype(np.uint8)
+    images = np.arange(len(samples) * len(CAMERAS) * 3 * OUT[0] * OUT[1], dtype=np.uint32).astype(
+        np.uint8
+    )
     flags = {"lane": np.arange(len(samples)), "prev_exists": np.arange(len(samples)) % 2 == 1}
     slot = BatchSlot(2, 5, images.reshape(len(samples), len(CAMERAS), 3, OUT[1], OUT[0]), flags)
     return [
         Parsed(
-            Task(slot, at, SOURCE, (FrameTask(100 + at, True, None, None),), 0, valid is None or valid[at], at),
+            Task(
+                slot,
+                at,
+                SOURCE,
+                (FrameTask(100 + at, True, None, None),),
+                0,
+                valid is None or valid[at],
+                at,
+            ),
             (sample,),
             (AUGMENT.draw(sample.geometry.img_wh.tolist(), seed=1, epoch=2, sample=100 + at),),
             (),
@@ -70,8 +89,25 @@ def test_names_shapes_and_dtypes_are_those_of_the_table() -> None:
     """`Batch` is the contract; every form of it that depends on no option is checked against a batch."""
     sizes = {"B": 4, "N": len(CAMERAS), "H": OUT[1], "W": OUT[0], "C": 5}
     stated = batch_entries()
-    with_options = {"ego2key", "frame_valid", "frame_global_index", "gt_mask", "points_mask", "dataset", "seed", "view"}
-    of_packs = {"pack", "pack_offsets", "cu_seqlens", "max_seqlen", "position_ids", "sequence_ids", "bucket"}
+    with_options = {
+        "ego2key",
+        "frame_valid",
+        "frame_global_index",
+        "gt_mask",
+        "points_mask",
+        "dataset",
+        "seed",
+        "view",
+    }
+    of_packs = {
+        "pack",
+        "pack_offsets",
+        "cu_seqlens",
+        "max_seqlen",
+        "position_ids",
+        "sequence_ids",
+        "bucket",
+    }
     assert stated.keys() - with_options - of_packs == BATCH.keys()
     for name, value in BATCH.items():
         kind = re.sub(r"\(T(,| of)\) |, \(T\)", "", stated[name][0])
@@ -88,7 +124,11 @@ def test_names_shapes_and_dtypes_are_those_of_the_table() -> None:
             for tensor in tensors:
                 assert str(tensor.dtype) == f"torch.{match[3]}", name
                 assert tensor.ndim == len(axes), name
-                fixed = [(n, int(axis)) for n, axis in zip(tensor.shape, axes, strict=True) if axis not in ("M", "P")]
+                fixed = [
+                    (n, int(axis))
+                    for n, axis in zip(tensor.shape, axes, strict=True)
+                    if axis not in ("M", "P")
+                ]
                 assert all(n == axis for n, axis in fixed), name
 
 
@@ -99,7 +139,9 @@ def test_scalars_and_identity() -> None:
     assert (BATCH["epoch"], BATCH["step"]) == (2, 5)
     assert BATCH["cam_valid"].tolist() == [[True, bool(n % 2)] for n in range(4)]
     assert BATCH["timestamp_ns"].tolist() == [entry.sample.meta.timestamp_ns for entry in ENTRIES]
-    assert BATCH["img_timestamp_ns"].tolist() == [e.sample.geometry.cam_timestamp_ns.tolist() for e in ENTRIES]
+    assert BATCH["img_timestamp_ns"].tolist() == [
+        e.sample.geometry.cam_timestamp_ns.tolist() for e in ENTRIES
+    ]
 
 
 def test_images_are_the_slots_buffer_not_a_copy() -> None:
@@ -132,10 +174,15 @@ def test_a_point_goes_the_long_way_to_its_output_pixel(at, camera) -> None:
 def test_the_lidar_is_seen_through_its_own_pose(at) -> None:
     geometry = ENTRIES[at].sample.geometry
     point = np.array([8.0, -3.0, -1.0, 1.0])
-    in_ego = np.linalg.solve(geometry.ego2global, geometry.lidar_ego2global[0] @ geometry.lidar2ego[0] @ point)
+    in_ego = np.linalg.solve(
+        geometry.ego2global, geometry.lidar_ego2global[0] @ geometry.lidar2ego[0] @ point
+    )
     np.testing.assert_allclose(BATCH["lidar2ego"][at].numpy() @ point, in_ego, atol=1e-4)
     for camera in range(len(CAMERAS)):
-        found, expected = BATCH["lidar2img"][at, camera].numpy() @ point, BATCH["ego2img"][at, camera].numpy() @ in_ego
+        found, expected = (
+            BATCH["lidar2img"][at, camera].numpy() @ point,
+            BATCH["ego2img"][at, camera].numpy() @ in_ego,
+        )
         np.testing.assert_allclose(found[:2] / found[2], expected[:2] / expected[2], atol=5e-3)
 
 
@@ -145,12 +192,16 @@ def test_nothing_in_a_batch_is_a_view_of_a_shard() -> None:
     for name in ("gt_boxes_3d", "gt_velocity", "instance_id", "points"):
         batch[name][0] += 1
     assert not np.array_equal(batch["points"][0], BATCH["points"][2])
-    np.testing.assert_array_equal(assemble(decoded(make_sample(2)), lidar=TOP)["points"][0], BATCH["points"][2])
+    np.testing.assert_array_equal(
+        assemble(decoded(make_sample(2)), lidar=TOP)["points"][0], BATCH["points"][2]
+    )
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_half_labelled_batches_name_the_sample(first) -> None:
-    with pytest.raises(SchemaError, match=r"clip-0-00000\d: the sample has no boxes, others of its batch have"):
+    with pytest.raises(
+        SchemaError, match=r"clip-0-00000\d: the sample has no boxes, others of its batch have"
+    ):
         assemble(decoded(make_sample(1, labelled=first), make_sample(2, labelled=not first)))
 
 
@@ -163,8 +214,12 @@ class TestPoints:
         only_rear = replace_points(rear, **{LIDAR: None})
         batch = assemble(decoded(rear, only_rear), lidar=TOP)
         assert [tuple(points.shape) for points in batch["points"]] == [(4, 5), (0, 5)]
-        other = msgspec.structs.replace(TOP, channel="lidar_rear", columns=("x", "y", "z", "intensity"))
-        assert [tuple(p.shape) for p in assemble(decoded(rear, make_sample(2)), lidar=other)["points"]] == [
+        other = msgspec.structs.replace(
+            TOP, channel="lidar_rear", columns=("x", "y", "z", "intensity")
+        )
+        assert [
+            tuple(p.shape) for p in assemble(decoded(rear, make_sample(2)), lidar=other)["points"]
+        ] == [
             (2, 4),
             (0, 4),
         ]
@@ -175,7 +230,9 @@ class TestPoints:
 
 
 def replace_points(sample: Sample, **points: np.ndarray | None) -> Sample:
-    return replace(sample, points={k: v for k, v in {**sample.points, **points}.items() if v is not None})
+    return replace(
+        sample, points={k: v for k, v in {**sample.points, **points}.items() if v is not None}
+    )
 
 
 def test_a_decoded_sample_says_what_it_is() -> None:

@@ -26,7 +26,10 @@ def batches(dataset, parts=(), kind=DataLoader, **options):
     with kind(dataset, 2, num_workers=1, **options) as loader:
         loader.leave_out(parts)
         return [
-            {name: value.clone() if hasattr(value, "clone") else value for name, value in batch.items()}
+            {
+                name: value.clone() if hasattr(value, "clone") else value
+                for name, value in batch.items()
+            }
             for batch in itertools.islice(loader, 10)
         ]
 
@@ -85,5 +88,8 @@ def test_a_stage_that_a_subclass_wraps_is_left_out_with_its_wrapping(dataset):
 
 
 def test_an_unknown_part_is_refused(dataset):
-    with DataLoader(dataset, 2) as loader, pytest.raises(ConfigError, match=r"no part 'nope'.*allowed: storage"):
+    with (
+        DataLoader(dataset, 2) as loader,
+        pytest.raises(ConfigError, match=r"no part 'nope'.*allowed: storage"),
+    ):
         loader.leave_out({"nope"})

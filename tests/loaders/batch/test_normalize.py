@@ -29,9 +29,13 @@ def expected(images: torch.Tensor, settings: Normalize) -> np.ndarray:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 1.6e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 1.6e-2)]
+)
 @pytest.mark.parametrize("channel_order", ["rgb", "bgr"])
-def test_values_dtypes_and_layouts(channel_order: str, dtype: str, tolerance: float, channels_last: bool) -> None:
+def test_values_dtypes_and_layouts(
+    channel_order: str, dtype: str, tolerance: float, channels_last: bool
+) -> None:
     settings = Normalize(channel_order=channel_order, dtype=dtype, channels_last=channels_last)
     images = some_images()
     before = images.clone()
@@ -64,7 +68,11 @@ def test_batches_are_those_of_the_loader_normalised(tiny) -> None:
 def test_batches_without_such_images_are_refused(tiny) -> None:
     with pytest.raises((ConfigError, StageError), match="let transform and collate_fn keep it"):
         batches(tiny, normalize=Normalize(), collate_fn=lambda samples: {"n": len(samples)})
-    for wrong in ({"img": torch.zeros(2, 3, 4, 4)}, {"img": torch.zeros(4, 4, 3, dtype=torch.uint8)}, [1, 2]):
+    for wrong in (
+        {"img": torch.zeros(2, 3, 4, 4)},
+        {"img": torch.zeros(4, 4, 3, dtype=torch.uint8)},
+        [1, 2],
+    ):
         with pytest.raises(ConfigError, match="normalize needs batches with a uint8 'img'"):
             Normalize()(wrong)
 
@@ -78,21 +86,29 @@ def test_settings() -> None:
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-@pytest.mark.parametrize("given", [{"mean": MEAN, "std": STD}, {"mean": MEAN}, {"std": STD}, {"mean": (0.5,) * 3}])
+@pytest.mark.parametrize(
+    "given", [{"mean": MEAN, "std": STD}, {"mean": MEAN}, {"std": STD}, {"mean": (0.5,) * 3}]
+)
 def test_values_of_pixels_from_0_to_1_are_refused_with_those_that_are_meant(given):
     for make in (lambda: Normalize(**given), lambda: Transforms(normalize=given)):
         with pytest.raises(
-            ConfigError, match=r"of grey levels 0 to 255, by which .* if they are of pixels from 0 to 1"
+            ConfigError,
+            match=r"of grey levels 0 to 255, by which .* if they are of pixels from 0 to 1",
         ) as caught:
             make()
-    meant = re.findall(r"(mean|std)=(\[[^]]*\])", str(caught.value).rpartition("multiply by 255")[2])
+    meant = re.findall(
+        r"(mean|std)=(\[[^]]*\])", str(caught.value).rpartition("multiply by 255")[2]
+    )
     meant = {name: tuple(json.loads(values)) for name, values in meant}
-    assert meant == {name: pytest.approx([255 * one for one in values]) for name, values in given.items()}
+    assert meant == {
+        name: pytest.approx([255 * one for one in values]) for name, values in given.items()
+    }
     Normalize(**meant)
 
 
 @pytest.mark.parametrize(
-    ("mean", "std"), [((0, 0, 0), (1, 1, 1)), ((0, 0, 0), (255, 255, 255)), ((103, 116, 123), (1, 1, 1))]
+    ("mean", "std"),
+    [((0, 0, 0), (1, 1, 1)), ((0, 0, 0), (255, 255, 255)), ((103, 116, 123), (1, 1, 1))],
 )
 def test_values_that_are_of_grey_levels_are_taken(mean, std):
     Normalize(mean=mean, std=std)

@@ -38,11 +38,15 @@ def test_leaving_out_the_decoding_takes_the_decoders_memory(dataset, cuda) -> No
 
 
 @pytest.mark.parametrize("decoder", ["turbo", "batched"])
-def test_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(dataset, cuda, decoder, monkeypatch):
+def test_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(
+    dataset, cuda, decoder, monkeypatch
+):
     used, waited = [], set()
     record = FakeEvent.record
     monkeypatch.setattr(
-        FakeEvent, "record", lambda event, stream: waited.add(stream.stream_id) or record(event, stream)
+        FakeEvent,
+        "record",
+        lambda event, stream: waited.add(stream.stream_id) or record(event, stream),
     )
 
     def transform(sample):
@@ -56,7 +60,9 @@ def test_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(data
     found = batches(dataset, 4, decoder=decoder, transform=transform, collate_fn=collate, **DEVICE)
     assert len(found) == 3 and len(used) >= 15
     own = {stream.stream_id for stream in used}
-    assert own.isdisjoint(stream.stream_id for stream in cuda._defaults), "behind the trainer's kernels"
+    assert own.isdisjoint(stream.stream_id for stream in cuda._defaults), (
+        "behind the trainer's kernels"
+    )
     copying = {stream.stream_id for stream in cuda.streams if stream.priority < 0}
     assert own.isdisjoint(copying)
     assert own <= waited, "handed on before its kernels were done"
@@ -77,7 +83,9 @@ def test_a_function_that_fails_is_waited_for_too(dataset, cuda) -> None:
 
 def test_copies_come_first_and_waiting_takes_no_core(cuda, monkeypatch) -> None:
     blocking = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda **options: blocking.append(options) or FakeEvent())
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda **options: blocking.append(options) or FakeEvent()
+    )
     transfer = make_transfer("cuda")
     assert transfer is not None
     assert cuda.streams[-1].priority < 0
@@ -105,7 +113,12 @@ def test_three_lanes_decode_and_auto_tunes_their_number(dataset, cuda) -> None:
 @pytest.mark.costly
 @pytest.mark.parametrize("decoder", ["turbo", "batched"])
 def test_static_batches_keep_their_addresses_on_a_device(dataset, cuda, decoder) -> None:
-    options = {"static": {"max_points": 4000, "buffers": 2}, "points": True, "shuffle": False, "seed": 3}
+    options = {
+        "static": {"max_points": 4000, "buffers": 2},
+        "points": True,
+        "shuffle": False,
+        "seed": 3,
+    }
     seen: dict[str, list[int]] = {}
     on_host = [map_clone(batch) for batch in load(dataset, 2, **options)]
     with load(dataset, 2, decoder=decoder, device="cuda:0", **options) as loader:
@@ -121,4 +134,7 @@ def test_static_batches_keep_their_addresses_on_a_device(dataset, cuda, decoder)
 
 
 def map_clone(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }

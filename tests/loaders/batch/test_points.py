@@ -20,7 +20,9 @@ from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 
 PER_KEYFRAME = 5
-BEV = BevAugment(train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_y_prob=0.5, translate_std_m=0.5)
+BEV = BevAugment(
+    train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_y_prob=0.5, translate_std_m=0.5
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +45,16 @@ def samples(dataset, points, **options) -> dict[str, dict]:
 
 
 def clouds(dataset, points, **options) -> dict[str, np.ndarray]:
-    return {key: batch["points"][0].numpy() for key, batch in samples(dataset, points, **options).items()}
+    return {
+        key: batch["points"][0].numpy()
+        for key, batch in samples(dataset, points, **options).items()
+    }
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("num_sweeps", "min_distance_m"), [(1, 0.0), (3, 1.0), (8, 1.0), (30, 2.5)])
+@pytest.mark.parametrize(
+    ("num_sweeps", "min_distance_m"), [(1, 0.0), (3, 1.0), (8, 1.0), (30, 2.5)]
+)
 def test_clouds_are_the_devkits(made, dataset, num_sweeps: int, min_distance_m: float) -> None:
     devkit = pytest.importorskip("nuscenes.nuscenes", reason="nuscenes-devkit is not installed")
     from nuscenes.utils.data_classes import LidarPointCloud
@@ -59,7 +66,9 @@ def test_clouds_are_the_devkits(made, dataset, num_sweeps: int, min_distance_m: 
         token, frame = scene["first_sample_token"], 0
         while token:
             record = nusc.get("sample", token)
-            stored = min(num_sweeps, PER_KEYFRAME + 3)  # one more than the dataset keeps earlier ones
+            stored = min(
+                num_sweeps, PER_KEYFRAME + 3
+            )  # one more than the dataset keeps earlier ones
             cloud, lag_s = LidarPointCloud.from_file_multisweep(
                 nusc, record, "LIDAR_TOP", "LIDAR_TOP", stored, min_distance_m
             )
@@ -83,7 +92,9 @@ def test_what_stands_still_stays_at_its_place(dataset, bev) -> None:
             wall = points[points[:, 4] == lag_s][: len(WALL), :3]
             in_ego = np.c_[wall, np.ones(len(wall))] @ batch["lidar2ego"][0].double().numpy().T
             in_world = in_ego @ batch["ego2global"][0].numpy().T
-            np.testing.assert_allclose(in_world[:, :3], WALL + np.array([400.0, 1100.0, 0.0]), atol=1e-3)
+            np.testing.assert_allclose(
+                in_world[:, :3], WALL + np.array([400.0, 1100.0, 0.0]), atol=1e-3
+            )
             num_moved += lag_s > 0
     assert num_moved >= 3 * PER_KEYFRAME
 
@@ -108,11 +119,16 @@ def test_windows_of_accumulated_sweeps_in_an_augmented_ego_frame(dataset, choose
             for at in settings.chosen(num_stored, seed=5, epoch=0, sample=row):
                 move = np.linalg.solve(lidar2global, earlier.lidar2global[at])
                 lag_s = (int(geometry.lidar_timestamp_ns[0]) - int(earlier.timestamp_ns[at])) * 1e-9
-                parts.append((earlier.points[ends[at] - earlier.num_points[at] : ends[at]], move, lag_s))
+                parts.append(
+                    (earlier.points[ends[at] - earlier.num_points[at] : ends[at]], move, lag_s)
+                )
                 num_earlier += 1
             to_augmented = np.linalg.solve(lidar2ego, bda @ lidar2ego)
             expected = [
-                (np.c_[points[:, :3].astype(np.float64), np.ones(len(points))] @ (to_augmented @ move).T)[:, :3]
+                (
+                    np.c_[points[:, :3].astype(np.float64), np.ones(len(points))]
+                    @ (to_augmented @ move).T
+                )[:, :3]
                 for points, move, _ in parts
             ]
             found = batch["points"][0][t].numpy()
@@ -131,7 +147,9 @@ def test_windows_of_accumulated_sweeps_in_an_augmented_ego_frame(dataset, choose
 
 def test_random_sweeps_follow_the_seed_and_not_the_threads(dataset) -> None:
     points = PointSweeps(num_sweeps=4, choose="random")
-    first, again, other = (clouds(dataset, points, **options) for options in ({}, {"num_workers": 1}, {"seed": 6}))
+    first, again, other = (
+        clouds(dataset, points, **options) for options in ({}, {"num_workers": 1}, {"seed": 6})
+    )
     assert all(np.array_equal(first[key], again[key]) for key in first)
     assert any(not np.array_equal(first[key], other[key]) for key in first if key.endswith("1"))
     for key, cloud in first.items():
@@ -141,7 +159,10 @@ def test_random_sweeps_follow_the_seed_and_not_the_threads(dataset) -> None:
 
 
 def test_a_sample_without_earlier_sweeps_may_repeat_its_own(dataset) -> None:
-    plain, padded = (clouds(dataset, PointSweeps(num_sweeps=3, repeat_if_alone=repeat)) for repeat in (False, True))
+    plain, padded = (
+        clouds(dataset, PointSweeps(num_sweeps=3, repeat_if_alone=repeat))
+        for repeat in (False, True)
+    )
     for key, cloud in plain.items():
         expected = np.tile(cloud, (3, 1)) if key.endswith("000000") else cloud
         np.testing.assert_array_equal(padded[key], expected)
@@ -159,7 +180,13 @@ def test_the_dataset_is_sound_and_can_be_made_again(dataset, tmp_path) -> None:
     assert not verify(dataset, deep=True, num_threads=1).faults
     for points in (True, False):
         out = tmp_path / str(points)
-        shard(SourceSpec("fuelrail", str(dataset), {"points": points}), out, make_recipe(seed=7), 1, Quiet())
+        shard(
+            SourceSpec("fuelrail", str(dataset), {"points": points}),
+            out,
+            make_recipe(seed=7),
+            1,
+            Quiet(),
+        )
         if points:
             again, before = (clouds(folder, PointSweeps(num_sweeps=3)) for folder in (out, dataset))
             assert all(np.array_equal(again[key], before[key]) for key in before)
@@ -169,12 +196,16 @@ def test_the_dataset_is_sound_and_can_be_made_again(dataset, tmp_path) -> None:
 
 
 def test_missing_sweep_files_are_named(made, tmp_path) -> None:
-    lost = next(row for row in made.tables["sample_data"] if row["filename"].startswith("sweeps/LIDAR"))
+    lost = next(
+        row for row in made.tables["sample_data"] if row["filename"].startswith("sweeps/LIDAR")
+    )
     path = made.root / lost["filename"]
     data = path.read_bytes()
     path.unlink()
     try:
-        with pytest.raises(SourceError, match=f"{lost['filename']}.* is not there; the option sweeps=0"):
+        with pytest.raises(
+            SourceError, match=f"{lost['filename']}.* is not there; the option sweeps=0"
+        ):
             shard_nuscenes(made.root, tmp_path / "out", sweeps=PER_KEYFRAME)
     finally:
         path.write_bytes(data)

@@ -80,7 +80,11 @@ def test_processes_are_others_work_on_and_are_gone_at_the_end(tiny):
 
 def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_worker(tiny):
     def error_of(frame: int, transform_in: str) -> Exception:
-        options = {"shuffle": False, "order": {"kind": "sequential", "filter": f"frame == {frame}"}, "num_workers": 1}
+        options = {
+            "shuffle": False,
+            "order": {"kind": "sequential", "filter": f"frame == {frame}"},
+            "num_workers": 1,
+        }
         with load(tiny, 1, transform=failing, transform_in=transform_in, **options) as loader:
             with pytest.raises((StageError, ConfigError, SchemaError)) as caught:
                 next(iter(loader))
@@ -99,7 +103,9 @@ def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_worker(tiny):
 
 
 def test_a_killed_worker_is_named_and_the_next_iteration_has_another(tiny, tmp_path):
-    with load(tiny, transform=KilledOnce(str(tmp_path / "flag")), transform_in="process", num_workers=1) as loader:
+    with load(
+        tiny, transform=KilledOnce(str(tmp_path / "flag")), transform_in="process", num_workers=1
+    ) as loader:
         with pytest.raises(StageError, match=r"on sample 'clip.*exit code -9"):
             list(loader)
         loader.set_epoch(0)
@@ -142,7 +148,10 @@ def test_a_function_that_workers_do_not_find_is_named(tiny, monkeypatch):
     monkeypatch.setattr(_only_here, "__module__", "support.transforms")
     monkeypatch.setattr(_only_here, "__qualname__", "only_here")
     loader = load(tiny, transform=_only_here, transform_in="process", num_workers=1)
-    with pytest.raises(ConfigError, match=r"cannot be loaded in a worker process .*only_here"), loader:
+    with (
+        pytest.raises(ConfigError, match=r"cannot be loaded in a worker process .*only_here"),
+        loader,
+    ):
         next(iter(loader))
 
 

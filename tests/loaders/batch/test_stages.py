@@ -21,7 +21,9 @@ from support.batched_turbo import BatchedTurbo
 from support.batches import batches, keys, load, unlike
 from support.datasets import build_dataset
 
-IMAGE = ImageAugment(height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5.0, 5.0))
+IMAGE = ImageAugment(
+    height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5.0, 5.0)
+)
 PIXELS = PixelAugment(train=True, brightness=32, hue_deg=18, prob=0.9)
 OPTIONS = {"seed": 3, "image": IMAGE, "pixels": PIXELS}
 
@@ -41,7 +43,9 @@ def decoded(dataset, decoder: str, **options) -> list[dict]:
 
 
 def assert_same(dataset, **options) -> None:
-    assert unlike(decoded(dataset, "turbo", **options), decoded(dataset, "batched", **options)) == []
+    assert (
+        unlike(decoded(dataset, "turbo", **options), decoded(dataset, "batched", **options)) == []
+    )
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -49,10 +53,15 @@ def assert_same(dataset, **options) -> None:
 def test_batches_are_those_of_decoding_one_by_one(dataset, drop_last: bool, window) -> None:
     assert_same(dataset, batch_size=5, drop_last=drop_last, **window)
     frames = len(window.get("frames", [0]))
-    assert BatchedTurbo.sizes[:2] == [10 * frames, 10 * frames]  # all frames and cameras of a batch in one call
+    assert BatchedTurbo.sizes[:2] == [
+        10 * frames,
+        10 * frames,
+    ]  # all frames and cameras of a batch in one call
 
 
-def test_on_a_device_three_lanes_take_batches_in_turns(dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_three_lanes_take_batches_in_turns(
+    dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     together, calls = threading.Barrier(3), itertools.count()  # broken where there are fewer lanes
 
     class Elsewhere(BatchedTurbo):
@@ -77,7 +86,9 @@ def test_transform_and_collate_get_single_samples(dataset) -> None:
         return sample
 
     assert_same(dataset, transform=transform)
-    kept = decoded(dataset, "batched", collate_fn=lambda samples: {"keys": [s["sample_key"] for s in samples]})
+    kept = decoded(
+        dataset, "batched", collate_fn=lambda samples: {"keys": [s["sample_key"] for s in samples]}
+    )
     assert [len(batch["keys"]) for batch in kept] == [4, 4, 4]
 
 
@@ -116,8 +127,14 @@ def test_a_bad_image_is_named_or_replaced_as_with_other_decoders(broken, tmp_pat
     found = decoded(root, decoder, **options)
     assert keys(found) == keys(first) and key not in keys(found)
     most = 0.0 if decoder == "batched" else 8.0  # textures of noise
-    assert all((a["img"].float() - b["img"].float()).abs().mean() <= most for a, b in zip(found, first, strict=True))
-    assert [json.loads(line)["key"] for line in options["file"].read_text().splitlines()] == [key, key]
+    assert all(
+        (a["img"].float() - b["img"].float()).abs().mean() <= most
+        for a, b in zip(found, first, strict=True)
+    )
+    assert [json.loads(line)["key"] for line in options["file"].read_text().splitlines()] == [
+        key,
+        key,
+    ]
     assert decoder == "dali" or 2 in BatchedTurbo.sizes, "the replacement alone was decoded again"
 
 
@@ -131,10 +148,15 @@ def test_pixels_on_a_device_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not (HAS_DALI and torch.cuda.is_available()), reason="needs NVIDIA DALI and a CUDA GPU")
+@pytest.mark.skipif(
+    not (HAS_DALI and torch.cuda.is_available()), reason="needs NVIDIA DALI and a CUDA GPU"
+)
 def test_dali_decodes_into_the_memory_of_the_gpu(dataset) -> None:
     options = {"pixels": PixelAugment(), "points": True}
-    host, device = decoded(dataset, "dali", **options), decoded(dataset, "dali", device="cuda", **options)
+    host, device = (
+        decoded(dataset, "dali", **options),
+        decoded(dataset, "dali", device="cuda", **options),
+    )
     for a, b in zip(host, device, strict=True):
         assert a["sample_key"] == b["sample_key"]
         assert b["img"].device.type == "cuda"
@@ -146,12 +168,16 @@ def test_dali_decodes_into_the_memory_of_the_gpu(dataset) -> None:
 
 @needs_dali
 def test_dali_gives_the_same_samples_and_nearly_the_same_pixels(dataset) -> None:
-    turbo, dali = (decoded(dataset, decoder, pixels=PixelAugment()) for decoder in ("turbo", "dali"))
+    turbo, dali = (
+        decoded(dataset, decoder, pixels=PixelAugment()) for decoder in ("turbo", "dali")
+    )
     for a, b in zip(turbo, dali, strict=True):
         assert a["sample_key"] == b["sample_key"]
         assert torch.equal(a["ego2img"], b["ego2img"])
         difference = a["img"].float() - b["img"].float()
-        assert float(difference.abs().mean()) < 8.0  # their textures are noise, which filters treat differently
+        assert (
+            float(difference.abs().mean()) < 8.0
+        )  # their textures are noise, which filters treat differently
         assert np.array_equal(a["img"].flatten(2).any(2), b["img"].flatten(2).any(2))
 
 
@@ -164,22 +190,30 @@ def test_closing_a_loader_closes_its_decoder(dataset):
 
 BAD = ((3, "cam_back"), (5, "cam_front"))
 GROUPS = {
-    "back": {"cameras": ["cam_back"], "image": ImageAugment(height=24, width=40, train=True, rotate_deg=(-5, 5))},
+    "back": {
+        "cameras": ["cam_back"],
+        "image": ImageAugment(height=24, width=40, train=True, rotate_deg=(-5, 5)),
+    },
     "front": {"cameras": ["cam_front"], "image": IMAGE},
 }
 
 
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
 @pytest.mark.parametrize(
-    "options", [{"two_views": True}, {"camera_groups": GROUPS}, {"camera_groups": GROUPS, "two_views": True}]
+    "options",
+    [{"two_views": True}, {"camera_groups": GROUPS}, {"camera_groups": GROUPS, "two_views": True}],
 )
 def test_two_views_and_groups_of_cameras(dataset, options, window) -> None:
-    found, expected = (decoded(dataset, decoder, window=window, **options) for decoder in ("batched", "turbo"))
+    found, expected = (
+        decoded(dataset, decoder, window=window, **options) for decoder in ("batched", "turbo")
+    )
     for have, want in zip(found, expected, strict=True):
         for mine, others in zip(images(have), images(want), strict=True):
             assert mine.shape == others.shape
             # Each view is decoded alone here; turbo decodes both at once.
-            assert (mine.float() - others.float()).abs().mean() < (1.0 if "two_views" in options else 1e-9)
+            assert (mine.float() - others.float()).abs().mean() < (
+                1.0 if "two_views" in options else 1e-9
+            )
 
 
 def images(batch: dict) -> list[torch.Tensor]:
@@ -190,10 +224,16 @@ def images(batch: dict) -> list[torch.Tensor]:
 @pytest.mark.parametrize("options", [{"two_views": True}, {"camera_groups": GROUPS}])
 def test_a_bad_image_in_two_views_or_a_group_is_replaced(tmp_path, options, decoder) -> None:
     build_dataset(
-        tmp_path / "bad", {"train": (8, 4)},
+        tmp_path / "bad",
+        {"train": (8, 4)},
         rewrite=lambda row, channel, data: data[:150] if (row, channel) in BAD else data,
-    )  # fmt: skip
-    policy = {"on_error": "substitute", "max_bad": 9, "file": tmp_path / "bad.jsonl", "verify": False}
+    )
+    policy = {
+        "on_error": "substitute",
+        "max_bad": 9,
+        "file": tmp_path / "bad.jsonl",
+        "verify": False,
+    }
     for batch in decoded(tmp_path / "bad", decoder, pixels=PixelAugment(), **policy, **options):
         rows = batch["global_index"]
         assert not {3, 5} & set(rows.tolist())

@@ -38,8 +38,12 @@ def test_batches_hold_the_same_in_fixed_shapes(dataset, frames) -> None:
                         assert not row[~mask].isnan().any()
                 elif name == "points":
                     rows = got[name].flatten(0, -3)
-                    clouds = value if frames is None else [one for sample in value for one in sample]
-                    for row, mask, cloud in zip(rows, got["points_mask"].flatten(0, -2), clouds, strict=True):
+                    clouds = (
+                        value if frames is None else [one for sample in value for one in sample]
+                    )
+                    for row, mask, cloud in zip(
+                        rows, got["points_mask"].flatten(0, -2), clouds, strict=True
+                    ):
                         assert torch.equal(row[mask], cloud)
                 else:
                     assert got[name] == value
@@ -49,7 +53,11 @@ def test_batches_hold_the_same_in_fixed_shapes(dataset, frames) -> None:
 def test_addresses_come_again_in_turn_and_over_epochs(dataset) -> None:
     with load(dataset, static=StaticBatches(buffers=3)) as loader:
         addresses = [
-            {name: value.data_ptr() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+            {
+                name: value.data_ptr()
+                for name, value in batch.items()
+                if isinstance(value, torch.Tensor)
+            }
             for _ in range(3)
             for batch in loader
         ]
@@ -72,7 +80,9 @@ def test_a_batch_is_whole_until_its_buffers_turn_comes_again(dataset) -> None:
 
 
 def test_too_many_boxes_name_the_sample_and_what_to_do(dataset) -> None:
-    says = r"sample '.+' has \d+ rows of 'gt_boxes_3d', .* max_boxes=1: raise max_boxes, or drop rows"
+    says = (
+        r"sample '.+' has \d+ rows of 'gt_boxes_3d', .* max_boxes=1: raise max_boxes, or drop rows"
+    )
     with pytest.raises(ConfigError, match=says):
         batches(dataset, static={"max_boxes": 1})
     with pytest.raises(ConfigError, match="'points' is a list of tensors: set max_points"):
@@ -81,15 +91,22 @@ def test_too_many_boxes_name_the_sample_and_what_to_do(dataset) -> None:
 
 def test_what_has_no_fixed_shape_is_refused() -> None:
     settings = StaticBatches()
-    with pytest.raises(ConfigError, match="'mine' is a list of tensors: make it one tensor of one shape in transform"):
+    with pytest.raises(
+        ConfigError,
+        match="'mine' is a list of tensors: make it one tensor of one shape in transform",
+    ):
         pad(settings, {"mine": [torch.ones(2), torch.ones(3)]})
     with pytest.raises(ConfigError, match="'mine' is a dict of tensors"):
         pad(settings, {"mine": {"a": torch.ones(2)}})
-    with pytest.raises(ConfigError, match="static batches must be dicts, and collate_fn returned list"):
+    with pytest.raises(
+        ConfigError, match="static batches must be dicts, and collate_fn returned list"
+    ):
         pad(settings, [torch.ones(2)])
     fixed = FixedBuffers(2)
     fixed({"a": torch.ones(2), "b": 1})
-    with pytest.raises(ConfigError, match=r"'a' is torch.float32 \[3\] where it was torch.float32 \[2\]: pad it"):
+    with pytest.raises(
+        ConfigError, match=r"'a' is torch.float32 \[3\] where it was torch.float32 \[2\]: pad it"
+    ):
         fixed({"a": torch.ones(3), "b": 1})
     with pytest.raises(ConfigError, match="these come and go: a, c"):
         fixed({"c": torch.ones(2)})
@@ -106,7 +123,9 @@ def test_tokens_of_packs_come_at_fixed_places_from_an_arena_too() -> None:
     assert len(places) == 1
 
 
-@pytest.mark.parametrize("static", [{"max_boxes": 0}, {"buffers": 0}, {"max_points": 0}, {"max_tokens": 0}, 3])
+@pytest.mark.parametrize(
+    "static", [{"max_boxes": 0}, {"buffers": 0}, {"max_points": 0}, {"max_tokens": 0}, 3]
+)
 def test_settings_out_of_range_are_refused(static) -> None:
     with pytest.raises(ConfigError):
         Transforms(static=static)

@@ -7,7 +7,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fuelrail.loaders.batch.transfer import ALIGNMENT, Arena, Moved, is_packed, make_transfer, map_tensors, require_cuda
+from fuelrail.loaders.batch.transfer import (
+    ALIGNMENT,
+    Arena,
+    Moved,
+    is_packed,
+    make_transfer,
+    map_tensors,
+    require_cuda,
+)
 from fuelrail.pipeline.errors import ConfigError
 
 
@@ -17,7 +25,11 @@ class Pair(NamedTuple):
 
 
 def test_tensors_are_found_at_any_depth_and_nothing_else_changes():
-    batch = {"a": torch.ones(2), "b": [torch.ones(1), {"c": (torch.ones(3), "x")}], "d": Pair(torch.ones(4), 5)}
+    batch = {
+        "a": torch.ones(2),
+        "b": [torch.ones(1), {"c": (torch.ones(3), "x")}],
+        "d": Pair(torch.ones(4), 5),
+    }
     doubled = map_tensors(batch, lambda tensor: tensor * 2)
     assert doubled["a"].tolist() == [2, 2]
     assert doubled["b"][1]["c"][0].tolist() == [2, 2, 2]
@@ -51,7 +63,10 @@ def test_missing_cuda_is_said_with_the_argument_that_asks_for_it():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
 def test_a_batch_on_cuda_is_equal_and_its_number_is_checked():
     transfer = make_transfer("cuda")
-    batch = {"img": torch.arange(24, dtype=torch.uint8).view(2, 12).pin_memory(), "points": [torch.ones(5)]}
+    batch = {
+        "img": torch.arange(24, dtype=torch.uint8).view(2, 12).pin_memory(),
+        "points": [torch.ones(5)],
+    }
     moved = transfer.hand_over(transfer(batch))
     assert moved["img"].is_cuda
     assert torch.equal(moved["img"].cpu(), batch["img"])

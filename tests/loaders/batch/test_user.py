@@ -16,7 +16,17 @@ def identity(sample):
 class TestTransform:
     def test_a_sample_is_a_batch_without_its_first_axis(self, tiny):
         seen = []
-        next(iter(load(tiny, transform=lambda s: seen.append(s) or s, points=True, shuffle=False, num_workers=1)))
+        next(
+            iter(
+                load(
+                    tiny,
+                    transform=lambda s: seen.append(s) or s,
+                    points=True,
+                    shuffle=False,
+                    num_workers=1,
+                )
+            )
+        )
         sample = seen[0]
         assert sample["img"].shape == (2, 3, 32, 48)
         assert sample["ego2img"].shape == (2, 4, 4)
@@ -46,7 +56,13 @@ class TestTransform:
     def test_added_values_are_stacked_where_they_can_be(self, tiny):
         def add(sample):
             size = len(sample["gt_boxes_3d"])
-            return {"count": size, "flag": size > 1, "vector": torch.ones(4), "ragged": torch.ones(size), "text": "x"}
+            return {
+                "count": size,
+                "flag": size > 1,
+                "vector": torch.ones(4),
+                "ragged": torch.ones(size),
+                "text": "x",
+            }
 
         batch = next(iter(load(tiny, 7, transform=add)))
         assert batch["count"].dtype == torch.int64
@@ -77,7 +93,8 @@ class TestTransform:
 
     def test_a_failing_collate_fn_names_the_first_and_last_sample(self, tiny):
         with pytest.raises(
-            StageError, match=r"stage 'collate' failed on sample 'clip-.*\.\. sample 'clip-.*ZeroDivision"
+            StageError,
+            match=r"stage 'collate' failed on sample 'clip-.*\.\. sample 'clip-.*ZeroDivision",
         ):
             list(load(tiny, collate_fn=lambda samples: 1 / 0))
 
@@ -85,13 +102,25 @@ class TestTransform:
         with pytest.raises(ConfigError, match=r"transform returned NoneType for sample 'clip-"):
             list(load(tiny, transform=lambda sample: None))
         with pytest.raises(ConfigError, match=r"other names than .*: count"):
-            list(load(tiny, 7, transform=lambda s: {"n": 1} | ({"count": 1} if s["frame"] == 2 else {})))
+            list(
+                load(
+                    tiny,
+                    7,
+                    transform=lambda s: {"n": 1} | ({"count": 1} if s["frame"] == 2 else {}),
+                )
+            )
 
     def test_its_time_is_a_stage_of_its_own(self, tiny):
         loader = load(tiny, transform=identity)
         list(loader)
         stages = loader.stats().stages
-        assert [stage.name for stage in stages] == ["fetch", "parse", "decode", "transform", "collate"]
+        assert [stage.name for stage in stages] == [
+            "fetch",
+            "parse",
+            "decode",
+            "transform",
+            "collate",
+        ]
         assert stages[3].items >= 21
 
 
@@ -105,7 +134,10 @@ class TestCollate:
             assert names == batch["sample_key"]
 
     def test_state_and_resume_do_not_need_a_dict(self, tiny):
-        loader, again = (load(tiny, collate_fn=lambda samples: [s["sample_key"] for s in samples]) for _ in range(2))
+        loader, again = (
+            load(tiny, collate_fn=lambda samples: [s["sample_key"] for s in samples])
+            for _ in range(2)
+        )
         iterator = iter(loader)
         next(iterator)
         again.load_state_dict(loader.state_dict())

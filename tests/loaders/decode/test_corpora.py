@@ -29,7 +29,11 @@ CORPORA = tuple(NUM_DECODED)
 
 
 def pictures(corpus: str, *suffixes: str) -> list[Path]:
-    files = sorted(p for p in shared_data(corpus).rglob("*") if p.suffix in (suffixes or (".jpg", ".png", ".mpo")))
+    files = sorted(
+        p
+        for p in shared_data(corpus).rglob("*")
+        if p.suffix in (suffixes or (".jpg", ".png", ".mpo"))
+    )
     assert files
     return files
 
@@ -63,7 +67,11 @@ def outcome(results: dict[str, np.ndarray | str]) -> str:
 
     each = {backend: one(result) for backend, result in results.items()}
     first = each["turbo"]
-    return first if set(each.values()) == {first} else "; ".join(f"{name} {what}" for name, what in each.items())
+    return (
+        first
+        if set(each.values()) == {first}
+        else "; ".join(f"{name} {what}" for name, what in each.items())
+    )
 
 
 @pytest.mark.parametrize("corpus", [*CORPORA, "lfs-pointers"])
@@ -73,12 +81,17 @@ def test_every_file_has_its_stated_outcome(corpus: str) -> None:
     root, found = shared_data(corpus), {}
     for file in pictures(corpus):
         encoded = file.read_bytes()
-        results = {backend: decode_or_refuse(decoder, encoded) for backend, decoder in decoders.items()}
+        results = {
+            backend: decode_or_refuse(decoder, encoded) for backend, decoder in decoders.items()
+        }
         found[str(file.relative_to(root))] = outcome(results)
     # The file lists those with another outcome.
     decoded = [file for file, what in found.items() if what == "decoded"]
     assert len(decoded) == NUM_DECODED.get(corpus, 0)
-    assert found == {**dict.fromkeys(decoded, "decoded"), **{file: what for what in stated for file in stated[what]}}
+    assert found == {
+        **dict.fromkeys(decoded, "decoded"),
+        **{file: what for what in stated for file in stated[what]},
+    }
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
@@ -91,7 +104,9 @@ def test_backends_agree_on_what_both_take(corpus: str) -> None:
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
             taken += 1
             assert np.abs(a.astype(int) - b).max() <= 3, file.name
-        assert not (isinstance(a, np.ndarray) and isinstance(b, str)), f"{file.name}: only pillow refuses: {b}"
+        assert not (isinstance(a, np.ndarray) and isinstance(b, str)), (
+            f"{file.name}: only pillow refuses: {b}"
+        )
     assert taken >= 2
 
 
@@ -137,8 +152,12 @@ def test_libjpeg_turbos_own_test_picture() -> None:
     for backend in ("turbo", "pillow"):
         got = decode_or_refuse(make_decoder(backend), (folder / "testorig.jpg").read_bytes())
         assert psnr_db(got, expected) > 30.0
-    assert "12-bit" in decode_or_refuse(make_decoder("turbo"), (folder / "monkey12.jpg").read_bytes())
-    assert "arithmetic" in decode_or_refuse(make_decoder("turbo"), (folder / "testimgari.jpg").read_bytes())
+    assert "12-bit" in decode_or_refuse(
+        make_decoder("turbo"), (folder / "monkey12.jpg").read_bytes()
+    )
+    assert "arithmetic" in decode_or_refuse(
+        make_decoder("turbo"), (folder / "testimgari.jpg").read_bytes()
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -171,4 +190,6 @@ def test_mutated_files_never_hurt(backend: str) -> None:
     # DALI takes damaged pixel data at which libjpeg warns, which the others refuse.
     assert 0 < tally.decoded < (150 if backend == "dali" else 100)
     assert tally.refused_by_header > 15
-    assert tally.grown_mib < 1024, "a lie about the size may cost one picture of the limit, not more"
+    assert tally.grown_mib < 1024, (
+        "a lie about the size may cost one picture of the limit, not more"
+    )

@@ -64,9 +64,15 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> dict[str, Calls]:
 
 
 @pytest.mark.parametrize("is_aligned", [True, False])
-@pytest.mark.parametrize("facts", [UNKNOWN, ImageFacts((1600, 900), 0.5), ImageFacts((1600, 900), 0.0)])
-def test_the_graph_of_a_gpu_decodes_whole_images_by_hardware(decoding, monkeypatch, facts, is_aligned):
-    monkeypatch.setattr(dali.Pipeline, "build", lambda pipeline: None)  # which needs a GPU; defining does not
+@pytest.mark.parametrize(
+    "facts", [UNKNOWN, ImageFacts((1600, 900), 0.5), ImageFacts((1600, 900), 0.0)]
+)
+def test_the_graph_of_a_gpu_decodes_whole_images_by_hardware(
+    decoding, monkeypatch, facts, is_aligned
+):
+    monkeypatch.setattr(
+        dali.Pipeline, "build", lambda pipeline: None
+    )  # which needs a GPU; defining does not
     decoder = dali.DaliDecoder("cuda:0", facts=facts)
     decoder._build("bilinear", is_aligned, 64, 48)
     assert not decoding["image_slice"]
@@ -79,7 +85,10 @@ def test_the_graph_of_a_gpu_decodes_whole_images_by_hardware(decoding, monkeypat
 
 @pytest.mark.parametrize("name", ALL_MAPS)
 def test_both_graphs_agree(name: str, as_on_gpu: Callable[..., dali.DaliDecoder]) -> None:
-    image_map, interpolation = ALL_MAPS[name], ("bicubic", "bilinear")[[*ALL_MAPS].index(name) % 2]  # the suite's other
+    image_map, interpolation = (
+        ALL_MAPS[name],
+        ("bicubic", "bilinear")[[*ALL_MAPS].index(name) % 2],
+    )  # the suite's other
     width, height = image_map.out_wh
     pictures = []
     for decoder in (make_decoder("dali"), as_on_gpu()):
@@ -139,7 +148,8 @@ GOLDEN = {
 
 
 @pytest.mark.skipif(
-    importlib.metadata.version("nvidia-dali-cuda120" if HAS_CUDA12 else "nvidia-dali-cuda130") != "2.4.0",
+    importlib.metadata.version("nvidia-dali-cuda120" if HAS_CUDA12 else "nvidia-dali-cuda130")
+    != "2.4.0",
     reason="the digests are those of DALI 2.4.0",
 )
 @pytest.mark.parametrize(("interpolation", "train"), GOLDEN)
@@ -150,9 +160,13 @@ def test_pixels_on_the_cpu_are_those_of_before(interpolation: Interpolation, tra
     for number in range(80):
         width, height = SIZES[number % 4]
         x, y = np.meshgrid(np.arange(width), np.arange(height))
-        picture = np.stack([(x * (3 + number % 5) + y * 7 * k) % 251 for k in (1, 2, 3)], -1).astype(np.uint8)
+        picture = np.stack(
+            [(x * (3 + number % 5) + y * 7 * k) % 251 for k in (1, 2, 3)], -1
+        ).astype(np.uint8)
         is_png = number % 7 == 3
-        options: dict[str, Any] = {} if is_png else {"subsampling": "4:2:0" if number % 2 else "4:4:4"}
+        options: dict[str, Any] = (
+            {} if is_png else {"subsampling": "4:2:0" if number % 2 else "4:4:4"}
+        )
         if number % 3 and not is_png:
             options["restart_marker_rows"] = 1
         file = encode(picture, "png" if is_png else "jpeg", **options)
@@ -177,9 +191,17 @@ def test_a_lens_on_a_gpu_is_undone_on_the_cpu_and_it_is_logged_once(as_on_gpu, c
 @pytest.mark.parametrize("restart", [0, 1])
 @pytest.mark.parametrize("augment", [AUGMENT, AUGMENT.evaluation()])
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_two_views_of_images_are_one_decode_and_equal_those_of_two(augment, restart, is_whole, monkeypatch, as_on_gpu):
-    encoded = [encode(natural(320, 180, seed=n), restart_marker_rows=restart, quality=90) for n in range(4)]
-    maps = [image_map for n in (0, 1) for image_map in augment.draw([(320, 180)] * 4, seed=7, epoch=0, sample=n)]
+def test_two_views_of_images_are_one_decode_and_equal_those_of_two(
+    augment, restart, is_whole, monkeypatch, as_on_gpu
+):
+    encoded = [
+        encode(natural(320, 180, seed=n), restart_marker_rows=restart, quality=90) for n in range(4)
+    ]
+    maps = [
+        image_map
+        for n in (0, 1)
+        for image_map in augment.draw([(320, 180)] * 4, seed=7, epoch=0, sample=n)
+    ]
     if augment is not AUGMENT:
         maps = [dataclasses.replace(image_map) for image_map in maps]
     decoder = as_on_gpu(check_every=0) if is_whole else make_decoder("dali")

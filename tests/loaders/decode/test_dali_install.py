@@ -29,7 +29,16 @@ OLD_DRIVER = "CUDA runtime API error cudaErrorInsufficientDriver (35):\nCUDA dri
 
 
 def test_errors_about_images_are_known_and_no_others_are() -> None:
-    texts = (BAD_IMAGE, CODE_STREAM, INTERNAL, NO_MEMORY, STICKY, STICKY_ON_A_SAMPLE, OLD_DRIVER, "unknown")
+    texts = (
+        BAD_IMAGE,
+        CODE_STREAM,
+        INTERNAL,
+        NO_MEMORY,
+        STICKY,
+        STICKY_ON_A_SAMPLE,
+        OLD_DRIVER,
+        "unknown",
+    )
     assert [text for text in texts if is_about_an_image(text)] == [BAD_IMAGE, CODE_STREAM]
 
 
@@ -37,9 +46,15 @@ def test_errors_about_images_are_known_and_no_others_are() -> None:
     ("text", "expected"),
     [
         (NO_MEMORY, "there is no memory left to decode in: take a smaller batch_size"),
-        (STICKY, "a CUDA error, after which this process cannot use the GPU any more: start it again"),
+        (
+            STICKY,
+            "a CUDA error, after which this process cannot use the GPU any more: start it again",
+        ),
         (INTERNAL, "take decoder='turbo', and run fuelrail doctor"),
-        (OLD_DRIVER, "the NVIDIA driver 570.10 is older than 580, which nvidia-dali-cuda130 needs: update it"),
+        (
+            OLD_DRIVER,
+            "the NVIDIA driver 570.10 is older than 580, which nvidia-dali-cuda130 needs: update it",
+        ),
     ],
 )
 def test_a_failure_is_one_sentence_that_says_what_to_do(text, expected, monkeypatch) -> None:
@@ -62,7 +77,12 @@ def test_the_extras_ask_for_the_version_that_the_decoder_needs() -> None:
 
 
 def test_versions_below_the_floor_are_a_problem() -> None:
-    for version, is_usable in (("1.53.0", False), ("2.1.1", False), ("2.2.0", True), ("2.10", True)):
+    for version, is_usable in (
+        ("1.53.0", False),
+        ("2.1.1", False),
+        ("2.2.0", True),
+        ("2.10", True),
+    ):
         found = InstalledDali("nvidia-dali-cuda120", version, [], "12.4.0.76", "0.8.0")
         assert (found.problem == "") == is_usable, version
 
@@ -79,11 +99,17 @@ def test_the_libraries_of_the_installed_dali_are_found() -> None:
 @pytest.mark.parametrize(
     ("text", "version"),
     [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 02:03:04 2025\nGCC", "570.86.15"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 02:03:04 2025\nGCC",
+            "570.86.15",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n",
+            "580.65.06",
+        ),
         ("", None),
     ],
-)  # fmt: skip
+)
 def test_the_drivers_version_is_read(tmp_path, monkeypatch, text, version) -> None:
     monkeypatch.setattr(dali_install, "_DRIVER_FILE", tmp_path / "version")
     assert dali_install.driver_version() is None

@@ -32,7 +32,9 @@ __all__ = ["as_on_gpu"]
 
 
 @pytest.mark.costly
-def test_images_that_only_turbo_decodes_are_left_to_it_and_it_is_logged_once(monkeypatch, caplog) -> None:
+def test_images_that_only_turbo_decodes_are_left_to_it_and_it_is_logged_once(
+    monkeypatch, caplog
+) -> None:
     encoded, maps = batch(16, EVALUATION)
     expected, out = (empty(16) for _ in range(2))
     make_decoder("dali").decode_batch(encoded, maps, expected)
@@ -59,13 +61,17 @@ BAD_IMAGE = "Error in an operator, encountered:\n\nFailed to decode sample #0 : 
 @pytest.mark.parametrize(
     ("text", "sizes", "says"),
     [
-        ("CUDA runtime API error cudaErrorIllegalAddress (700): an illegal memory access", [16], "turbo"),
+        (
+            "CUDA runtime API error cudaErrorIllegalAddress (700): an illegal memory access",
+            [16],
+            "turbo",
+        ),
         ("Error in an operator, encountered: CUDA allocation failed", [16], "turbo"),
         ("Error in an operator, encountered: nvImageCodec failure: '#8'", [16], "turbo"),
         ("no decoder on this device", [16], "turbo"),
         (BAD_IMAGE, [16, 8, 4, 2, 1, 1], "not because of an image"),  # every image is called bad
     ],
-)  # fmt: skip
+)
 def test_what_is_not_about_an_image_is_raised_at_once(text, sizes, says, monkeypatch) -> None:
     def fail(fed: list[np.ndarray]) -> None:
         raise RuntimeError(text)
@@ -113,7 +119,9 @@ def test_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.MonkeyPat
 def test_outputs_are_held_until_one_wait_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
     wait = dali.ThreadState.wait
-    monkeypatch.setattr(dali.ThreadState, "wait", lambda state: held.append(len(state._held)) or wait(state))
+    monkeypatch.setattr(
+        dali.ThreadState, "wait", lambda state: held.append(len(state._held)) or wait(state)
+    )
     encoded, maps = batch(dali.MAX_BATCH + 5, EVALUATION)
     decoder = make_decoder("dali")
     decoder.decode_batch(encoded, maps, empty(len(encoded)))
@@ -121,10 +129,16 @@ def test_outputs_are_held_until_one_wait_at_the_end(monkeypatch: pytest.MonkeyPa
     assert decoder._local.state._held == []
 
 
-@pytest.mark.parametrize(("engine", "threads"), [("hardware", 4), ("CUDA", 16 // MIN_LANES), (None, 4)])
-def test_threads_of_a_pipeline_are_few(engine: str | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("engine", "threads"), [("hardware", 4), ("CUDA", 16 // MIN_LANES), (None, 4)]
+)
+def test_threads_of_a_pipeline_are_few(
+    engine: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: engine is not None)
-    monkeypatch.setattr(dali_install, "gpu_engine", lambda index: Engine(engine, "as set by the test"))
+    monkeypatch.setattr(
+        dali_install, "gpu_engine", lambda index: Engine(engine, "as set by the test")
+    )
     decoder = dali.DaliDecoder("cuda:0", num_threads=16)
     assert decoder._num_threads == threads
     assert dali.DaliDecoder("cpu", num_threads=16)._num_threads == 16
@@ -152,7 +166,10 @@ def test_a_share_is_a_public_option() -> None:
     decoder = make_decoder("dali", "cuda:0", dali=transforms.dali)
     assert decoder._gpu_options()["hw_decoder_load"] == 0.5
     assert decoder._check_every == 10
-    assert (dali.DaliDecoder("cuda:0")._check_every, dali.DaliDecoder("cpu")._check_every) == (1000, 0)  # f32
+    assert (dali.DaliDecoder("cuda:0")._check_every, dali.DaliDecoder("cpu")._check_every) == (
+        1000,
+        0,
+    )  # f32
     for wrong in ({"hardware_share": 1.5}, {"check_every": -1}):
         with pytest.raises(ConfigError):
             DaliOptions(**wrong)
@@ -162,7 +179,10 @@ def test_a_share_is_a_public_option() -> None:
     ("engine", "said"),
     [
         (Engine("CPU", "no nvJPEG", "install it"), "decodes on the CPU: no nvJPEG; install it"),
-        (Engine("CUDA", "no libnvcuvid", "set video"), "decodes on the GPU's CUDA cores: no libnvcuvid; set video"),
+        (
+            Engine("CUDA", "no libnvcuvid", "set video"),
+            "decodes on the GPU's CUDA cores: no libnvcuvid; set video",
+        ),
         (Engine("CUDA", "it has no engines"), None),
         (Engine("hardware", "engines", "a newer one is better"), None),
     ],
@@ -171,23 +191,31 @@ def test_another_engine_than_expected_is_logged(engine, said, monkeypatch, caplo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dali_install, "gpu_engine", lambda index: engine)
     dali.DaliDecoder("cuda:0")
-    assert [record.getMessage() for record in caplog.records] == [f"decoder='dali' on cuda:0 {said}"] * bool(said)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"decoder='dali' on cuda:0 {said}"
+    ] * bool(said)
 
 
 def test_a_driver_that_is_too_old_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dali_install, "driver_version", lambda: "470.1")
-    with pytest.raises(ConfigError, match=r"on cuda:0: the NVIDIA driver 470\.1 is older than .*; update it"):
+    with pytest.raises(
+        ConfigError, match=r"on cuda:0: the NVIDIA driver 470\.1 is older than .*; update it"
+    ):
         dali.DaliDecoder("cuda:0")
 
 
-def test_no_memory_on_the_device_is_a_sentence_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_on_the_device_is_a_sentence_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     decoder = dali.DaliDecoder()
     monkeypatch.setattr(torch, "empty", fail)
-    with pytest.raises(DecoderError, match="no memory left to decode in: take a smaller batch_size"):
+    with pytest.raises(
+        DecoderError, match="no memory left to decode in: take a smaller batch_size"
+    ):
         decoder.new_output((1, 3, 48, 64))
 
 
@@ -230,9 +258,13 @@ def test_wrong_pixels_without_an_error_are_an_error(wrong, monkeypatch, as_on_gp
     monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", lambda pictures: wrong(right(pictures)))
     encoded, maps = batch(8, EVALUATION)
     out = empty(8)
-    with pytest.raises(DecoderError, match=r"returned wrong pixels .* image 0 of a batch of 8 .* at least 30 dB"):
+    with pytest.raises(
+        DecoderError, match=r"returned wrong pixels .* image 0 of a batch of 8 .* at least 30 dB"
+    ):
         as_on_gpu().decode_batch(encoded, maps, out)
-    assert make_decoder("dali").decode_batch(encoded, maps, out) == [None] * 8  # which compares nothing on the CPU
+    assert (
+        make_decoder("dali").decode_batch(encoded, maps, out) == [None] * 8
+    )  # which compares nothing on the CPU
 
 
 def test_closing_drops_the_pipelines_of_all_threads() -> None:
@@ -276,7 +308,8 @@ def test_a_dali_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     found = InstalledDali("nvidia-dali-cuda120", "2.1.1", [], "12.4.0.76", "0.7.0")
     monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
     with pytest.raises(
-        ConfigError, match=r"2\.1\.1 is too old: 2\.2 or newer is needed; .*pip install 'fuelrail\[dali\]'"
+        ConfigError,
+        match=r"2\.1\.1 is too old: 2\.2 or newer is needed; .*pip install 'fuelrail\[dali\]'",
     ):
         make_decoder("dali")
 
@@ -296,7 +329,9 @@ def test_bad_images_are_named_and_the_others_come() -> None:
     assert [at for at, error in enumerate(errors) if isinstance(error, ImageError)] == bad
     assert (out[bad] == 7).all()
     good = [at for at in range(12) if at not in bad]
-    assert torch.equal(out[good], expected[good]), "what becomes of an image must not depend on its neighbours"
+    assert torch.equal(out[good], expected[good]), (
+        "what becomes of an image must not depend on its neighbours"
+    )
     again = torch.empty_like(expected)
     encoded, maps = batch(12)
     assert decoder.decode_batch(encoded, maps, again) == [None] * 12
@@ -306,7 +341,9 @@ def test_bad_images_are_named_and_the_others_come() -> None:
 def test_failed_runs_cost_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     build = dali.DaliDecoder._build
-    monkeypatch.setattr(dali.DaliDecoder, "_build", lambda *arguments: built.append(arguments) or build(*arguments))
+    monkeypatch.setattr(
+        dali.DaliDecoder, "_build", lambda *arguments: built.append(arguments) or build(*arguments)
+    )
     decoder = make_decoder("dali")
     encoded, maps = batch(8, EVALUATION)
     expected, out = (empty(8) for _ in range(2))
@@ -329,7 +366,9 @@ def test_a_wrong_output_tensor_is_the_callers_mistake() -> None:
         torch.empty((2, 3, 48, 64)),
         torch.empty((2, 3, 48, 64), dtype=torch.uint8, device="meta"),
     ):
-        with pytest.raises(ConfigError, match=r"out must be a uint8 tensor on cpu of shape \[2, 3, height, width\]"):
+        with pytest.raises(
+            ConfigError, match=r"out must be a uint8 tensor on cpu of shape \[2, 3, height, width\]"
+        ):
             decoder.decode_batch(encoded, maps, wrong)
     with pytest.raises(ConfigError, match="interpolation='area' must be one of"):
         decoder.decode_batch(encoded, maps, empty(2), "area")

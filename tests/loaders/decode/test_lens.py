@@ -73,7 +73,9 @@ def straightened_picture(lens: Lens) -> tuple[np.ndarray, np.ndarray]:
 def board(name: str) -> bytes:
     """What the lens makes of a checkerboard whose corners lie at multiples of `SQUARE` in the rectified image."""
     lens, (width, height) = LENSES[name], NUSCENES_WH
-    grid = np.stack(np.meshgrid(np.arange(width, dtype=float), np.arange(height, dtype=float)), -1).reshape(-1, 1, 2)
+    grid = np.stack(
+        np.meshgrid(np.arange(width, dtype=float), np.arange(height, dtype=float)), -1
+    ).reshape(-1, 1, 2)
     camera, dist, to = np.array(lens.stored), np.array(lens.coefficients), np.array(lens.rectified)
     criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 30, 1e-7)
     if lens.kind == "fisheye":
@@ -84,16 +86,23 @@ def board(name: str) -> bytes:
         places = cv2.undistortPoints(grid, camera, dist, P=to, criteria=criteria)
     waves = np.sin(np.pi * places.reshape(height, width, 2) / SQUARE).prod(axis=-1)
     gray = 128 + 100 * np.tanh(30 * waves)
-    return encode(np.repeat(np.rint(gray).astype(np.uint8)[..., None], 3, axis=2), subsampling="4:2:0")
+    return encode(
+        np.repeat(np.rint(gray).astype(np.uint8)[..., None], 3, axis=2), subsampling="4:2:0"
+    )
 
 
 @functools.cache
 def corners(name: str, preset: str) -> tuple[ImageMap, int, np.ndarray]:
     """A map with a lens, how far around them corners are looked for [px], and where whole ones are shown (n, 1, 2)."""
     image_map = with_lens(preset_map(preset, sample=5), LENSES[name])
-    reach = max(5, round(12 * image_map.max_scale))  # the board's edges are soft: as much of each at every scale
+    reach = max(
+        5, round(12 * image_map.max_scale)
+    )  # the board's edges are soft: as much of each at every scale
     width, height = NUSCENES_WH
-    grid = np.array([(u, v) for u in range(SQUARE, width, SQUARE) for v in range(SQUARE, height, SQUARE)], np.float64)
+    grid = np.array(
+        [(u, v) for u in range(SQUARE, width, SQUARE) for v in range(SQUARE, height, SQUARE)],
+        np.float64,
+    )
     stored = project(LENSES[name], grid)
     shown = (np.c_[grid, np.ones(len(grid))] @ image_map.centre_matrix().T)[:, :2]
     inside = ((shown > reach + 7) & (shown < np.array(image_map.out_wh) - reach - 8)).all(1)
@@ -117,9 +126,18 @@ def with_lens(image_map: ImageMap, lens: Lens) -> ImageMap:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("name", "alpha"),
-    [("radtan", None), ("rational", None), ("fisheye", None), ("fisheye", 0.0), ("rational", 0.0), ("radtan", 1.0)],
+    [
+        ("radtan", None),
+        ("rational", None),
+        ("fisheye", None),
+        ("fisheye", 0.0),
+        ("rational", 0.0),
+        ("radtan", 1.0),
+    ],
 )
-def test_at_full_size_it_is_opencvs_undistortion(backend: str, name: str, alpha: float | None) -> None:
+def test_at_full_size_it_is_opencvs_undistortion(
+    backend: str, name: str, alpha: float | None
+) -> None:
     lens = LENSES[name]
     if alpha is not None:
         lens = dataclasses.replace(lens, rectified=rectified_camera(lens, NUSCENES_WH, alpha))
@@ -137,17 +155,23 @@ def test_f_theta_shows_what_the_fisheye_shows(backend: str, preset: str) -> None
     k1, k2, _, _ = LENSES["fisheye"].coefficients
     fisheye, image_map = Lens("fisheye", (k1, k2, 0.0, 0.0), WIDE, WIDE), preset_map(preset)
     own = Lens("ftheta", (0.0, 1.0, 0.0, k1, 0.0, k2), WIDE, WIDE)
-    one, other = (decode(backend, photograph(), with_lens(image_map, lens)) for lens in (own, fisheye))
+    one, other = (
+        decode(backend, photograph(), with_lens(image_map, lens)) for lens in (own, fisheye)
+    )
     assert psnr_db(one, other) > 50.0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "preset"), PAIRS)
-def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(backend: str, name: str, preset: str) -> None:
+def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(
+    backend: str, name: str, preset: str
+) -> None:
     image_map, reach, expected = corners(name, preset)
     gray = decode(backend, board(name), image_map).mean(axis=0).astype(np.float32)
     criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 100, 1e-4)
-    found = cv2.cornerSubPix(gray.astype(np.uint8), expected.copy(), (reach, reach), (-1, -1), criteria)
+    found = cv2.cornerSubPix(
+        gray.astype(np.uint8), expected.copy(), (reach, reach), (-1, -1), criteria
+    )
     errors = np.abs(found - expected)[:, 0]
     assert errors.max() < 0.1, f"{errors.max(axis=0)} px"
 
@@ -206,27 +230,40 @@ def test_only_the_rows_that_are_needed_are_decoded(name, preset, backend, monkey
 
 @pytest.mark.parametrize("name", LENSES)
 @pytest.mark.parametrize("preset", ["eval", "bevdet", "streampetr", "stretched"])
-def test_compiled_code_decodes_enough_rows(name: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_decodes_enough_rows(
+    name: str, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image_map = with_lens(preset_map(preset), LENSES[name])
     some = decode("turbo", photograph(), image_map)
     monkeypatch.setattr(turbo, "source_rows", lambda image_map, *_: (0, image_map.source_wh[1]))
     assert np.array_equal(some, decode("turbo", photograph(), image_map))
 
 
-@pytest.mark.parametrize("backend", ["pillow", "turbo", "turbo without native", pytest.param("dali", marks=needs_dali)])
+@pytest.mark.parametrize(
+    "backend", ["pillow", "turbo", "turbo without native", pytest.param("dali", marks=needs_dali)]
+)
 def test_two_views_are_one_decode_and_equal_those_of_two(backend: str, monkeypatch) -> None:
     if backend == "turbo without native":
         monkeypatch.setattr(turbo, "load_native", lambda: "not this time")
     decoder, decoded = make_decoder(backend.partition(" ")[0]), []
-    module = importlib.import_module(f"fuelrail.loaders.decode.{'pillow' if backend == 'pillow' else 'turbo'}")
+    module = importlib.import_module(
+        f"fuelrail.loaders.decode.{'pillow' if backend == 'pillow' else 'turbo'}"
+    )
     for owner, name in ((module, "decode_jpeg"), (native.CameraJpeg, "picture")):
         true = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture)
+        monkeypatch.setattr(
+            owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture
+        )
     files = photograph(), photograph(restart_marker_rows=1), camera_file("png")
     whole = ImageMap.identity(NUSCENES_WH)
-    for encoded, lens, widths in product(files, LENSES.values(), ((700, 620), (200, 130), (900, 500))):
+    for encoded, lens, widths in product(
+        files, LENSES.values(), ((700, 620), (200, 130), (900, 500))
+    ):
         maps = [
-            with_lens(whole.resize(width, round(width * 0.5625)).crop(9, top, 100, 50).rotate(degrees), lens)
+            with_lens(
+                whole.resize(width, round(width * 0.5625)).crop(9, top, 100, 50).rotate(degrees),
+                lens,
+            )
             for width, top, degrees in zip(widths, (20, 40), (0.0, 4.0), strict=True)
         ]
         both, alone = np.empty((2, 2, 3, 50, 100), np.uint8)
@@ -249,7 +286,10 @@ def test_a_lens_that_bends_nothing_changes_nothing() -> None:
     image_map = preset_map("bevdet")
     straight = Lens("pinhole", (0.0,) * 5, K, K)
     for backend in ("turbo", "pillow"):
-        plain, bent = (decode(backend, photograph(), one) for one in (image_map, with_lens(image_map, straight)))
+        plain, bent = (
+            decode(backend, photograph(), one)
+            for one in (image_map, with_lens(image_map, straight))
+        )
         where = seen(image_map, 3.0)
         assert psnr_db(plain, bent, where) > 42.0
         assert ((plain.max(0) == 0) == (bent.max(0) == 0)).mean() > 0.999

@@ -72,7 +72,9 @@ def by_libjpeg(encoded: bytes, factor: int) -> np.ndarray:
 
 def saturated(width: int, height: int) -> np.ndarray:
     """Every value that colours and coefficients may take, and what clips."""
-    return np.random.default_rng(3).choice(np.array([0, 3, 128, 252, 255], np.uint8), (height, width, 3))
+    return np.random.default_rng(3).choice(
+        np.array([0, 3, 128, 252, 255], np.uint8), (height, width, 3)
+    )
 
 
 class TestPixels:
@@ -81,7 +83,9 @@ class TestPixels:
     @pytest.mark.parametrize("wh", [(16, 16), (17, 33), (160, 96), (333, 215), (640, 360)])
     @pytest.mark.parametrize("options", [{}, {"quality": 100}, {"quality": 5}, {"optimize": True}])
     @pytest.mark.parametrize("restarts", [False, True])
-    def test_they_are_those_of_libjpeg_turbo(self, camera_jpeg, portable, factor, wh, options, restarts) -> None:
+    def test_they_are_those_of_libjpeg_turbo(
+        self, camera_jpeg, portable, factor, wh, options, restarts
+    ) -> None:
         rows = {"restart_marker_rows": 1} if restarts else {}
         for picture in (natural(*wh), saturated(*wh)):
             encoded = encode(picture, subsampling="4:2:0", **options, **rows)
@@ -103,7 +107,10 @@ class TestPixels:
     @pytest.mark.costly
     @pytest.mark.parametrize("name", ALL_MAPS)
     def test_the_resize_is_bilinear_interpolation(self, camera_jpeg, portable, name: str) -> None:
-        image_map, encoded = ALL_MAPS[name], encode(natural(1600, 900), subsampling="4:2:0", quality=92)
+        image_map, encoded = (
+            ALL_MAPS[name],
+            encode(natural(1600, 900), subsampling="4:2:0", quality=92),
+        )
         for factor in (2, 4):
             scaled, info = image_map.of_scaled(factor), probe(encoded)
             width, height = image_map.out_wh
@@ -120,7 +127,9 @@ class TestPixels:
             assert abs((out - expected).mean()) < 0.04  # ties are rounded up
 
     @pytest.mark.real
-    @pytest.mark.parametrize("name", ["eval", "bevdet", "streampetr", "padded", "flipped", "upside-down", "beyond"])
+    @pytest.mark.parametrize(
+        "name", ["eval", "bevdet", "streampetr", "padded", "flipped", "upside-down", "beyond"]
+    )
     def test_the_backend_gives_nearly_the_same_without_it(self, camera_jpeg, name: str) -> None:
         image_map = ALL_MAPS[name]
         shape = (3, image_map.out_wh[1], image_map.out_wh[0])
@@ -169,7 +178,9 @@ class TestDeclined:
 
     @pytest.mark.costly
     @pytest.mark.parametrize("rows", [{}, {"restart_marker_rows": 1}])
-    def test_damaged_files_are_declined_or_libjpeg_turbo_takes_them_too(self, camera_jpeg, rows) -> None:
+    def test_damaged_files_are_declined_or_libjpeg_turbo_takes_them_too(
+        self, camera_jpeg, rows
+    ) -> None:
         encoded = encode(natural(160, 96), subsampling="4:2:0", **rows)
         rng, info = np.random.default_rng(7), probe(encoded)
         image_map = ImageMap.identity((160, 96)).resize(80, 48)
@@ -199,7 +210,9 @@ class TestDeclined:
         taken = set()
         for picture in (natural(160, 96), saturated(160, 96)):
             encoded = encode(picture, subsampling="4:2:0", quality=100)
-            tables = [at + 5 for at in range(len(encoded)) if encoded[at : at + 4] == b"\xff\xdb\x00\x43"]
+            tables = [
+                at + 5 for at in range(len(encoded)) if encoded[at : at + 4] == b"\xff\xdb\x00\x43"
+            ]
             assert len(tables) == 2
             for quantiser in (1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 255):
                 damaged = bytearray(encoded)
@@ -208,7 +221,9 @@ class TestDeclined:
                 for factor in (2, 4):
                     for library in (camera_jpeg, portable):
                         got = decode(library, bytes(damaged), factor)
-                        assert got is None or np.array_equal(got, by_libjpeg(bytes(damaged), factor)), quantiser
+                        assert got is None or np.array_equal(
+                            got, by_libjpeg(bytes(damaged), factor)
+                        ), quantiser
                         taken.add((quantiser, got is not None))
         assert (1, False) not in taken
         assert {(2, True), (255, False)} <= taken
@@ -217,11 +232,18 @@ class TestDeclined:
     def test_what_is_refused_does_not_depend_on_the_native_decoder(self, camera_jpeg) -> None:
         encoded = encode(natural(320, 400), subsampling="4:2:0", restart_marker_rows=1)
         scan = probe(encoded).scan_at
-        markers = [at for at in range(scan, len(encoded)) if encoded[at] == 0xFF and encoded[at + 1] != 0]
+        markers = [
+            at for at in range(scan, len(encoded)) if encoded[at] == 0xFF and encoded[at + 1] != 0
+        ]
         assert len(markers) == 400 // 16
         with_it, without = TurboDecoder(native=camera_jpeg), TurboDecoder(native=False)
         augment = ImageAugment(
-            height=64, width=128, train=True, resize_range=(0.13, 0.49), crop_y="random", flip_prob=0.5
+            height=64,
+            width=128,
+            train=True,
+            resize_range=(0.13, 0.49),
+            crop_y="random",
+            flip_prob=0.5,
         )
         rng = np.random.default_rng(5)
         outcomes = set()
@@ -232,10 +254,13 @@ class TestDeclined:
             for end in [None, *markers]:
                 damaged = bytearray(encoded)
                 if end is not None:  # a row gets a byte more or less, or zeros
-                    damaged[end - 3 : end] = [b"\x12\x34\x56\x78", b"\x12", b"\0\0\0"][rng.integers(3)]
+                    damaged[end - 3 : end] = [b"\x12\x34\x56\x78", b"\x12", b"\0\0\0"][
+                        rng.integers(3)
+                    ]
                 trailer = bytes((0, 0, 40)[rng.integers(3)])
                 first, second = (
-                    decode_or_none(decoder, bytes(damaged) + trailer, image_map) for decoder in (with_it, without)
+                    decode_or_none(decoder, bytes(damaged) + trailer, image_map)
+                    for decoder in (with_it, without)
                 )
                 assert (first is None) == (second is None), (sample, end)
                 outcomes.add((first is None, bool(trailer)))
@@ -246,7 +271,10 @@ class TestDeclined:
         at = encoded.index(b"JFIF\0") + 5
         other = encoded[:at] + b"\x02" + encoded[at + 1 :]
         assert decode(camera_jpeg, other, 2) is None
-        assert decode_or_none(TurboDecoder(), other, ImageMap.identity((160, 96)).resize(80, 48)) is None
+        assert (
+            decode_or_none(TurboDecoder(), other, ImageMap.identity((160, 96)).resize(80, 48))
+            is None
+        )
 
     def test_sizes_that_the_caller_does_not_know_are_declined(self, camera_jpeg) -> None:
         encoded = encode(natural(160, 96), subsampling="4:2:0")
@@ -286,9 +314,13 @@ class TestLibrary:
     @pytest.mark.slow
     def test_it_compiles_for_aarch64(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Build by the installed compiler, with the flags that a build there takes."""
-        compiler = next((CROSS[name] for name in CROSS if name == "ziglang" or shutil.which(name)), None)
+        compiler = next(
+            (CROSS[name] for name in CROSS if name == "ziglang" or shutil.which(name)), None
+        )
         if compiler is None:
-            pytest.skip("no compiler for aarch64: pip install ziglang, or Debian package gcc-aarch64-linux-gnu")
+            pytest.skip(
+                "no compiler for aarch64: pip install ziglang, or Debian package gcc-aarch64-linux-gnu"
+            )
         for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
             monkeypatch.setenv(name, str(tmp_path / "cache"))
         monkeypatch.setenv("CC", f"{compiler} {' '.join(STRICT)}")
@@ -308,11 +340,15 @@ class TestLibrary:
             pytest.skip(str(error))
         assert "built from other sources" in open_library(library)
 
-    def test_what_is_wrong_is_said_with_what_to_do(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_wrong_is_said_with_what_to_do(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         assert "install a C compiler" in open_library(tmp_path / build.LIBRARY_NAME)
         (tmp_path / build.LIBRARY_NAME).write_bytes(b"no library")
         assert "cannot be loaded" in open_library(tmp_path / build.LIBRARY_NAME)
-        monkeypatch.setattr(commands, "load_native", lambda: "it was not built: install a C compiler")
+        monkeypatch.setattr(
+            commands, "load_native", lambda: "it was not built: install a C compiler"
+        )
         finding = next(f for f in commands.doctor().findings if f.subject == "native JPEG")
         assert finding.advice == "it was not built: install a C compiler"
         monkeypatch.setenv("CC", "false")
@@ -320,7 +356,9 @@ class TestLibrary:
             build.build(copy_of_sources(tmp_path))
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(build.platform, "machine", lambda: "riscv64")
-            with pytest.raises(build.BuildError, match="no vector code for processors of kind 'riscv64'"):
+            with pytest.raises(
+                build.BuildError, match="no vector code for processors of kind 'riscv64'"
+            ):
                 build.build(copy_of_sources(tmp_path))
         monkeypatch.delenv("CC")
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -329,11 +367,12 @@ class TestLibrary:
 
     @pytest.mark.process
     def test_it_is_built_with_the_standard_library_alone(self) -> None:
-        code = (
-            "import sys, runpy; runpy.run_path(sys.argv[1]); print('numpy' in sys.modules, 'fuelrail' in sys.modules)"
-        )
+        code = "import sys, runpy; runpy.run_path(sys.argv[1]); print('numpy' in sys.modules, 'fuelrail' in sys.modules)"  # noqa: E501
         command = [sys.executable, "-c", code, str(native.FOLDER / "build.py")]
-        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "False False\n"
+        assert (
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            == "False False\n"
+        )
 
 
 @pytest.mark.process
@@ -349,9 +388,12 @@ def test_mutations_are_the_same_with_and_without_the_native_decoder(sanitize, tm
     preload = sanitized_library(tmp_path) if sanitize else {}
     library = (tmp_path if sanitize else build.FOLDER) / build.LIBRARY_NAME
     done = subprocess.run(
-        [sys.executable, "-m", "support.decode_fuzz", library, "200", *images], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **preload}, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "support.decode_fuzz", library, "200", *images],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **preload},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["compared"] > 20

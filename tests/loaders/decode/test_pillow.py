@@ -24,11 +24,20 @@ class TestPillow(DecoderSuite):
 def test_two_views_are_one_decode_and_equal_those_of_two(monkeypatch) -> None:
     decoder, decoded = make_decoder("pillow"), []
     true = pillow.decode_jpeg
-    monkeypatch.setattr(pillow, "decode_jpeg", lambda *a: decoded.append(picture := true(*a)) or picture)
+    monkeypatch.setattr(
+        pillow, "decode_jpeg", lambda *a: decoded.append(picture := true(*a)) or picture
+    )
     whole = ImageMap.identity((320, 180))
-    maps = [whole.resize(width, 90).crop(11, 40, 80, 40).rotate(degrees) for width, degrees in ((160, 0.0), (120, 4.0))]
+    maps = [
+        whole.resize(width, 90).crop(11, 40, 80, 40).rotate(degrees)
+        for width, degrees in ((160, 0.0), (120, 4.0))
+    ]
     picture = natural(320, 180)
-    for encoded in (encode(picture), encode(picture, restart_marker_rows=1), encode(picture, "png")):
+    for encoded in (
+        encode(picture),
+        encode(picture, restart_marker_rows=1),
+        encode(picture, "png"),
+    ):
         both, alone = np.empty((2, 2, 3, 40, 80), np.uint8)
         decoded.clear()
         decode_views(decoder, encoded, maps, list(both))
@@ -58,7 +67,10 @@ def rendered(picture: np.ndarray, image_map) -> np.ndarray:
     planes = down @ planes @ triangle_weights(left, right, width, planes.shape[2]).T
     a, b, tx, c, d, ty = steps.to_resized
     x, y = np.meshgrid(np.arange(image_map.out_wh[0]) + 0.5, np.arange(image_map.out_wh[1]) + 0.5)
-    u, v = np.clip(a * x + b * y + tx - 0.5, 0, width - 1.001), np.clip(c * x + d * y + ty - 0.5, 0, height - 1.001)
+    u, v = (
+        np.clip(a * x + b * y + tx - 0.5, 0, width - 1.001),
+        np.clip(c * x + d * y + ty - 0.5, 0, height - 1.001),
+    )
     u0, v0 = u.astype(int), v.astype(int)
     wu, wv = u - u0, v - v0
     above = planes[:, v0, u0] * (1 - wu) + planes[:, v0, u0 + 1] * wu

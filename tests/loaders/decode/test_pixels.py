@@ -86,7 +86,9 @@ def test_holes_are_squares_on_a_grid() -> None:
 def test_planes_inside_a_batch() -> None:
     batch = np.full((2, 3, 48, 64), 9, np.uint8)
     batch[1] = PLANES
-    change = PixelChange(brightness=10, saturation=1.2, hue_deg=5, order=(2, 0, 1), holes=GridHoles(8, 4, 0, 0))
+    change = PixelChange(
+        brightness=10, saturation=1.2, hue_deg=5, order=(2, 0, 1), holes=GridHoles(8, 4, 0, 0)
+    )
     change_pixels(batch[1], change, FILL)
     assert np.array_equal(batch[1], changed(change))
     assert (batch[0] == 9).all()

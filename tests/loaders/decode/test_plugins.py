@@ -31,7 +31,9 @@ def test_a_loader_decodes_with_a_plugin_as_with_a_backend_of_its_own(installed, 
     batches = {}
     for name in ("watched", "pillow"):
         transforms = Transforms(image=ImageAugment(height=32, width=64), decoder=name)
-        with DataLoader(tiny_dataset({"train": (4,)}).root, 2, transforms=transforms, num_workers=1, seed=3) as loader:
+        with DataLoader(
+            tiny_dataset({"train": (4,)}).root, 2, transforms=transforms, num_workers=1, seed=3
+        ) as loader:
             batches[name] = next(iter(loader))["img"].clone()
     assert torch.equal(batches["watched"], batches["pillow"])
     assert [(place.device, place.num_threads) for place in Watched.places] == [("cpu", 1)]
@@ -53,9 +55,15 @@ def test_a_plugin_does_not_replace_a_backend(installed):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("broken", "decoder 'broken' of package 'broken-source' cannot be imported: No module named 'no_such_module'"),
+        (
+            "broken",
+            "decoder 'broken' of package 'broken-source' cannot be imported: No module named 'no_such_module'",
+        ),
         ("liar", "'builtins:repr' made str, which is not an ImageDecoder"),
-        ("wached", "decoder='wached' must be one of auto, turbo, pillow, dali, .*did you mean 'watched'"),
+        (
+            "wached",
+            "decoder='wached' must be one of auto, turbo, pillow, dali, .*did you mean 'watched'",
+        ),
     ],
 )
 def test_what_is_not_a_decoder_is_refused_in_a_sentence(installed, name, says):

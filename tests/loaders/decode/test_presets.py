@@ -26,9 +26,13 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 IMAGES = sorted((CONFIGS / "images").glob("*.yaml"))
 STORED_WH = (1600, 900)
 LEAST_DB = {
-    ("pillow", "bicubic"): 43.0, ("pillow", "bilinear"): 43.0, ("turbo", "bicubic"): 34.0,
-    ("turbo", "bilinear"): 36.0, ("dali", "bicubic"): 43.0, ("dali", "bilinear"): 40.0,
-}  # fmt: skip
+    ("pillow", "bicubic"): 43.0,
+    ("pillow", "bilinear"): 43.0,
+    ("turbo", "bicubic"): 34.0,
+    ("turbo", "bilinear"): 36.0,
+    ("dali", "bicubic"): 43.0,
+    ("dali", "bilinear"): 40.0,
+}
 """On a made picture."""
 
 
@@ -47,10 +51,14 @@ def test_other_presets_load_and_change_something(folder: str) -> None:
         if folder == "pixels":
             assert not load_yaml(file, PixelAugment).changes_nothing
         else:
-            assert not np.array_equal(load_yaml(file, BevAugment).draw(seed=0, epoch=0, sample=0).matrix, np.eye(4))
+            assert not np.array_equal(
+                load_yaml(file, BevAugment).draw(seed=0, epoch=0, sample=0).matrix, np.eye(4)
+            )
 
 
-def trainers_draw(name: str, sample: int) -> tuple[float, tuple[int, int], tuple[int, int, int, int], bool, float]:
+def trainers_draw(
+    name: str, sample: int
+) -> tuple[float, tuple[int, int], tuple[int, int, int, int], bool, float]:
     """`sample_augmentation` of BEVDet, bevfusion, StreamPETR and SparseDrive, as published, on our uniforms.
 
     Returns what it returns: resize, resize_dims, crop, flip, rotate.
@@ -75,14 +83,24 @@ def trainers_draw(name: str, sample: int) -> tuple[float, tuple[int, int], tuple
     return resize, (new_width, new_height), crop, bool(u_flip < 0.5), rotate
 
 
-def trainers_evaluation(name: str) -> tuple[float, tuple[int, int], tuple[int, int, int, int], bool, float]:
+def trainers_evaluation(
+    name: str,
+) -> tuple[float, tuple[int, int], tuple[int, int, int, int], bool, float]:
     """The same without randomness: what `sample_augmentation` of these code bases returns in evaluation."""
     final_width, final_height = map(int, name.rpartition("-")[2].split("x"))
     by_width = final_width / 1600
-    resize = {"bevdet": by_width, "bevfusion": 0.48}.get(name.split("-")[0], max(final_height / 900, by_width))
+    resize = {"bevdet": by_width, "bevfusion": 0.48}.get(
+        name.split("-")[0], max(final_height / 900, by_width)
+    )
     new_width, new_height = int(1600 * resize), int(900 * resize)
     crop_h, crop_w = int(1.0 * new_height) - final_height, int(max(0, new_width - final_width) / 2)
-    return resize, (new_width, new_height), (crop_w, crop_h, crop_w + final_width, crop_h + final_height), False, 0.0
+    return (
+        resize,
+        (new_width, new_height),
+        (crop_w, crop_h, crop_w + final_width, crop_h + final_height),
+        False,
+        0.0,
+    )
 
 
 RANDOM_PRESETS = [file.stem for file in IMAGES if "bevformer" not in file.stem]
@@ -107,10 +125,14 @@ def test_random_presets_have_the_trainers_matrices(name: str) -> None:
         np.testing.assert_allclose(published.centre_matrix()[:2, :2], post_rot, atol=1e-9)
         np.testing.assert_allclose(published.centre_matrix()[:2, 2], post_tran, atol=1e-6)
         (exact,) = augment.draw([STORED_WH], seed=0, epoch=0, sample=sample)
-        assert published == dataclasses.replace(exact, published=published.published)  # the same pixels
+        assert published == dataclasses.replace(
+            exact, published=published.published
+        )  # the same pixels
         ours = exact.centre_matrix()
         pixels = np.array([(u, v) for u in (0.0, 800.0, 1599.0) for v in (400.0, 899.0)])
-        distance = np.linalg.norm((pixels @ ours[:2, :2].T + ours[:2, 2]) - (pixels @ post_rot.T + post_tran), axis=1)
+        distance = np.linalg.norm(
+            (pixels @ ours[:2, :2].T + ours[:2, 2]) - (pixels @ post_rot.T + post_tran), axis=1
+        )
         # They leave out the half pixel and the cut of sizes to integers: below two pixels, and not nothing.
         assert 0.1 < distance.max() < 2.0
         truth = np.array(dims) / STORED_WH
@@ -142,8 +164,14 @@ def trainers_picture(name: str, sample: int | None) -> np.ndarray:
     Theirs is PIL's default resize, bicubic. They rotate by PIL's default, nearest, which is off by up to half a pixel
     where no interpolation is; bilinear shows that all else agrees.
     """
-    _, dims, crop, flip, rotate = trainers_evaluation(name) if sample is None else trainers_draw(name, sample)
-    image = Image.fromarray(open_with_pillow(photograph())).resize(dims, Image.Resampling.BICUBIC).crop(crop)
+    _, dims, crop, flip, rotate = (
+        trainers_evaluation(name) if sample is None else trainers_draw(name, sample)
+    )
+    image = (
+        Image.fromarray(open_with_pillow(photograph()))
+        .resize(dims, Image.Resampling.BICUBIC)
+        .crop(crop)
+    )
     image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image
     return np.asarray(image.rotate(rotate, Image.Resampling.BILINEAR)).transpose(2, 0, 1)
 
@@ -152,7 +180,9 @@ def trainers_picture(name: str, sample: int | None) -> np.ndarray:
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", RANDOM_PRESETS)
-def test_random_presets_give_the_trainers_pixels(name: str, backend: str, interpolation: str) -> None:
+def test_random_presets_give_the_trainers_pixels(
+    name: str, backend: str, interpolation: str
+) -> None:
     preset = load_yaml(CONFIGS / "images" / f"{name}.yaml", ImageAugment)
     decoder = make_decoder(backend)
     for sample in (None, 0, 1, 2):
@@ -166,7 +196,9 @@ def test_random_presets_give_the_trainers_pixels(name: str, backend: str, interp
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["bevformer-base-1600x928", "bevformer-small-1280x736", "bevformer-tiny-800x480"])
+@pytest.mark.parametrize(
+    "name", ["bevformer-base-1600x928", "bevformer-small-1280x736", "bevformer-tiny-800x480"]
+)
 def test_bevformers_images_are_scaled_and_padded_below(name: str, backend: str) -> None:
     augment = load_yaml(CONFIGS / "images" / f"{name}.yaml", ImageAugment)
     scale = {"base": 1.0, "small": 0.8, "tiny": 0.5}[name.split("-")[1]]

@@ -78,7 +78,9 @@ def test_it_does_splice_and_saves_bytes(subsampling: str) -> None:
 @pytest.mark.costly
 @pytest.mark.parametrize("filter_", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("name", ALL_MAPS)
-def test_the_backend_gives_the_same_bytes_as_without(name: str, filter_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_gives_the_same_bytes_as_without(
+    name: str, filter_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image_map = ALL_MAPS[name]
     if name == "sixteenth":
         pytest.skip("blocks that are averaged beyond 1/8 start at the first row that is there")
@@ -102,9 +104,13 @@ def test_the_backend_decodes_only_what_a_crop_sees(monkeypatch: pytest.MonkeyPat
         return picture
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", spy)
-    (image_map,) = ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=0)
+    (image_map,) = ImageAugment(height=256, width=704).draw(
+        [NUSCENES_WH], seed=0, epoch=0, sample=0
+    )
     out = np.empty((3, 256, 704), np.uint8)
-    turbo.TurboDecoder(native=False).decode_into(with_restarts(*NUSCENES_WH, quality=90), image_map, out)
+    turbo.TurboDecoder(native=False).decode_into(
+        with_restarts(*NUSCENES_WH, quality=90), image_map, out
+    )
     # Seen: rows 318 to 900; 316 is in row 19 of MCUs.
     assert heights == [(900 - 19 * 16) // 2]
 
@@ -113,11 +119,16 @@ def test_the_backend_decodes_only_what_a_crop_sees(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
 def test_scaled_decoding_of_the_rows_is_that_of_the_whole(subsampling: str, factor: int) -> None:
     encoded = with_restarts(325, 411, subsampling)
-    whole = simplejpeg.decode_jpeg(encoded, "RGB", min_height=-(-411 // factor), min_width=-(-325 // factor))
+    whole = simplejpeg.decode_jpeg(
+        encoded, "RGB", min_height=-(-411 // factor), min_width=-(-325 // factor)
+    )
     for top, bottom in ((200, 411), (161, 250), (0, 100), (176, 208)):
         spliced = splice_rows(encoded, probe(encoded), top, bottom, factor)
         part = simplejpeg.decode_jpeg(
-            spliced.encoded, "RGB", min_height=-(-spliced.height // factor), min_width=-(-325 // factor)
+            spliced.encoded,
+            "RGB",
+            min_height=-(-spliced.height // factor),
+            min_width=-(-325 // factor),
         )
         first, last, offset = top // factor, -(-bottom // factor), spliced.top // factor
         assert np.array_equal(part[first - offset : last - offset], whole[first:last])
@@ -195,9 +206,14 @@ def test_a_batch_is_cut_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not isinstance(native, str), native
     calls: list[int] = []
     cut_rows = native.cut_rows
-    monkeypatch.setattr(native, "cut_rows", lambda table: calls.append(len(table)) or cut_rows(table))
+    monkeypatch.setattr(
+        native, "cut_rows", lambda table: calls.append(len(table)) or cut_rows(table)
+    )
     encoded = [with_restarts(*NUSCENES_WH, quality=90)] * 1 + [encode(natural(*NUSCENES_WH))]
-    maps = [ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=n)[0] for n in range(8)]
+    maps = [
+        ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=n)[0]
+        for n in range(8)
+    ]
     found = prepare([bytes(bytearray(encoded[n % 2])) for n in range(8)], maps, Scratch(), native)
     assert calls == [4]
     assert [probe(job.encoded).height < 700 for job in found.jobs] == [True, False] * 4
@@ -211,11 +227,15 @@ def test_real_pictures_prepared_by_jpegtran() -> None:
         pytest.skip("jpegtran is not installed")
     file = min(shared_data("nuscenes-mini").glob("samples/CAM_FRONT/*.jpg"))
     plain = file.read_bytes()
-    prepared = subprocess.run([jpegtran, "-restart", "1", str(file)], check=True, capture_output=True).stdout
+    prepared = subprocess.run(
+        [jpegtran, "-restart", "1", str(file)], check=True, capture_output=True
+    ).stdout
     assert len(prepared) < 1.002 * len(plain)
     decoder = make_decoder("turbo")
     for sample in range(5):
-        augment = ImageAugment(height=256, width=704, train=True, resize_range=(0.38, 0.55), rotate_deg=(-5, 5))
+        augment = ImageAugment(
+            height=256, width=704, train=True, resize_range=(0.38, 0.55), rotate_deg=(-5, 5)
+        )
         (image_map,) = augment.draw([NUSCENES_WH], seed=0, epoch=0, sample=sample)
         first, second = np.empty((3, 256, 704), np.uint8), np.empty((3, 256, 704), np.uint8)
         decoder.decode_into(plain, image_map, first)

@@ -22,7 +22,8 @@ class TestTurbo(DecoderSuite):
 
 
 @pytest.mark.skipif(
-    isinstance(native.load(), str), reason="the other class has tested this: no native decoder is built"
+    isinstance(native.load(), str),
+    reason="the other class has tested this: no native decoder is built",
 )
 class TestTurboWithoutNative(DecoderSuite):
     backend = "turbo"
@@ -53,10 +54,16 @@ def test_opencv_has_one_thread_while_a_decoder_lives_and_its_own_number_after(mo
 
 
 @pytest.mark.parametrize("scale", [0.5 - 1 / 1600, 0.25 + 1 / 1600, 0.9999, 1 / 3, 0.44])
-def test_the_fast_path_equals_the_general_one(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_path_equals_the_general_one(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = TurboDecoder(native=False)
     encoded = encode(natural(1600, 900), subsampling="4:2:0", quality=92)
-    image_map = ImageMap.identity((1600, 900)).resize(round(1600 * scale), round(900 * scale)).crop(37, 21, 300, 170)
+    image_map = (
+        ImageMap.identity((1600, 900))
+        .resize(round(1600 * scale), round(900 * scale))
+        .crop(37, 21, 300, 170)
+    )
     fast, general = np.empty((3, 170, 300), np.uint8), np.empty((3, 170, 300), np.uint8)
     decoder.decode_into(encoded, image_map, fast)
     monkeypatch.setattr(turbo, "resize_grid", lambda *arguments: None)
@@ -67,7 +74,8 @@ def test_the_fast_path_equals_the_general_one(scale: float, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("scale", "factor"), [(1.2, 1), (0.51, 1), (0.5, 2), (0.26, 2), (0.25, 4), (0.125, 8), (0.05, 8)]
+    ("scale", "factor"),
+    [(1.2, 1), (0.51, 1), (0.5, 2), (0.26, 2), (0.25, 4), (0.125, 8), (0.05, 8)],
 )
 def test_the_decoder_never_goes_below_the_resolution_asked_for(scale, factor, monkeypatch) -> None:
     sizes = []
@@ -89,13 +97,17 @@ def test_the_decoder_never_goes_below_the_resolution_asked_for(scale, factor, mo
 
 @pytest.mark.parametrize("is_native", [True, False])
 @pytest.mark.parametrize("scales", [(0.5, 0.4), (0.44, 0.3), (0.25, 0.49), (0.9, 0.12)])
-def test_two_views_are_one_decode_and_equal_those_of_two(scales, is_native: bool, monkeypatch) -> None:
+def test_two_views_are_one_decode_and_equal_those_of_two(
+    scales, is_native: bool, monkeypatch
+) -> None:
     encoded = encode(natural(1600, 900), subsampling="4:2:0", quality=92)
     decoder = TurboDecoder(native=is_native)
     decoded = []
     for owner, name in ((turbo, "decode_jpeg"), (native.CameraJpeg, "picture")):
         true = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture)
+        monkeypatch.setattr(
+            owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture
+        )
     whole = ImageMap.identity((1600, 900))
     maps = [
         whole.resize(round(1600 * scale), round(900 * scale)).crop(11, 7, 180, 100).rotate(degrees)
@@ -123,16 +135,26 @@ def test_views_of_a_png_and_of_an_unscaled_jpeg_are_those_of_one() -> None:
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("is_native", [True, False])
-def test_several_images_are_decoded_as_each_alone_in_one_call(is_native: bool, interpolation, monkeypatch) -> None:
+def test_several_images_are_decoded_as_each_alone_in_one_call(
+    is_native: bool, interpolation, monkeypatch
+) -> None:
     """Also beside damaged ones, of which each gets an error of its own."""
     decoder = TurboDecoder(native=is_native)
     camera = encode(natural(320, 192), subsampling="4:2:0", quality=92)
     whole = ImageMap.identity((320, 192))
-    half, turned = whole.resize(160, 96).crop(3, 5, 120, 80), whole.resize(160, 96).crop(3, 5, 120, 80).rotate(4.0)
+    half, turned = (
+        whole.resize(160, 96).crop(3, 5, 120, 80),
+        whole.resize(160, 96).crop(3, 5, 120, 80).rotate(4.0),
+    )
     given = [
-        (camera, half), (encode(natural(320, 192), "png"), half), (camera[:3000], half), (camera, turned),
-        (b"no image", half), (encode(natural(320, 192), progressive=True), half), (camera, half.flip()),
-    ]  # fmt: skip
+        (camera, half),
+        (encode(natural(320, 192), "png"), half),
+        (camera[:3000], half),
+        (camera, turned),
+        (b"no image", half),
+        (encode(natural(320, 192), progressive=True), half),
+        (camera, half.flip()),
+    ]
     alone, together = np.full((2, len(given), 3, 80, 120), 7, np.uint8)
     expected = []
     for (encoded, image_map), out in zip(given, alone, strict=True):
@@ -142,7 +164,9 @@ def test_several_images_are_decoded_as_each_alone_in_one_call(is_native: bool, i
         except ImageError as error:
             expected.append(str(error))
     calls, resize = [], native.CameraJpeg.resize
-    monkeypatch.setattr(native.CameraJpeg, "resize", lambda *a: calls.append(len(a[1])) or resize(*a))
+    monkeypatch.setattr(
+        native.CameraJpeg, "resize", lambda *a: calls.append(len(a[1])) or resize(*a)
+    )
     errors = decoder.decode_images(*zip(*given, strict=True), list(together), interpolation)
     assert [None if error is None else str(error) for error in errors] == expected
     assert [number for number, error in enumerate(errors) if error is not None] == [2, 4]

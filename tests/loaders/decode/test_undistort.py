@@ -39,24 +39,36 @@ def test_pixels_and_matrices_are_those_of_the_rectified_camera(root, alpha) -> N
     for at in range(4):
         sample = reader.sample(at)
         camera = sample.geometry.intrinsics[0]
-        chosen = camera if alpha is None else cv2.getOptimalNewCameraMatrix(camera, np.array(DIST), (96, 64), alpha)[0]
+        chosen = (
+            camera
+            if alpha is None
+            else cv2.getOptimalNewCameraMatrix(camera, np.array(DIST), (96, 64), alpha)[0]
+        )
         assert_allclose(straight["intrinsics"][at, 0].numpy(), chosen, atol=1e-4)
-        expected = cv2.undistort(open_with_pillow(sample.images["cam_front"]), camera, np.array(DIST), None, chosen)
+        expected = cv2.undistort(
+            open_with_pillow(sample.images["cam_front"]), camera, np.array(DIST), None, chosen
+        )
         where = np.zeros((64, 96), bool)
         where[8:-8, 12:-12] = True
         assert psnr_db(straight["img"][at, 0].numpy(), expected.transpose(2, 0, 1), where) > 40.0
         to_image = np.eye(4)
         to_image[:3, :3] = chosen
         to_ego = straight["cam2keyego"][at, 0].double().numpy()
-        assert_allclose(straight["ego2img"][at, 0].numpy(), to_image @ np.linalg.inv(to_ego), atol=1e-2)
+        assert_allclose(
+            straight["ego2img"][at, 0].numpy(), to_image @ np.linalg.inv(to_ego), atol=1e-2
+        )
     assert not straight["dist"].any()
     assert_allclose(plain["dist"][:, 0, :5].numpy(), np.tile(DIST, (4, 1)), rtol=1e-6)
     assert not plain["dist"][:, 1:].any()
-    assert (plain["img"][:, 1] == straight["img"][:, 1]).all()  # the camera that is straight already
+    assert (
+        plain["img"][:, 1] == straight["img"][:, 1]
+    ).all()  # the camera that is straight already
 
 
 def test_augmentation_and_undistortion_draw_the_same(root) -> None:
-    image = ImageAugment(height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5, 5))
+    image = ImageAugment(
+        height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5, 5)
+    )
     with (
         make_loader(root, 4, image=image, seed=3, num_workers=2) as plain,
         make_loader(root, 4, image=image, seed=3, num_workers=2, undistort=Undistort()) as straight,
@@ -71,7 +83,9 @@ def test_augmentation_and_undistortion_draw_the_same(root) -> None:
 def test_lenses_that_cannot_be_undone_are_refused(tmp_path) -> None:
     build_dataset(tmp_path / "d", {"train": (4,)}, lens=("windshield", [0.1, 0.2]))
     batch_of(tmp_path / "d")
-    with pytest.raises(FuelrailError, match="dist_model 'windshield' cannot be undone, only opencv_radtan"):
+    with pytest.raises(
+        FuelrailError, match="dist_model 'windshield' cannot be undone, only opencv_radtan"
+    ):
         batch_of(tmp_path / "d", undistort=Undistort())
     with pytest.raises(ConfigError, match=r"alpha=1\.5 must lie in 0 to 1"):
         Undistort(alpha=1.5)

@@ -7,9 +7,17 @@ import pytest
 from support.bridged_orders import NUM_ORDERS
 from support.bridges import BRIDGES, stop_and_continue
 
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::Warning")]  # of the libraries
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore::Warning"),
+]  # of the libraries
 
-FEW = {"Trainer": 3, "Lightning": 3, "torch, 2 workers": NUM_ORDERS, "torchdata, 2 workers": NUM_ORDERS}
+FEW = {
+    "Trainer": 3,
+    "Lightning": 3,
+    "torch, 2 workers": NUM_ORDERS,
+    "torchdata, 2 workers": NUM_ORDERS,
+}
 
 
 @pytest.mark.parametrize("name", [name for name in BRIDGES if name != "Grain, 2 workers"])

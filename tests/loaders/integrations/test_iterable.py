@@ -28,7 +28,9 @@ def keys(batches):
 
 
 @pytest.mark.parametrize(("num_processes", "batch_size"), [(0, 2), (1, 7), (2, 2), (3, 10)])
-def test_torchs_loader_gives_the_same_batches_with_any_number_of_worker_processes(tiny, num_processes, batch_size):
+def test_torchs_loader_gives_the_same_batches_with_any_number_of_worker_processes(
+    tiny, num_processes, batch_size
+):
     """Also with more processes than steps."""
     view, plain = IterableView(load(tiny, batch_size)), load(tiny, batch_size)
     outer = TorchLoader(view, batch_size=None, num_workers=num_processes)
@@ -43,7 +45,9 @@ def test_torchs_loader_gives_the_same_batches_with_any_number_of_worker_processe
 def test_each_iteration_is_an_epoch_of_its_own_in_new_workers_too(tiny, num_processes, method):
     view, plain = IterableView(load(tiny, 4)), load(tiny, 4)
     context = None if num_processes == 0 else warm() if method == "forkserver" else method
-    outer = TorchLoader(view, batch_size=None, num_workers=num_processes, multiprocessing_context=context)
+    outer = TorchLoader(
+        view, batch_size=None, num_workers=num_processes, multiprocessing_context=context
+    )
     whole = [keys(plain) for _ in range(4)]
     assert keys(islice(outer, 2)) == whole[0][:2]
     assert keys(outer) == whole[1]
@@ -55,21 +59,27 @@ def test_each_iteration_is_an_epoch_of_its_own_in_new_workers_too(tiny, num_proc
 
 
 def test_persistent_workers_continue_to_the_next_epoch_together(tiny):
-    outer = TorchLoader(IterableView(load(tiny, 4)), batch_size=None, num_workers=2, persistent_workers=True)
+    outer = TorchLoader(
+        IterableView(load(tiny, 4)), batch_size=None, num_workers=2, persistent_workers=True
+    )
     plain = load(tiny, 4)
     assert [keys(outer), keys(outer), keys(outer)] == [keys(plain), keys(plain), keys(plain)]
     del outer
 
 
 def test_spawned_workers_get_a_pickled_loader(tiny):
-    outer = TorchLoader(IterableView(load(tiny)), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    outer = TorchLoader(
+        IterableView(load(tiny)), batch_size=None, num_workers=1, multiprocessing_context="spawn"
+    )
     assert keys(outer) == keys(load(tiny))
 
 
 @pytest.mark.parametrize("num_processes", [0, 2])
 def test_torchdata_resumes_exactly_from_every_step(tiny, num_processes):
     def outer():
-        return StatefulDataLoader(IterableView(load(tiny)), batch_size=None, num_workers=num_processes)
+        return StatefulDataLoader(
+            IterableView(load(tiny)), batch_size=None, num_workers=num_processes
+        )
 
     whole = keys(load(tiny))
     for stop in (1, 4) if num_processes else (1, 2, 4, 6):
@@ -100,11 +110,15 @@ class TestL8WorkersWithoutTheView:
     def test_several_workers_that_each_give_every_batch_warn(self, tiny):
         """Warnings are errors here, and torch hands a worker's error to the main process."""
         outer = TorchLoader(Plain(load(tiny, 2)), batch_size=None, num_workers=2)
-        with pytest.raises(UserWarning, match=r"gives every batch, 2 times in all; wrap it in .*IterableView"):
+        with pytest.raises(
+            UserWarning, match=r"gives every batch, 2 times in all; wrap it in .*IterableView"
+        ):
             next(iter(outer))
 
     def test_the_view_does_not_warn(self, tiny):
-        assert keys(TorchLoader(IterableView(load(tiny, 2)), batch_size=None, num_workers=2)) == keys(load(tiny, 2))
+        assert keys(
+            TorchLoader(IterableView(load(tiny, 2)), batch_size=None, num_workers=2)
+        ) == keys(load(tiny, 2))
 
 
 class TestPickle:
@@ -115,7 +129,9 @@ class TestPickle:
         copy = pickle.loads(pickle.dumps(loader))
         assert copy.world == World(1, 2)
         assert copy.state_dict() == loader.state_dict()
-        assert [batch["epoch"] for batch in copy] == [1] * len(loader), "as the loader itself would continue"
+        assert [batch["epoch"] for batch in copy] == [1] * len(loader), (
+            "as the loader itself would continue"
+        )
         assert unlike(list(pickle.loads(pickle.dumps(loader))), list(loader)) == []
 
     def test_a_restored_position_travels(self, tiny):

@@ -45,7 +45,9 @@ def test_attributes_and_subsets(built) -> None:
     assert batch["frame"].tolist() == [rows[5]["frame"], rows[2]["frame"]]
     assert (batch["key"], batch["split"]) == ([rows[5]["key"], rows[2]["key"]], ["train", "train"])
     for name in ("nosuch", "cam_front"):
-        with pytest.raises(ConfigError, match=rf"'{name}' must be an attribute's name: key, .*frame"):
+        with pytest.raises(
+            ConfigError, match=rf"'{name}' must be an attribute's name: key, .*frame"
+        ):
             MapView(dataset, attributes=[name])
 
 
@@ -53,14 +55,18 @@ def test_arrays_can_be_written_to(built) -> None:
     root, _ = built
     item = MapView(open_dataset(root), ["cam_front", "lidar_top"])[0]
     for channel in ("cam_front", "lidar_top"):
-        torch.from_numpy(item[channel]).zero_()  # torch warns where the array is read-only, and warnings are errors
+        torch.from_numpy(
+            item[channel]
+        ).zero_()  # torch warns where the array is read-only, and warnings are errors
 
 
 @pytest.mark.process
 def test_in_torchs_data_loader_with_workers(built) -> None:
     root, raw = built
     view = MapView(open_dataset(root), ["cam_front"])
-    loader = torch.utils.data.DataLoader(view, batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    loader = torch.utils.data.DataLoader(
+        view, batch_size=2, num_workers=1, multiprocessing_context="spawn"
+    )
     batches = list(loader)
     assert [key for batch in batches for key in batch["key"]] == list(raw)
     assert batches[0]["cam_front"].shape == (2, 3, 48, 64)
@@ -76,6 +82,8 @@ def test_in_grain(built) -> None:
     assert {key: mean for mean, key in found} == {key: view[key][0] for key in raw}
     assert isinstance(view, grain.sources.RandomAccessDataSource)
     loader = grain.DataLoader(
-        data_source=view, sampler=grain.samplers.IndexSampler(7, shuffle=False, num_epochs=1), worker_count=0
+        data_source=view,
+        sampler=grain.samplers.IndexSampler(7, shuffle=False, num_epochs=1),
+        worker_count=0,
     )
     assert [key for _, key in loader] == list(raw)

@@ -14,7 +14,9 @@ from fuelrail.pipeline.errors import ConfigError
 from support.batches import FULL
 
 IMAGE = ImageAugment(height=32, width=64, train=True, resize=0.8, flip_prob=0.5, rotate_deg=(-9, 9))
-BEV = BevAugment(train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_x_prob=0.5, flip_y_prob=0.5)
+BEV = BevAugment(
+    train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_x_prob=0.5, flip_y_prob=0.5
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,26 +26,37 @@ def root(made):
 
 def batch_of(root, box_frame="ego", ego=BEV, points=False, **options):
     transforms = Transforms(image=IMAGE, ego=ego, box_frame=box_frame, points=points)
-    with DataLoader(root, 5, shuffle=True, drop_last=True, transforms=transforms, seed=3, **options) as loader:
+    with DataLoader(
+        root, 5, shuffle=True, drop_last=True, transforms=transforms, seed=3, **options
+    ) as loader:
         return next(iter(loader))
 
 
 def test_bevdets_formula_leads_to_our_pixels(root) -> None:
     """BEVDet's view transformer (`get_ego_coor`), turned round: augmented ego to pixels is our ``ego2img``."""
     batch = batch_of(root)
-    imgs, sensor2ego, ego2global, intrinsics, post_rotations, post_translations, bda = img_inputs(batch)
+    imgs, sensor2ego, ego2global, intrinsics, post_rotations, post_translations, bda = img_inputs(
+        batch
+    )
     assert imgs is batch["img"]
     keyego2global = ego2global[:, :1].double()
     sensor2keyego = torch.linalg.inv(keyego2global) @ ego2global.double() @ sensor2ego.double()
-    points = torch.tensor([[12.0, 3.0, 0.5], [-9.0, 1.0, -0.5], [20.0, -7.0, 2.0]], dtype=torch.float64)
+    points = torch.tensor(
+        [[12.0, 3.0, 0.5], [-9.0, 1.0, -0.5], [20.0, -7.0, 2.0]], dtype=torch.float64
+    )
     plain = torch.linalg.inv(bda.double())[:, None, None] @ points[None, None, :, :, None]
     inverse = torch.linalg.inv(sensor2keyego)[:, :, None]
     camera = inverse[..., :3, :3] @ plain + inverse[..., :3, 3:]
     pixels = intrinsics.double()[:, :, None] @ camera
     depth = pixels[..., 2:, :]
     uv1 = torch.cat([pixels[..., :2, :] / depth, torch.zeros_like(depth)], -2)
-    moved = post_rotations.double()[:, :, None] @ uv1 + post_translations.double()[:, :, None, :, None]
-    ours = batch["ego2img"].double()[:, :, None] @ torch.cat([points, torch.ones(3, 1)], 1)[None, None, :, :, None]
+    moved = (
+        post_rotations.double()[:, :, None] @ uv1 + post_translations.double()[:, :, None, :, None]
+    )
+    ours = (
+        batch["ego2img"].double()[:, :, None]
+        @ torch.cat([points, torch.ones(3, 1)], 1)[None, None, :, :, None]
+    )
     ahead = ours[..., 2, 0] > 1
     assert ahead.any()
     expected = (ours[..., :2, 0] / ours[..., 2:3, 0])[ahead]
@@ -52,8 +65,12 @@ def test_bevdets_formula_leads_to_our_pixels(root) -> None:
 
 def test_intrinsics_are_those_of_the_stored_image(root) -> None:
     stored = batch_of(root, ego=BevAugment())
-    with DataLoader(root, 5, shuffle=True, drop_last=True, transforms=Transforms(image=FULL), seed=3) as plain:
-        torch.testing.assert_close(img_inputs(stored).intrinsics, next(iter(plain))["intrinsics"], atol=1e-3, rtol=1e-5)
+    with DataLoader(
+        root, 5, shuffle=True, drop_last=True, transforms=Transforms(image=FULL), seed=3
+    ) as plain:
+        torch.testing.assert_close(
+            img_inputs(stored).intrinsics, next(iter(plain))["intrinsics"], atol=1e-3, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("box_frame", ["ego", "lidar"])
@@ -63,7 +80,10 @@ def test_boxes_stand_on_their_bottom(root, box_frame) -> None:
     assert [image.shape for image in data["inputs"]["img"]] == [batch["img"].shape[1:]] * 5
     total = 0
     for at, sample in enumerate(data["data_samples"]):
-        boxes, keep = sample["gt_bboxes_3d"], (batch["gt_labels_3d"][at] >= 0) & batch["gt_valid"][at]
+        boxes, keep = (
+            sample["gt_bboxes_3d"],
+            (batch["gt_labels_3d"][at] >= 0) & batch["gt_valid"][at],
+        )
         own = batch["gt_boxes_3d"][at][keep]
         torch.testing.assert_close(boxes[:, 2] + boxes[:, 5] / 2, own[:, 2])
         torch.testing.assert_close(boxes[:, [0, 1, 3, 4, 5]], own[:, [0, 1, 3, 4, 5]])
@@ -71,7 +91,9 @@ def test_boxes_stand_on_their_bottom(root, box_frame) -> None:
         assert (boxes[:, 6].abs() <= math.pi + 1e-6).all()
         assert torch.isfinite(boxes).all()
         facts = sample["metainfo"]
-        np.testing.assert_allclose(facts["cam2img"] @ facts["lidar2cam"], facts["lidar2img"], rtol=1e-3, atol=1e-2)
+        np.testing.assert_allclose(
+            facts["cam2img"] @ facts["lidar2cam"], facts["lidar2img"], rtol=1e-3, atol=1e-2
+        )
         np.testing.assert_array_equal(facts["lidar2img"], batch[f"{box_frame}2img"][at].numpy())
         total += len(boxes)
     assert total > 0
@@ -90,7 +112,9 @@ def test_points_come_in_the_frame_of_the_boxes(root) -> None:
 def test_boxes_outside_the_range_are_left_out(root) -> None:
     batch = batch_of(root, ego=BevAugment())
     every = mmdet3d_samples(batch, box_frame="ego")["data_samples"]
-    some = mmdet3d_samples(batch, box_frame="ego", point_range=[0, -100, -5, 100, 100, 3])["data_samples"]
+    some = mmdet3d_samples(batch, box_frame="ego", point_range=[0, -100, -5, 100, 100, 3])[
+        "data_samples"
+    ]
     for one, part in zip(every, some, strict=True):
         kept = (one["gt_bboxes_3d"][:, 0] > 0) & (one["gt_bboxes_3d"][:, :2].abs() < 100).all(1)
         torch.testing.assert_close(part["gt_bboxes_3d"], one["gt_bboxes_3d"][kept])

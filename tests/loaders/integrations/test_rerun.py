@@ -19,7 +19,9 @@ def root(made):
 
 
 def rrd(*words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "rerun", "rrd", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "rerun", "rrd", *words], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,7 +37,13 @@ def test_a_clip_is_recorded_whole(root, tmp_path, capsys) -> None:
     assert str(file) in said
     rrd("verify", str(file))
     printed = rrd("print", "-vv", str(file))
-    for entity in ("world/path", "world/ego/cam_front", "world/ego/cam_back", "world/ego/boxes", "world/ego/lidar"):
+    for entity in (
+        "world/path",
+        "world/ego/cam_front",
+        "world/ego/cam_back",
+        "world/ego/boxes",
+        "world/ego/lidar",
+    ):
         assert f"/{entity}" in printed, entity
     for kind in ("Pinhole", "EncodedImage", "Boxes3D", "Points3D", "LineStrips3D", "Transform3D"):
         assert kind in printed, kind
@@ -51,7 +59,10 @@ def test_the_same_clip_is_the_same_recording(root, tmp_path) -> None:
 
 def test_what_cannot_be_recorded_is_refused(root, tmp_path, monkeypatch, capsys) -> None:
     assert main(["view", str(root), "--rerun", "x.rrd", "--train"]) == 2
-    assert "--rerun records the stored images, so it cannot be combined with --train" in capsys.readouterr().err
+    assert (
+        "--rerun records the stored images, so it cannot be combined with --train"
+        in capsys.readouterr().err
+    )
     monkeypatch.setitem(sys.modules, "rerun", None)
     with pytest.raises(ConfigError, match=r"pip install 'fuelrail\[viewer\]'"):
         record_clip(root, None, tmp_path / "x.rrd")

@@ -81,13 +81,27 @@ KINDS = {
     "lanes": {"data": COLUMNS, "spec": OrderSpec(kind="lanes", pieces_per_clip=2)},
     "filter": {"data": COLUMNS, "spec": OrderSpec(filter="night or num_car >= 2")},
     "weights": {"data": COLUMNS, "spec": OrderSpec(weights=(NIGHT, SCORE))},
-    "balance": {"data": COLUMNS, "spec": OrderSpec(weights=(fr.ClassBalance(classes=("num_car", "night")),))},
+    "balance": {
+        "data": COLUMNS,
+        "spec": OrderSpec(weights=(fr.ClassBalance(classes=("num_car", "night")),)),
+    },
     "subset": {"data": COLUMNS, "spec": OrderSpec(subset="keys")},
-    "parts": {"data": COLUMNS, "spec": OrderSpec(mix=fr.Mix(attribute="night", ratios={"true": 1, "false": 3}))},
-    "datasets": {"data": {"a": COLUMNS, "b": 900}, "spec": OrderSpec(seed=1), "mix": {"a": 3, "b": 1}},
+    "parts": {
+        "data": COLUMNS,
+        "spec": OrderSpec(mix=fr.Mix(attribute="night", ratios={"true": 1, "false": 3})),
+    },
+    "datasets": {
+        "data": {"a": COLUMNS, "b": 900},
+        "spec": OrderSpec(seed=1),
+        "mix": {"a": 3, "b": 1},
+    },
     "stages": {"data": {"a": COLUMNS, "b": 900}, "spec": OrderSpec(seed=1), "mix": STAGES},
     "curriculum": {"data": COLUMNS, "spec": OrderSpec(seed=4, stages=CURRICULUM)},
-    "frames": {"data": COLUMNS, "spec": OrderSpec(), "window": fr.FrameWindow(frames=(-2, 0, 1), pad="drop")},
+    "frames": {
+        "data": COLUMNS,
+        "spec": OrderSpec(),
+        "window": fr.FrameWindow(frames=(-2, 0, 1), pad="drop"),
+    },
 }
 
 
@@ -128,7 +142,11 @@ def test_the_order_is_that_of_a_dataset_of_ours(name, keys_file, stored):
         orders, length = [order.epoch(epoch) for epoch in range(2)], order.epoch_length
     steps = -(-length // G) if name == "padded" else length // G
     assert len(sampler) == steps > 1
-    expected = [one(np.arange(step * G, step * G + G) % length).tolist() for one in orders for step in range(steps)]
+    expected = [
+        one(np.arange(step * G, step * G + G) % length).tolist()
+        for one in orders
+        for step in range(steps)
+    ]
     assert [sampler[step] for step in range(2 * steps)] == expected
     assert [*sampler, *sampler] == expected
 
@@ -137,7 +155,9 @@ def test_the_order_is_that_of_a_dataset_of_ours(name, keys_file, stored):
 def test_stops_on_any_number_of_ranks_leave_the_batches_as_they_are(name, keys_file):
     """42 stops of each kind, 588 in all: each time another number of ranks continues from the state of one of them."""
     draw = random.Random(name)
-    ranks = {size: [make(name, keys_file, World(rank, size)) for rank in range(size)] for size in WORLDS}
+    ranks = {
+        size: [make(name, keys_file, World(rank, size)) for rank in range(size)] for size in WORLDS
+    }
     whole, step, state = make(name, keys_file), 0, None
     for _ in range(42):
         size = draw.choice(WORLDS)
@@ -163,7 +183,10 @@ def test_stops_on_any_number_of_ranks_leave_the_batches_as_they_are(name, keys_f
 
 def rows_on(size, num_steps, *given, **options):
     """The rows of a run's first steps, drawn by this number of ranks and put together as a global batch is."""
-    ranks = [iter_run(BatchSampler(*given, global_batch=G, world=World(rank, size), **options)) for rank in range(size)]
+    ranks = [
+        iter_run(BatchSampler(*given, global_batch=G, world=World(rank, size), **options))
+        for rank in range(size)
+    ]
     return np.array([row for _ in range(num_steps) for rank in ranks for row in next(rank)])
 
 
@@ -179,7 +202,9 @@ def test_counts_are_the_exact_rational_shares_at_every_block_end(size):
     rows = rows_on(size, 80, {"a": 800, "b": 900}, OrderSpec(seed=1), mix=STAGES)
     found = np.concatenate([[0], np.cumsum(rows < 800)])[ends]
     for count, end in zip(found.tolist(), ends.tolist(), strict=True):
-        inside = Fraction(min(end, 60 * G), 4)  # blocks of the ramp; its share of "a" is a block's 3, going to 1
+        inside = Fraction(
+            min(end, 60 * G), 4
+        )  # blocks of the ramp; its share of "a" is a block's 3, going to 1
         exact = 3 * inside - 2 * inside**2 / (2 * 60 * G // 4) + Fraction(max(end - 60 * G, 0), 4)
         assert count == math.ceil(exact), end
 
@@ -190,7 +215,9 @@ def test_counts_are_the_exact_rational_shares_at_every_block_end(size):
         OrderStage("of == 1", until=4800, ramp=True),
         OrderStage("of == 2"),
     ]
-    spec = OrderSpec(weights=(fr.AttributeWeights(attribute="w"),), stages=stages, epoch_length=1600)
+    spec = OrderSpec(
+        weights=(fr.AttributeWeights(attribute="w"),), stages=stages, epoch_length=1600
+    )
     rows = rows_on(size, 100, columns, spec)
     of, at = columns["of"][rows], np.arange(1, 6401)
     ramp = np.clip(at - 1600, 0, 3200)
@@ -207,24 +234,35 @@ def test_a_run_gets_further_stages_but_no_other_past():
     last = (msgspec.structs.replace(stages[1], until=1400), stages[2])
 
     def of(*stages, **options):
-        return BatchSampler(COLUMNS, OrderSpec(stages=stages, **options), global_batch=G, world=World())
+        return BatchSampler(
+            COLUMNS, OrderSpec(stages=stages, **options), global_batch=G, world=World()
+        )
 
     begun, extended = of(first), of(*last)
     received = list(islice(iter_run(begun.count()), 20))
     state = json.loads(json.dumps(begun.state_dict()))
     extended.load_state_dict(state)
     received += list(islice(iter_run(extended.count()), 20))
-    assert received == [of(*last)[step] for step in range(40)], "a run with all stages from its beginning is the same"
+    assert received == [of(*last)[step] for step in range(40)], (
+        "a run with all stages from its beginning is the same"
+    )
     late = extended.state_dict()
     for other, held in (
-        (of(*CURRICULUM), state), (of(first, seed=5), state), (begun, late), (of(last[0], OrderStage()), late),
+        (of(*CURRICULUM), state),
+        (of(first, seed=5), state),
+        (begun, late),
+        (of(last[0], OrderStage()), late),
         (of(msgspec.structs.replace(last[0], until=1300), stages[2]), state),
-    ):  # fmt: skip
+    ):
         with pytest.raises(fr.StateMismatchError, match=r"state has .* loader has"):
             other.load_state_dict(held)
     beginning = of(*CURRICULUM).state_dict()
-    of(*CURRICULUM[:1], msgspec.structs.replace(CURRICULUM[1], until=None)).load_state_dict(beginning)
-    with pytest.raises(fr.StateMismatchError, match=r"'num_car >= 1'.* loader has .*'night'"):  # the ramp leads there
+    of(*CURRICULUM[:1], msgspec.structs.replace(CURRICULUM[1], until=None)).load_state_dict(
+        beginning
+    )
+    with pytest.raises(
+        fr.StateMismatchError, match=r"'num_car >= 1'.* loader has .*'night'"
+    ):  # the ramp leads there
         of(CURRICULUM[0], OrderStage(filter="night")).load_state_dict(beginning)
 
 
@@ -250,12 +288,16 @@ class Rows(Dataset):
 
 
 @pytest.mark.parametrize("kind", [BatchSampler, Sampler])
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}])
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}]
+)
 def test_a_loader_with_workers_stops_at_what_was_received(kind, workers):
     def make_loader(world):
         sampler = kind(500, OrderSpec(seed=2), global_batch=12, world=world)
         how = (
-            {"batch_sampler": sampler} if kind is BatchSampler else {"sampler": sampler, "batch_size": 12 // world.size}
+            {"batch_sampler": sampler}
+            if kind is BatchSampler
+            else {"sampler": sampler, "batch_size": 12 // world.size}
         )
         return sampler.count(DataLoader(Rows(500), **how, **workers))
 
@@ -269,7 +311,9 @@ def test_a_loader_with_workers_stops_at_what_was_received(kind, workers):
             stop = draw.randrange(1, 30)
             for number, batch in enumerate(loader, 1):
                 part = 12 // world.size
-                assert batch.tolist() == reference[step][world.rank * part : (world.rank + 1) * part]
+                assert (
+                    batch.tolist() == reference[step][world.rank * part : (world.rank + 1) * part]
+                )
                 step += 1
                 state = loader.state_dict()
                 assert state["epoch"] * 41 + state["samples_consumed"] // 12 == step
@@ -279,7 +323,9 @@ def test_a_loader_with_workers_stops_at_what_was_received(kind, workers):
 
 def test_a_mix_numbers_the_rows_of_a_concat_dataset():
     parts = {"a": [f"a{i}" for i in range(100)], "b": [f"b{i}" for i in range(50)]}
-    sampler = BatchSampler({name: len(part) for name, part in parts.items()}, mix={"a": 2, "b": 1}, global_batch=6)
+    sampler = BatchSampler(
+        {name: len(part) for name, part in parts.items()}, mix={"a": 2, "b": 1}, global_batch=6
+    )
     loader = DataLoader(ConcatDataset(parts.values()), batch_sampler=sampler)
     batches = list(sampler.count(loader))
     assert [sum(name[0] == "a" for name in batch) for batch in batches] == [4] * 25
@@ -289,7 +335,9 @@ def test_a_mix_numbers_the_rows_of_a_concat_dataset():
 def test_entries_have_lanes_windows_and_validity():
     window = fr.FrameWindow(frames=(-1, 0))
     given = {"global_batch": 4, "window": window, "entries": True, "drop_last": False}
-    batches = list(BatchSampler({"clip_id": [7, 7, 3, 3, 3, 5, 9]}, OrderSpec(kind="lanes"), **given))
+    batches = list(
+        BatchSampler({"clip_id": [7, 7, 3, 3, 3, 5, 9]}, OrderSpec(kind="lanes"), **given)
+    )
     shown = {lane: [batch[lane] for batch in batches] for lane in range(4)}
     clips = {0: (0, 1), 1: (2, 3, 4), 2: (5,), 3: (6,)}
     seen = []
@@ -298,7 +346,10 @@ def test_entries_have_lanes_windows_and_validity():
         rows = [entry.row for entry in entries if entry.valid]
         (clip,) = [clip for clip in clips.values() if rows[0] in clip]
         assert rows == list(clip)
-        assert [entry.prev_exists for entry in entries[: len(rows)]] == [False, *[True] * (len(rows) - 1)]
+        assert [entry.prev_exists for entry in entries[: len(rows)]] == [
+            False,
+            *[True] * (len(rows) - 1),
+        ]
         assert entries[0].frames == (clip[0], clip[0])
         assert entries[0].present == (False, True)
         assert all(entry.frames == (entry.row - 1, entry.row) for entry in entries[1 : len(rows)])
@@ -308,11 +359,16 @@ def test_entries_have_lanes_windows_and_validity():
     assert [entry.valid for entry in padded[-1]] == [True, True, False, False]
     assert [entry.row for entry in padded[-1][2:]] == [entry.row for entry in padded[0][:2]]
     mixed = BatchSampler(
-        {"a": {"clip_id": [0] * 5}, "b": {"clip_id": [0] * 5}}, mix={"a": 1, "b": 1}, window=window, entries=True,
+        {"a": {"clip_id": [0] * 5}, "b": {"clip_id": [0] * 5}},
+        mix={"a": 1, "b": 1},
+        window=window,
+        entries=True,
         global_batch=2,
-    )  # fmt: skip
+    )
     for a, b in mixed:
-        assert {max(one.row - 1, 0 if one.row < 5 else 5) for one in (a, b)} == {one.frames[0] for one in (a, b)}
+        assert {max(one.row - 1, 0 if one.row < 5 else 5) for one in (a, b)} == {
+            one.frames[0] for one in (a, b)
+        }
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # by torchdata
@@ -321,7 +377,9 @@ def test_a_position_that_nobody_counted_is_refused():
     assert sampler.state_dict()["samples_consumed"] == 0
     loader = DataLoader(Rows(100), batch_sampler=sampler)
     next(iter(loader))
-    with pytest.raises(fr.OrderError, match=r"drew a part of an epoch .* loader = sampler\.count\(loader\)"):
+    with pytest.raises(
+        fr.OrderError, match=r"drew a part of an epoch .* loader = sampler\.count\(loader\)"
+    ):
         sampler.state_dict()
     with pytest.raises(fr.OrderError, match="was not counted"):
         next(iter(loader))
@@ -344,10 +402,15 @@ def test_a_stateful_loader_has_the_state_of_what_was_received():
         sampler = fr.order.StatefulSampler(500, OrderSpec(seed=2), global_batch=12, world=world)
         return StatefulDataLoader(Rows(500), batch_sampler=sampler, num_workers=workers, **options)
 
-    reference, draw = BatchSampler(500, OrderSpec(seed=2), global_batch=12, world=World()), random.Random(0)
+    reference, draw = (
+        BatchSampler(500, OrderSpec(seed=2), global_batch=12, world=World()),
+        random.Random(0),
+    )
     for stops, workers, options in (
-        (40, 0, {}), (3, 2, {"prefetch_factor": 3}), (2, 2, {"persistent_workers": True, "snapshot_every_n_steps": 4}),
-    ):  # fmt: skip
+        (40, 0, {}),
+        (3, 2, {"prefetch_factor": 3}),
+        (2, 2, {"persistent_workers": True, "snapshot_every_n_steps": 4}),
+    ):
         state, step = None, 0
         for stop in range(stops):
             size = draw.choice([1, 2, 3, 4, 6, 12])
@@ -355,13 +418,19 @@ def test_a_stateful_loader_has_the_state_of_what_was_received():
             loader = make_loader(world, workers, **options)
             if state is not None:
                 loader.load_state_dict(state)
-            num_steps = 41 - step % 41 if stop % 3 == 1 else draw.randrange(1, 60)  # to an epoch's end
+            num_steps = (
+                41 - step % 41 if stop % 3 == 1 else draw.randrange(1, 60)
+            )  # to an epoch's end
             found = list(loader) if stop % 3 == 1 else list(islice(iter_run(loader), num_steps))
             part = slice(world.rank * (12 // size), (world.rank + 1) * (12 // size))
-            assert [batch.tolist() for batch in found] == [reference[step + k][part] for k in range(num_steps)]
+            assert [batch.tolist() for batch in found] == [
+                reference[step + k][part] for k in range(num_steps)
+            ]
             state, step = loader.state_dict(), step + num_steps
     sampler = fr.order.StatefulSampler(100, global_batch=10)
-    assert [next(iter(sampler)), next(iter(sampler))] == [sampler[0], sampler[0]], "the pass that was left comes again"
+    assert [next(iter(sampler)), next(iter(sampler))] == [sampler[0], sampler[0]], (
+        "the pass that was left comes again"
+    )
     assert list(sampler) == [sampler[step] for step in range(10)]
     assert next(iter(sampler)) == sampler[10]
 
@@ -401,26 +470,57 @@ class Pairs:
 @pytest.mark.parametrize(
     ("make_loader", "message"),
     [
-        (lambda: BatchSampler(9, global_batch=3).count(DataLoader(Rows(9), batch_size=3)), "sampler is a BatchSampler"),
-        (lambda: Sampler(9, global_batch=3).count(DataLoader(Rows(9), batch_size=3)), "batch_size=3"),
+        (
+            lambda: BatchSampler(9, global_batch=3).count(DataLoader(Rows(9), batch_size=3)),
+            "sampler is a BatchSampler",
+        ),
+        (
+            lambda: Sampler(9, global_batch=3).count(DataLoader(Rows(9), batch_size=3)),
+            "batch_size=3",
+        ),
         (lambda: Sampler(9, global_batch=3).count(), "sampler=sampler and batch_size=3"),
         (lambda: BatchSampler("data", global_batch=3), "got str"),
         (lambda: BatchSampler({}, global_batch=3), "at least one"),
         (lambda: BatchSampler({"a": [1, 2], "b": [1]}, global_batch=1), "'a': 2, 'b': 1"),
-        (lambda: BatchSampler(9, OrderSpec(filter="night"), global_batch=3), "no attribute 'night'"),
+        (
+            lambda: BatchSampler(9, OrderSpec(filter="night"), global_batch=3),
+            "no attribute 'night'",
+        ),
         (lambda: BatchSampler(9, OrderSpec(subset="keys.txt"), global_batch=3), "no column 'key'"),
-        (lambda: BatchSampler(9, OrderSpec(kind="lanes"), global_batch=3), "need a column 'clip_id'"),
-        (lambda: BatchSampler(9, OrderSpec(kind="windowed", window=2), global_batch=3), "blocks=None"),
+        (
+            lambda: BatchSampler(9, OrderSpec(kind="lanes"), global_batch=3),
+            "need a column 'clip_id'",
+        ),
+        (
+            lambda: BatchSampler(9, OrderSpec(kind="windowed", window=2), global_batch=3),
+            "blocks=None",
+        ),
         (lambda: BatchSampler(9, blocks=3, global_batch=3), "'windowed' needs them"),
-        (lambda: BatchSampler(9, OrderSpec(kind="windowed", window=2), blocks=0, global_batch=3), "got 0"),
-        (lambda: BatchSampler(9, OrderSpec(kind="windowed", window=2), blocks=[4, 4], global_batch=3), "the sum 8"),
-        (lambda: BatchSampler(9, mix={"a": 1}, global_batch=3), "a mapping of names to data, got int"),
+        (
+            lambda: BatchSampler(9, OrderSpec(kind="windowed", window=2), blocks=0, global_batch=3),
+            "got 0",
+        ),
+        (
+            lambda: BatchSampler(
+                9, OrderSpec(kind="windowed", window=2), blocks=[4, 4], global_batch=3
+            ),
+            "the sum 8",
+        ),
+        (
+            lambda: BatchSampler(9, mix={"a": 1}, global_batch=3),
+            "a mapping of names to data, got int",
+        ),
         (lambda: BatchSampler({"a": 9}, mix={"b": 1}, global_batch=3), "the datasets are 'a'"),
-        (lambda: BatchSampler({"clip_id": [1]}, window=fr.FrameWindow(frames=(0,)), global_batch=1), "needs entries"),
+        (
+            lambda: BatchSampler(
+                {"clip_id": [1]}, window=fr.FrameWindow(frames=(0,)), global_batch=1
+            ),
+            "needs entries",
+        ),
         (lambda: BatchSampler(9, global_batch=3, world=World(0, 2)), "over 2 ranks"),
         (lambda: BatchSampler(9, global_batch=3)[-1], "counted from 0"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(make_loader, message):
     with pytest.raises((fr.OrderError, fr.WorldError, IndexError), match=message):
         make_loader()

@@ -37,21 +37,31 @@ def tiny(made):
 
 def expected(root, world):
     """(step, epoch, keys) of the first steps, from a loader that nobody stopped."""
-    with DataLoader(root, batch_size=2, shuffle=True, drop_last=True, seed=7, world=world) as loader:
+    with DataLoader(
+        root, batch_size=2, shuffle=True, drop_last=True, seed=7, world=world
+    ) as loader:
         batches = (batch for _ in range(9) for batch in loader)
-        return [(step, b["epoch"], b["sample_key"]) for step, b in enumerate(islice(batches, NUM_STEPS))]
+        return [
+            (step, b["epoch"], b["sample_key"]) for step, b in enumerate(islice(batches, NUM_STEPS))
+        ]
 
 
 def output_of(text, rank):
     """What an example reported of one rank, and the losses."""
-    lines = re.findall(rf"^.*rank {rank} step (\d+) epoch (\d+)(?: loss (\S+))? samples (.+)$", text, re.MULTILINE)
-    return [(int(step), int(epoch), keys.split()) for step, epoch, _, keys in lines], [loss for *_, loss, _ in lines]
+    lines = re.findall(
+        rf"^.*rank {rank} step (\d+) epoch (\d+)(?: loss (\S+))? samples (.+)$", text, re.MULTILINE
+    )
+    return [(int(step), int(epoch), keys.split()) for step, epoch, _, keys in lines], [
+        loss for *_, loss, _ in lines
+    ]
 
 
 def run(root, out, *examples):
     """Run examples whole and with ends; compare the steps of each; return the losses of each rank of the whole runs."""
     command = [sys.executable, TESTS / "support" / "trainer_ranks.py", root, out, *examples]
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=580)
+    done = subprocess.run(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=580
+    )
     assert done.returncode == 0, done.stdout.decode()[-6000:]
     found = {}
     for example in examples:
@@ -102,7 +112,9 @@ def test_what_torch_brings(tiny, tmp_path):
     for rank in range(2):
         # Sharded or not, it is the same training: nothing was lost over checkpoint and resume either.
         ddp, fsdp2 = (ranks[name][rank][1] for name in ("ddp", "fsdp2"))
-        assert [float(loss) for loss in fsdp2] == pytest.approx([float(loss) for loss in ddp], abs=2e-3)
+        assert [float(loss) for loss in fsdp2] == pytest.approx(
+            [float(loss) for loss in ddp], abs=2e-3
+        )
 
 
 @pytest.mark.slow
@@ -135,7 +147,9 @@ def epochs_of(root, count):
 
 @pytest.mark.filterwarnings("ignore::Warning")  # Lightning's advice, and what torch has deprecated
 def test_lightning_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_path):
-    pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install 'fuelrail[trainers]'")
+    pl = pytest.importorskip(
+        "lightning.pytorch", reason="lightning is not installed: pip install 'fuelrail[trainers]'"
+    )
     seen = []
 
     class Model(pl.LightningModule):
@@ -157,9 +171,15 @@ def test_lightning_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_
 
     def trainer(epochs):
         return pl.Trainer(
-            max_epochs=epochs, limit_train_batches=2, accelerator="cpu", devices=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+            max_epochs=epochs,
+            limit_train_batches=2,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
 
     whole = epochs_of(tiny, 5)
     first = trainer(3)
@@ -194,7 +214,9 @@ def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_path):
-    pytest.importorskip("mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'")
+    pytest.importorskip(
+        "mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'"
+    )
     from mmengine.model import BaseModel
     from mmengine.registry import LOOPS
     from mmengine.runner import EpochBasedTrainLoop, Runner
@@ -225,21 +247,38 @@ def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_p
 
     def train(epochs, **options):
         dataset = mmengine.FuelrailDataset(
-            str(tiny), 2, shuffle=True, drop_last=True, seed=7, num_workers=1, transforms={"image": TINY}
+            str(tiny),
+            2,
+            shuffle=True,
+            drop_last=True,
+            seed=7,
+            num_workers=1,
+            transforms={"image": TINY},
         )
-        outer = torch.utils.data.DataLoader(dataset, batch_size=None, collate_fn=mmengine.fuelrail_batch)
+        outer = torch.utils.data.DataLoader(
+            dataset, batch_size=None, collate_fn=mmengine.fuelrail_batch
+        )
         Runner(
-            Model(), str(tmp_path), train_dataloader=outer, train_cfg={"type": "Limited", "max_epochs": epochs},
-            optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}}, custom_hooks=[{"type": "FuelrailStateHook"}],
-            default_hooks={"sampler_seed": None}, log_level="ERROR", experiment_name=f"limited-{epochs}", **options,
-        ).train()  # fmt: skip
+            Model(),
+            str(tmp_path),
+            train_dataloader=outer,
+            train_cfg={"type": "Limited", "max_epochs": epochs},
+            optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}},
+            custom_hooks=[{"type": "FuelrailStateHook"}],
+            default_hooks={"sampler_seed": None},
+            log_level="ERROR",
+            experiment_name=f"limited-{epochs}",
+            **options,
+        ).train()
 
     whole = epochs_of(tiny, 5)
     train(3)
     assert seen == [(epoch, keys) for epoch in range(3) for keys in whole[epoch][:2]]
     seen.clear()
     train(5, resume=True)
-    assert seen == [(2, keys) for keys in whole[2][2:4]] + [(3, keys) for keys in whole[3][:2]], "as after a break"
+    assert seen == [(2, keys) for keys in whole[2][2:4]] + [(3, keys) for keys in whole[3][:2]], (
+        "as after a break"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
@@ -265,7 +304,9 @@ def test_trainers_are_given_the_loader_itself(tiny, tmp_path):
             def configure_optimizers(self):
                 return torch.optim.SGD(self.parameters(), 1e-3)
 
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        quiet = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
         pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, **quiet).fit(Module(), loader)
         assert seen == whole
     seen.clear()
@@ -279,14 +320,23 @@ def test_trainers_are_given_the_loader_itself(tiny, tmp_path):
                 return {"loss": self.note(batch)}
 
         Runner(
-            Based(), str(tmp_path), loader, train_cfg={"by_epoch": True, "max_epochs": 1}, log_level="ERROR",
-            optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}}, default_hooks={"sampler_seed": None},
+            Based(),
+            str(tmp_path),
+            loader,
+            train_cfg={"by_epoch": True, "max_epochs": 1},
+            log_level="ERROR",
+            optim_wrapper={"optimizer": {"type": "SGD", "lr": 1e-3}},
+            default_hooks={"sampler_seed": None},
             experiment_name="itself",
-        ).train()  # fmt: skip
+        ).train()
         assert seen == whole
         transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-        arguments = transformers.TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
-        with pytest.raises(TypeError, match="Hugging Face's Trainer takes it from `get_train_dataloader`"):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=1, report_to="none", use_cpu=True
+        )
+        with pytest.raises(
+            TypeError, match="Hugging Face's Trainer takes it from `get_train_dataloader`"
+        ):
             transformers.Trainer(Model(), arguments, train_dataset=loader).train()
 
 
@@ -300,10 +350,16 @@ class _Calls:
         return self.function, self.arguments
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MMEngine's import compiles functions with torch.jit
-@pytest.mark.parametrize("call", [(getattr, str, "format"), (os.getcwd,)], ids=["getattr", "function"])
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # MMEngine's import compiles functions with torch.jit
+@pytest.mark.parametrize(
+    "call", [(getattr, str, "format"), (os.getcwd,)], ids=["getattr", "function"]
+)
 def test_mmengine_checkpoints_that_call_anything_else_are_refused(call):
-    pytest.importorskip("mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'")
+    pytest.importorskip(
+        "mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'"
+    )
     import fuelrail.loaders.integrations.mmengine  # noqa: F401 - adds what is allowed
 
     file = io.BytesIO()
@@ -322,27 +378,50 @@ def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
         "ray_train.main([sys.argv[2], '--steps', '8', '--checkpoint', sys.argv[3]], fail_at=4)"
     )
     paths = environment()["PYTHONPATH"] + os.pathsep + str(EXAMPLES)
-    settings = {"PYTHONPATH": paths, "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "400"}
+    settings = {
+        "PYTHONPATH": paths,
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "400",
+    }
     done = subprocess.run(
         [sys.executable, "-c", code, EXAMPLES, tiny, tmp_path],
-        capture_output=True, text=True, timeout=580, env={**environment(), **settings},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=580,
+        env={**environment(), **settings},
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     plain = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", EXAMPLES / "ddp.py", tiny, "--steps=8",
-         f"--checkpoint={tmp_path / 'ddp'}"],
-        env={**environment(), "PYTHONPATH": paths}, capture_output=True, text=True, check=True, timeout=280,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            EXAMPLES / "ddp.py",
+            tiny,
+            "--steps=8",
+            f"--checkpoint={tmp_path / 'ddp'}",
+        ],
+        env={**environment(), "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=280,
+    )
     for rank, world in enumerate(DATA_PARALLEL):
         reported, losses = output_of(done.stdout + done.stderr, rank)
         steps, wanted = output_of(plain.stdout, rank)
         losses_of = {step: loss for (step, *_), loss in zip(steps, wanted, strict=True)}
-        assert [losses_of[step] for step, *_ in reported] == losses, "model, optimiser and generators came back"
+        assert [losses_of[step] for step, *_ in reported] == losses, (
+            "model, optimiser and generators came back"
+        )
         again = [entry for entry in reported if entry[0] >= 4]
         assert sorted({entry[0] for entry in reported}) == list(range(NUM_STEPS))
         for step, epoch, keys in reported:
             assert (step, epoch, keys) == expected(tiny, world)[step]
-        assert len([entry for entry in again if entry[0] == 4]) >= 2, "the step at which they died came again"
+        assert len([entry for entry in again if entry[0] == 4]) >= 2, (
+            "the step at which they died came again"
+        )
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -351,14 +430,22 @@ def test_nccl_is_bound_to_the_ranks_gpu(has_gpu, monkeypatch):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     made = []
-    monkeypatch.setattr(example.dist, "init_process_group", lambda *args, **options: made.append((args, options)))
+    monkeypatch.setattr(
+        example.dist, "init_process_group", lambda *args, **options: made.append((args, options))
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     example.join_group()
-    assert made == ([(("nccl",), {"device_id": torch.device("cuda", 1)})] if has_gpu else [(("gloo",), {})])
+    assert made == (
+        [(("nccl",), {"device_id": torch.device("cuda", 1)})] if has_gpu else [(("gloo",), {})]
+    )
 
 
 def test_no_example_joins_a_group_by_itself():
-    own = {file.name for file in EXAMPLES.glob("*.py") if "init_process_group(" in file.read_text(encoding="utf-8")}
+    own = {
+        file.name
+        for file in EXAMPLES.glob("*.py")
+        if "init_process_group(" in file.read_text(encoding="utf-8")
+    }
     assert own == {"example.py", "mmengine_runner.py"}

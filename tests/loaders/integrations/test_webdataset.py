@@ -72,9 +72,13 @@ def test_frame_shards_come_through_a_pipe(made):
 
 def test_members_stored_with_a_dictionary(tmp_path):
     small = [b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)]
-    raw = build_dataset(tmp_path / "tiny", {"train": (3,)}, dictionary=train_dictionary(small, 1024, 3))
+    raw = build_dataset(
+        tmp_path / "tiny", {"train": (3,)}, dictionary=train_dictionary(small, 1024, 3)
+    )
     dictionary = open_dataset(tmp_path / "tiny").dictionary
-    samples = list(open_shards(tmp_path / "tiny").decode(partial(decode_member, dictionary=dictionary)))
+    samples = list(
+        open_shards(tmp_path / "tiny").decode(partial(decode_member, dictionary=dictionary))
+    )
     assert [sample["meta.json.dict.zst"]["key"] for sample in samples] == list(raw)
 
 
@@ -119,7 +123,9 @@ def write_tar(path, members):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    return webdataset.WebDataset(str(path), shardshuffle=False, nodesplitter=None, empty_check=False)
+    return webdataset.WebDataset(
+        str(path), shardshuffle=False, nodesplitter=None, empty_check=False
+    )
 
 
 @pytest.mark.parametrize("stored", ["", ".zst"])
@@ -128,14 +134,18 @@ def test_no_member_is_unpickled(tmp_path, ending, stored):
     evil = pickle.dumps(Payload(tmp_path / "PWNED"), protocol=0)
     data = zstandard.compress(evil) if stored else evil
     name = f"x_evil.{ending}{stored}"
-    (sample,) = write_tar(tmp_path / "t.tar", {f"a.{name}": data}).decode(decode_member, "rgb", pre=[])
+    (sample,) = write_tar(tmp_path / "t.tar", {f"a.{name}": data}).decode(
+        decode_member, "rgb", pre=[]
+    )
     assert sample[name] == evil
     assert not (tmp_path / "PWNED").exists()
     pickle.loads(evil)
     assert (tmp_path / "PWNED").exists()
 
 
-OTHER_ENDINGS = sorted({*decoders, "bmp", "eps", "mp4", "wav", "gz", "pickle.gz", "pt", "unknown"} - {"json", "npy"})
+OTHER_ENDINGS = sorted(
+    {*decoders, "bmp", "eps", "mp4", "wav", "gz", "pickle.gz", "pt", "unknown"} - {"json", "npy"}
+)
 
 
 @pytest.mark.parametrize("ending", OTHER_ENDINGS)
@@ -143,7 +153,9 @@ def test_only_the_known_endings_reach_webdatasets_handlers(tmp_path, ending):
     data = b"\x80 no value of any kind"
     name = f"x_mine.{ending}"
     shard = write_tar(tmp_path / "t.tar", {"a.meta.json": b"{}", f"a.{name}": data})
-    (sample,) = shard.decode(decode_member, "rgb", webdataset.torch_video, webdataset.torch_audio, pre=[])
+    (sample,) = shard.decode(
+        decode_member, "rgb", webdataset.torch_video, webdataset.torch_audio, pre=[]
+    )
     assert (sample["meta.json"], sample[name]) == ({}, data)
 
 
@@ -152,6 +164,8 @@ def test_other_content_under_an_images_name_is_refused(name):
     data = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n"
     data = zstandard.compress(data) if name.endswith(".zst") else data
     with pytest.raises(DecodingError) as caught:
-        webdataset.autodecode.Decoder([decode_member, webdataset.imagehandler("rgb")])({"__key__": "a", name: data})
+        webdataset.autodecode.Decoder([decode_member, webdataset.imagehandler("rgb")])(
+            {"__key__": "a", name: data}
+        )
     assert isinstance(caught.value.__cause__, ImageError)
     assert "25 21 50 53" in str(caught.value.__cause__)

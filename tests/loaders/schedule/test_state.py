@@ -25,7 +25,10 @@ from fuelrail.pipeline.transforms.pixels import PixelAugment
 from fuelrail.pipeline.transforms.points import PointSweeps
 
 IDENTITY = Identity(
-    dataset="f" * 64, split="train", order={"version": 1, "kind": "shuffled", "seed": 7, "window": None}, drop_last=True
+    dataset="f" * 64,
+    split="train",
+    order={"version": 1, "kind": "shuffled", "seed": 7, "window": None},
+    drop_last=True,
 )
 ENTRIES = ("identity", "epoch", "samples_consumed", "global_batch_size")
 
@@ -51,11 +54,15 @@ def test_state_is_small_and_plain_whatever_the_position() -> None:
 
 def test_the_identity_may_be_a_dict() -> None:
     encoded = encode_state(state())
-    assert decode_state({**encoded, "identity": json.loads(encoded["identity"])}, IDENTITY) == state()
+    assert (
+        decode_state({**encoded, "identity": json.loads(encoded["identity"])}, IDENTITY) == state()
+    )
 
 
 def test_another_batch_size_is_not_a_mismatch() -> None:
-    assert decode_state(encode_state(state(global_batch_size=999)), IDENTITY).global_batch_size == 999
+    assert (
+        decode_state(encode_state(state(global_batch_size=999)), IDENTITY).global_batch_size == 999
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,8 +71,14 @@ def test_another_batch_size_is_not_a_mismatch() -> None:
         ({"dataset": "0" * 64}, [f"dataset: state has '{'0' * 64}', loader has '{'f' * 64}'"]),
         ({"split": "val"}, ["split: state has 'val', loader has 'train'"]),
         ({"drop_last": False}, ["drop_last: state has False, loader has True"]),
-        ({"order": {**IDENTITY.order, "seed": 8}}, ["order: state has", "'seed': 8", "loader has", "'seed': 7"]),
-        ({"split": "val", "drop_last": False}, ["split: state has 'val'", "drop_last: state has False"]),
+        (
+            {"order": {**IDENTITY.order, "seed": 8}},
+            ["order: state has", "'seed': 8", "loader has", "'seed': 7"],
+        ),
+        (
+            {"split": "val", "drop_last": False},
+            ["split: state has 'val'", "drop_last: state has False"],
+        ),
     ],
 )
 def test_state_of_another_sequence_shows_both_sides(change, both) -> None:
@@ -96,7 +109,10 @@ def test_state_of_another_sequence_shows_both_sides(change, both) -> None:
         ({"identity": 3}, "$.identity"),
         ({"global_batch_size": -1}, "global_batch_size -1; it must be 1 or more"),
         ({"global_batch_size": 0}, "global_batch_size 0; it must be 1 or more"),
-        ({"global_batch_size": 10**30}, f"global_batch_size {10**30}; it must be 1 or more, and below 2**62"),
+        (
+            {"global_batch_size": 10**30},
+            f"global_batch_size {10**30}; it must be 1 or more, and below 2**62",
+        ),
         ({"epoch": 10**30}, "both must be 0 or more, and below 2**62"),
         ({"samples_consumed": 2**62}, "both must be 0 or more, and below 2**62"),
     ],
@@ -118,7 +134,9 @@ def test_what_is_not_a_state_is_refused(change, words) -> None:
 )
 def test_a_foreign_state_or_one_without_an_entry_is_refused(foreign, words) -> None:
     if foreign and foreign.keys() <= set(ENTRIES):
-        foreign = {name: value for name, value in encode_state(state()).items() if name not in foreign}
+        foreign = {
+            name: value for name, value in encode_state(state()).items() if name not in foreign
+        }
     with pytest.raises(StateMismatchError, match=words):
         decode_state(foreign, IDENTITY)
 
@@ -127,7 +145,9 @@ IMAGE = ImageAugment(height=256, width=704)
 
 
 def settled(seed=7, **settings) -> Identity:
-    return msgspec.structs.replace(IDENTITY, settings=sample_settings(seed, **{"image": IMAGE, **settings}))
+    return msgspec.structs.replace(
+        IDENTITY, settings=sample_settings(seed, **{"image": IMAGE, **settings})
+    )
 
 
 class TestN1Settings:
@@ -138,19 +158,27 @@ class TestN1Settings:
         [
             (settled(7), settled(8), "seed: state has 7, loader has 8;"),
             (
-                settled(image=ImageAugment(height=256, width=704, train=True)), settled(),
+                settled(image=ImageAugment(height=256, width=704, train=True)),
+                settled(),
                 "image.train: state has True, loader has False;",
             ),
-            (settled(), settled(normalize=Normalize()), "normalize.mean: state has none, loader has [123.675,"),
+            (
+                settled(),
+                settled(normalize=Normalize()),
+                "normalize.mean: state has none, loader has [123.675,",
+            ),
             (settled(points=True), settled(), "points: state has True, loader has none;"),
             (
-                settled(points=PointSweeps(num_sweeps=2)), settled(points=PointSweeps(num_sweeps=5)),
+                settled(points=PointSweeps(num_sweeps=2)),
+                settled(points=PointSweeps(num_sweeps=5)),
                 "content; points.num_sweeps: state has 2, loader has 5; make",
             ),
             (IDENTITY, settled(), "settings: state names none;"),
         ],
-    )  # fmt: skip
-    def test_other_settings_are_refused_with_both_sides_or_accepted_explicitly(self, theirs, ours, both) -> None:
+    )
+    def test_other_settings_are_refused_with_both_sides_or_accepted_explicitly(
+        self, theirs, ours, both
+    ) -> None:
         encoded = json.loads(json.dumps(encode_state(state(identity=theirs))))
         with pytest.raises(StateMismatchError) as caught:
             decode_state(encoded, ours)
@@ -160,23 +188,41 @@ class TestN1Settings:
 
     def test_no_other_difference_is_accepted(self) -> None:
         encoded = encode_state(state())
-        for change in ({"dataset": "0" * 64}, {"split": "val"}, {"drop_last": False}, {"frames": {}}, {"order": {}}):
-            other = {**encoded, "identity": json.dumps({**json.loads(encoded["identity"]), **change})}
+        for change in (
+            {"dataset": "0" * 64},
+            {"split": "val"},
+            {"drop_last": False},
+            {"frames": {}},
+            {"order": {}},
+        ):
+            other = {
+                **encoded,
+                "identity": json.dumps({**json.loads(encoded["identity"]), **change}),
+            }
             with pytest.raises(StateMismatchError, match="another training sequence"):
                 decode_state(other, IDENTITY, strict=False)
 
     def test_equal_settings_have_one_digest_however_they_are_written(self) -> None:
-        one = sample_settings(7, image=ImageAugment(height=64, width=96, resize=1), pixels=None, points=False)
-        two = sample_settings(7, image=ImageAugment(height=64, width=96, resize=1.0), undistort=None)
+        one = sample_settings(
+            7, image=ImageAugment(height=64, width=96, resize=1), pixels=None, points=False
+        )
+        two = sample_settings(
+            7, image=ImageAugment(height=64, width=96, resize=1.0), undistort=None
+        )
         assert one == two
         others = [
-            sample_settings(8, image=IMAGE), sample_settings(7, image=IMAGE),
+            sample_settings(8, image=IMAGE),
+            sample_settings(7, image=IMAGE),
             sample_settings(7, image=IMAGE, pixels=PixelAugment(train=True)),
-        ]  # fmt: skip
+        ]
         assert len({found["digest"] for found in (one, *others)}) == 4
 
     def test_with_all_settings_the_state_is_still_small_and_plain(self) -> None:
-        whole = settled(pixels=PixelAugment(train=True), normalize=Normalize(), points=PointSweeps(num_sweeps=10))
+        whole = settled(
+            pixels=PixelAugment(train=True),
+            normalize=Normalize(),
+            points=PointSweeps(num_sweeps=10),
+        )
         encoded = encode_state(state(identity=whole))
         assert len(json.dumps(encoded)) < 2000
         assert decode_state(json.loads(json.dumps(encoded)), whole) == state(identity=whole)

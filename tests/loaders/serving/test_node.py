@@ -18,10 +18,17 @@ NUM_RANKS = 4
 
 def start(tiny, folder, rank, job, where="node", parallel=2):
     environment = {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "WHERE": where,
-        "LOCAL_WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": job,
-    }  # fmt: skip
-    process = warm().Process(target=run, args=(tiny, parallel, folder, folder / f"{job}-{rank}", environment))
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(NUM_RANKS),
+        "WHERE": where,
+        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": job,
+    }
+    process = warm().Process(
+        target=run, args=(tiny, parallel, folder, folder / f"{job}-{rank}", environment)
+    )
     process.start()
     return process
 
@@ -69,17 +76,25 @@ def job():
 def expected(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("none")
     numbers = range(0, NUM_RANKS, 2)
-    return finished([start(tiny, folder, rank, "0", where="") for rank in numbers], folder, "0", numbers)
+    return finished(
+        [start(tiny, folder, rank, "0", where="") for rank in numbers], folder, "0", numbers
+    )
 
 
-def test_ranks_that_share_a_sample_share_its_decoding_and_two_jobs_are_kept_apart(tiny, tmp_path, job, expected):
-    ranks = [start(tiny, tmp_path, rank, name) for name in (job, job + "b") for rank in range(NUM_RANKS)]
+def test_ranks_that_share_a_sample_share_its_decoding_and_two_jobs_are_kept_apart(
+    tiny, tmp_path, job, expected
+):
+    ranks = [
+        start(tiny, tmp_path, rank, name) for name in (job, job + "b") for rank in range(NUM_RANKS)
+    ]
     for name in (job, job + "b"):
         assert finished(ranks, tmp_path, name) == [expected[rank // 2] for rank in range(NUM_RANKS)]
     wait_for(lambda: not servers(job) and not servers(job + "b"))
 
 
-def test_a_killed_process_is_started_again_and_every_rank_gets_every_batch_once(tiny, tmp_path, job, expected):
+def test_a_killed_process_is_started_again_and_every_rank_gets_every_batch_once(
+    tiny, tmp_path, job, expected
+):
     (hold := tmp_path / "wait-1-1").touch()
     ranks = [start(tiny, tmp_path, rank, job) for rank in range(NUM_RANKS)]
     before = wait_for(lambda: servers(job))

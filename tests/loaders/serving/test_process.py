@@ -86,7 +86,10 @@ CASES = {
     "groups, windows": {"camera_groups": GROUPS, "window": FrameWindow(frames=(-1, 0))},
     "static": {"image": TRAIN, "static": True},
     "lanes": {"order": OrderSpec(kind="lanes"), "drop_last": True},
-    "windows of shards": {"order": OrderSpec(kind="windowed", window=2, seed=2), "drop_last": False},
+    "windows of shards": {
+        "order": OrderSpec(kind="windowed", window=2, seed=2),
+        "drop_last": False,
+    },
     "transform": {"transform": everything},
     "collate_fn": {"collate_fn": listed},
     "batch_transform": {"batch_transform": noisy},
@@ -148,13 +151,20 @@ def ends(sample):
 
 def test_a_process_that_always_ends_is_an_error_that_says_how(tiny):
     text = r"before batch 0 .*exit code -6.* 3 times in a row"
-    with away(tiny, transform=ends, image=TINY) as loader, pytest.raises(ChildProcessError, match=text):
+    with (
+        away(tiny, transform=ends, image=TINY) as loader,
+        pytest.raises(ChildProcessError, match=text),
+    ):
         next(iter(loader))
 
 
 def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_process(tiny):
     def error_of(frame, where):
-        options = {"order": {"kind": "sequential", "filter": f"frame == {frame}"}, "num_workers": 1, "image": TINY}
+        options = {
+            "order": {"kind": "sequential", "filter": f"frame == {frame}"},
+            "num_workers": 1,
+            "image": TINY,
+        }
         with load(tiny, 1, transform=failing, collate_fn=listed, where=where, **options) as loader:
             with pytest.raises((StageError, ConfigError, SchemaError)) as caught:
                 next(iter(loader))
@@ -163,7 +173,10 @@ def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_process(tiny):
     there, here = error_of(1, "process"), error_of(1, None)
     assert (type(there), str(there)) == (type(here), str(here))
     assert 'raise ValueError(f"no {sample' in str(there.__cause__)
-    assert (type(error_of(2, "process")), str(error_of(2, "process"))) == (SchemaError, str(error_of(2, None)))
+    assert (type(error_of(2, "process")), str(error_of(2, "process"))) == (
+        SchemaError,
+        str(error_of(2, None)),
+    )
     assert "what cannot be pickled" in str(error_of(0, "process"))
 
 
@@ -190,7 +203,9 @@ def test_images_are_views_of_shared_memory_and_a_kept_batch_is_not_overwritten(t
         addresses = {batch["img"].data_ptr() for batch in kept}
         assert len(addresses) == len(kept)
         maps = Path("/proc/self/maps").read_text()
-        spans = [line.split()[0].split("-") for line in maps.splitlines() if "fuelrail-batches" in line]
+        spans = [
+            line.split()[0].split("-") for line in maps.splitlines() if "fuelrail-batches" in line
+        ]
         assert all(any(int(a, 16) <= one < int(b, 16) for a, b in spans) for one in addresses)
         del kept
         reused = {batch["img"].data_ptr() for _ in range(4) for batch in loader}
@@ -222,14 +237,22 @@ def test_breaks_other_epochs_and_a_second_iteration_are_as_in_threads(tiny):
 
 def test_the_tuner_and_the_trace_see_the_stages_of_the_process(tiny):
     events = []
-    with away(tiny, 1, image=TINY, num_workers="auto", trace=lambda *event: events.append(event)) as loader:
+    with away(
+        tiny, 1, image=TINY, num_workers="auto", trace=lambda *event: events.append(event)
+    ) as loader:
         for _ in range(3):
             for _ in loader:
                 pass
         loader.tune(loader.stats() and type(loader._runner._tuner.tuning)(3, 4))
         for _ in loader:
             pass
-        assert [one.name for one in loader.stats().stages] == ["fetch", "parse", "decode", "collate", "receive"]
+        assert [one.name for one in loader.stats().stages] == [
+            "fetch",
+            "parse",
+            "decode",
+            "collate",
+            "receive",
+        ]
         assert loader.stats().stages[2].num_threads == 3
     assert {"fetch", "decode", "receive", "wait"} <= {event[0] for event in events}
 
@@ -262,7 +285,9 @@ if __name__ == "__main__":
 def test_the_process_ends_with_its_trainer_however_that_ends(tiny, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     before = shared_memory()
-    with subprocess.Popen([sys.executable, tmp_path / "train.py", tiny], stdout=subprocess.PIPE) as trainer:
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "train.py", tiny], stdout=subprocess.PIPE
+    ) as trainer:
         pid = int(trainer.stdout.readline())
         assert psutil.pid_exists(pid)
         trainer.kill()
@@ -275,9 +300,14 @@ def test_a_batch_of_any_content_comes_as_it_was():
     image = torch.from_numpy(memory.new(24)).view(2, 3, 4)
     image.copy_(torch.arange(24, dtype=torch.uint8).view(2, 3, 4))
     batch = {
-        "img": image, "turned": image.transpose(0, 2), "none": torch.empty(0, 3), "text": ["a", None],
-        "small": torch.randn(3, 5, dtype=torch.float64).T, "flag": torch.tensor(True), "deep": [(1, {"x": image[1:]})],
-    }  # fmt: skip
+        "img": image,
+        "turned": image.transpose(0, 2),
+        "none": torch.empty(0, 3),
+        "text": ["a", None],
+        "small": torch.randn(3, 5, dtype=torch.float64).T,
+        "flag": torch.tensor(True),
+        "deep": [(1, {"x": image[1:]})],
+    }
     exported, held = memory.export(batch)
     for number, (file, num_bytes) in memory.files.items():
         mapped.add(number, os.dup(file), num_bytes)

@@ -80,7 +80,10 @@ def test_actors_and_nodes_that_die_cost_no_batch(tiny, cluster):
 
 def test_an_error_is_that_of_the_actor(tiny, cluster):
     options = {"order": OrderSpec(kind="sequential"), "image": TINY, "transform": failing}
-    with away(tiny, 1, **options) as loader, pytest.raises((StageError, SchemaError, ConfigError)) as caught:
+    with (
+        away(tiny, 1, **options) as loader,
+        pytest.raises((StageError, SchemaError, ConfigError)) as caught,
+    ):
         list(loader)
     assert caught.value.__cause__ is not None
 

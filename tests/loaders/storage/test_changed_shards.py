@@ -31,14 +31,23 @@ CHANGES = {
 @pytest.mark.costly
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("on_error", ["raise", "substitute"])
-def test_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(pristine, tmp_path, on_error, how):
+def test_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(
+    pristine, tmp_path, on_error, how
+):
     for turn in range(2):
         root = shutil.copytree(pristine, tmp_path / f"turn-{turn}")
         error = None
         with DataLoader(
-            root, 1, shuffle=True, transforms={"image": ImageAugment(height=64, width=176)}, seed=turn, num_workers=2,
-            bad_samples={"on_error": on_error, "file": None}, prefetch_factor=1, storage={"look_ahead_bytes": 1},
-        ) as loader:  # fmt: skip
+            root,
+            1,
+            shuffle=True,
+            transforms={"image": ImageAugment(height=64, width=176)},
+            seed=turn,
+            num_workers=2,
+            bad_samples={"on_error": on_error, "file": None},
+            prefetch_factor=1,
+            storage={"look_ahead_bytes": 1},
+        ) as loader:
             try:
                 for number, _ in enumerate(loader):
                     if number == 1 + turn:

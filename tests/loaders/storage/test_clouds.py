@@ -10,7 +10,13 @@ import pytest
 
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.clients import FsspecClient, ObstoreClient, make_client
-from fuelrail.pipeline.errors import ChecksumError, ConfigError, DatasetError, DatasetNotReadyError, StorageError
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    ConfigError,
+    DatasetError,
+    DatasetNotReadyError,
+    StorageError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage import filesystem
 from fuelrail.pipeline.storage.retry import RetryPolicy
@@ -28,8 +34,12 @@ for _name in ("moto", "flask", "boto3", "s3fs", "obstore"):
 
 CLIENTS = ("fsspec", "obstore")
 ENVIRONMENT = (
-    "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_PROFILE",
-)  # fmt: skip
+    "AWS_ENDPOINT_URL",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_DEFAULT_REGION",
+    "AWS_PROFILE",
+)
 KEY = {"key": "AKIAANACCESSKEY", "secret": "a-secret-key-value"}
 QUICK = RetryPolicy(deadline_s=1.0, attempt_timeout_s=0.5, first_delay_s=0.05, max_delay_s=0.2)
 
@@ -65,7 +75,9 @@ def test_the_better_client_is_the_default(bucket, tmp_path):
     assert open_storage(dataset).stats().backend == "obstore"
     assert isinstance(make_client(bucket[0]), ObstoreClient)
     # What only s3fs understands, s3fs does.
-    assert isinstance(make_client(bucket[0], {"config_kwargs": {"max_pool_connections": 5}}), FsspecClient)
+    assert isinstance(
+        make_client(bucket[0], {"config_kwargs": {"max_pool_connections": 5}}), FsspecClient
+    )
     with pytest.raises(ConfigError, match="obstore cannot read"):
         make_client(bucket[0], {"config_kwargs": {}}, kind="obstore")
 
@@ -84,14 +96,20 @@ class TestS3:
 
     def test_credentials_of_a_profile(self, bare, pristine, tmp_path, monkeypatch, client):
         url, endpoint = bare
-        (tmp_path / "config").write_text(f"[profile lab]\nregion = us-east-1\nendpoint_url = {endpoint}\n")
-        (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = testing\naws_secret_access_key = testing\n")
+        (tmp_path / "config").write_text(
+            f"[profile lab]\nregion = us-east-1\nendpoint_url = {endpoint}\n"
+        )
+        (tmp_path / "credentials").write_text(
+            "[lab]\naws_access_key_id = testing\naws_secret_access_key = testing\n"
+        )
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
         monkeypatch.setenv("AWS_PROFILE", "lab")
         assert read_all(url, client, tmp_path) == spans_of(pristine)
 
-    def test_an_object_that_is_replaced_or_missing_is_reported_at_once(self, bucket, tmp_path, client):
+    def test_an_object_that_is_replaced_or_missing_is_reported_at_once(
+        self, bucket, tmp_path, client
+    ):
         import boto3
 
         dataset = open_dataset(bucket[0], cache_dir=tmp_path)
@@ -110,10 +128,14 @@ class TestS3:
             open_dataset("s3://datasets/elsewhere", cache_dir=tmp_path)
 
     def test_a_server_that_is_not_there(self, bare, tmp_path, client):
-        dataset = open_dataset(bare[0], cache_dir=tmp_path, storage_options=KEY | {"endpoint_url": bare[1]})
+        dataset = open_dataset(
+            bare[0], cache_dir=tmp_path, storage_options=KEY | {"endpoint_url": bare[1]}
+        )
         gone = KEY | {"endpoint_url": "http://127.0.0.1:9"}
         with pytest.raises(StorageError, match="no answer after"):
-            open_storage(dataset, client, storage_options=gone, retry=QUICK).span(*rows_of(dataset)[0])
+            open_storage(dataset, client, storage_options=gone, retry=QUICK).span(
+                *rows_of(dataset)[0]
+            )
 
     def test_secrets_stay_out_of_messages_and_logs(self, bare, tmp_path, caplog, client):
         options = KEY | {"endpoint_url": bare[1]}
@@ -148,11 +170,15 @@ class TestEmulators:
         _, url, options, _ = cloud
         dataset = open_dataset(url, cache_dir=tmp_path, storage_options=options)
         storage = open_storage(dataset)
-        assert [bytes(take()) for take in storage.session().request(rows_of(dataset))] == spans_of(pristine)
+        assert [bytes(take()) for take in storage.session().request(rows_of(dataset))] == spans_of(
+            pristine
+        )
         stats = storage.stats()
         assert 0 < stats.requests < stats.spans  # neighbours come as one range
 
-    def test_an_epoch_through_the_loader_and_its_second_from_the_cache(self, cloud, pristine, tmp_path):
+    def test_an_epoch_through_the_loader_and_its_second_from_the_cache(
+        self, cloud, pristine, tmp_path
+    ):
         _, url, options, _ = cloud
         expected = keys(batches(pristine, 4, seed=3))
         with load(url, 4, seed=3, options=options, cache_dir=tmp_path) as loader:
@@ -182,7 +208,11 @@ class TestEmulators:
         _, url, options, secret = cloud
         if secret is None:
             pytest.skip("this emulator knows no credentials")
-        wrong = {"connection_string": re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:9", options["connection_string"])}
+        wrong = {
+            "connection_string": re.sub(
+                r"127\.0\.0\.1:\d+", "127.0.0.1:9", options["connection_string"]
+            )
+        }
         with caplog.at_level(logging.DEBUG, logger="fuelrail"):
             dataset = open_dataset(url, cache_dir=tmp_path, storage_options=options)
             with pytest.raises((StorageError, DatasetError)) as caught:
@@ -191,7 +221,9 @@ class TestEmulators:
             assert secret not in text
 
 
-def test_a_dataset_on_the_hugging_face_hub_gives_the_same_batches(pristine, tmp_path, monkeypatch) -> None:
+def test_a_dataset_on_the_hugging_face_hub_gives_the_same_batches(
+    pristine, tmp_path, monkeypatch
+) -> None:
     pytest.importorskip("huggingface_hub", reason="the extra hf is not installed here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shutil.copytree(pristine, tmp_path / "repo" / "v1")

@@ -81,7 +81,10 @@ class TestPread(StorageSuite):
         drop_from_memory(root)
         storage = PreadShards(dataset, memory_bytes=1)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        for asked in (rows[1::2], rows[::2]):  # the latter have their neighbours' pages at both ends
+        for asked in (
+            rows[1::2],
+            rows[::2],
+        ):  # the latter have their neighbours' pages at both ends
             for first in range(0, len(asked), 16):
                 session = storage.session()
                 took = [bytes(take()) for take in session.request(asked[first : first + 16])]
@@ -94,7 +97,9 @@ class TestPread(StorageSuite):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert 1 <= open_files_limit(2) <= soft // 4
         monkeypatch.setattr(OpenShards, "_all", weakref.WeakSet())
-        monkeypatch.setattr("fuelrail.loaders.storage.files.open_files_limit", lambda storages: 2 // storages)
+        monkeypatch.setattr(
+            "fuelrail.loaders.storage.files.open_files_limit", lambda storages: 2 // storages
+        )
         dataset = open_dataset(pristine)
         gc.collect()  # closes what other tests left
         others = set(Path("/proc/self/fd").iterdir())
@@ -102,7 +107,9 @@ class TestPread(StorageSuite):
         spans = [[one.span(index, row) for index, row in rows_of(dataset)[::3]] for one in storages]
         assert list(map(bytes, spans[1])) == spans_of(pristine)[::3]
         open_files = [link.resolve() for link in set(Path("/proc/self/fd").iterdir()) - others]
-        assert [file.parent for file in open_files if file.suffix == ".tar"] == [pristine.resolve()] * 2
+        assert [file.parent for file in open_files if file.suffix == ".tar"] == [
+            pristine.resolve()
+        ] * 2
 
     @pytest.mark.costly
     def test_beyond_memory_used_pages_go_but_for_a_part_that_stays_the_same(self, tmp_path):
@@ -118,7 +125,11 @@ class TestPread(StorageSuite):
         def cached():
             resident = [resident_pages(root / shard.name) for shard in dataset.shards]
             # The page in the middle of a sample is its own.
-            return {index for index, row in rows if resident[row.shard][(row.offset + row.length // 2) // PAGE] & 1}
+            return {
+                index
+                for index, row in rows
+                if resident[row.shard][(row.offset + row.length // 2) // PAGE] & 1
+            }
 
         for _ in range(2):
             session = storage.session()
@@ -127,7 +138,9 @@ class TestPread(StorageSuite):
             gone = [index for index, _ in rows if index not in kept]
             assert kept <= cached()
             assert len(gone) > 30
-            assert len(cached().intersection(gone)) < len(gone) / 4  # the kernel holds a few pages in its batches
+            assert (
+                len(cached().intersection(gone)) < len(gone) / 4
+            )  # the kernel holds a few pages in its batches
 
     def test_within_memory_nothing_goes(self, pristine):
         dataset = open_dataset(pristine)
@@ -158,11 +171,16 @@ class TestPread(StorageSuite):
             return real(self, row)
 
         monkeypatch.setattr(PreadShards, "_read", heals)
-        assert bytes(storage.span(*rows[6])) == path.read_bytes()[rows[6][1].offset :][: rows[6][1].length]
+        assert (
+            bytes(storage.span(*rows[6]))
+            == path.read_bytes()[rows[6][1].offset :][: rows[6][1].length]
+        )
         assert len(calls) == 2
         assert storage.stats().refetched == 1
 
-    def test_errors_of_the_file_system_are_tried_again_on_a_new_file(self, opened, pristine, monkeypatch):
+    def test_errors_of_the_file_system_are_tried_again_on_a_new_file(
+        self, opened, pristine, monkeypatch
+    ):
         dataset, storage = opened(pristine)
         failures = [OSError(116, "Stale file handle"), OSError(5, "Input/output error")]
         real = os.preadv
@@ -180,7 +198,9 @@ class TestPread(StorageSuite):
     def test_reads_that_come_in_pieces(self, opened, pristine, monkeypatch):
         dataset, storage = opened(pristine)
         real = os.preadv
-        monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:1000]], offset))
+        monkeypatch.setattr(
+            os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:1000]], offset)
+        )
         index, row = rows_of(dataset)[3]
         assert bytes(storage.span(index, row)) == spans_of(pristine)[3]
 
@@ -191,7 +211,11 @@ def address(view):
 
 def test_the_backend_fits_the_place(pristine, tmp_path):
     dataset = open_dataset(pristine)
-    assert open_storage(dataset).stats().backend == open_storage(dataset, "pread").stats().backend == "pread"
+    assert (
+        open_storage(dataset).stats().backend
+        == open_storage(dataset, "pread").stats().backend
+        == "pread"
+    )
     assert isinstance(open_storage(dataset, cache_dir=tmp_path / "cache"), RemoteShards)
     with pytest.raises(ConfigError, match="backend='nfs' is not known; choose one of auto, pread"):
         open_storage(dataset, "nfs")

@@ -49,7 +49,9 @@ def test_points_are_left_out_where_not_wanted(dataset) -> None:
 def test_samples_by_key(dataset) -> None:
     reader = SampleReader(dataset)
     assert reader.sample(reader.find("clip-0001-000001")).key == "clip-0001-000001"
-    with pytest.raises(OrderError, match=f"has no sample 'clip-9'; the first of its 6 is '{reader.sample(0).key}'"):
+    with pytest.raises(
+        OrderError, match=f"has no sample 'clip-9'; the first of its 6 is '{reader.sample(0).key}'"
+    ):
         reader.find("clip-9")
 
 
@@ -86,21 +88,35 @@ class TestRig:
     @pytest.mark.parametrize(
         ("number", "said", "there"), [(0, [1, 0], [1, 1]), (1, [1, 1], [1, 0]), (0, [2, 1], [1, 1])]
     )
-    def test_cam_valid_and_images_must_agree(self, monkeypatch, dataset, number, said, there) -> None:
+    def test_cam_valid_and_images_must_agree(
+        self, monkeypatch, dataset, number, said, there
+    ) -> None:
         with pytest.raises(SchemaError) as caught:
             self.read(monkeypatch, dataset, number, cam_valid=np.array(said, np.uint8))
         assert caught.value.member == GEOMETRY
         assert caught.value.key == dataset.index.row(number).key
-        assert f"cam_valid is {said}, but of the cameras {', '.join(CAMERAS)} these have" in str(caught.value)
+        assert f"cam_valid is {said}, but of the cameras {', '.join(CAMERAS)} these have" in str(
+            caught.value
+        )
         assert str(caught.value).endswith(f"{there}")
 
     def test_another_number_of_cameras(self, monkeypatch, dataset) -> None:
         geometry = SampleReader(dataset).sample(0).geometry
         one = {
             name: getattr(geometry, name)[:1]
-            for name in ("cam_valid", "cam_timestamp_ns", "img_wh", "intrinsics", "dist", "cam2ego", "cam_ego2global")
+            for name in (
+                "cam_valid",
+                "cam_timestamp_ns",
+                "img_wh",
+                "intrinsics",
+                "dist",
+                "cam2ego",
+                "cam_ego2global",
+            )
         }
-        with pytest.raises(SchemaError, match=r"cam_valid is \[1\], but of the cameras cam_front, cam_back"):
+        with pytest.raises(
+            SchemaError, match=r"cam_valid is \[1\], but of the cameras cam_front, cam_back"
+        ):
             self.read(monkeypatch, dataset, 0, **one)
 
     def test_another_number_of_lidars(self, monkeypatch, dataset) -> None:

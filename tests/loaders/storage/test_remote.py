@@ -98,8 +98,11 @@ class TestHttp(StorageSuite):
         takes = storage.session().request(rows_of(dataset))
         assert [bytes(take()) for take in takes] == spans_of(pristine)
         assert [request.name for request in sorted(shard_requests(server))] == [
-            "train-000000.tar", "train-000001.tar", "train-000002.tar", "val-000000.tar",
-        ]  # fmt: skip
+            "train-000000.tar",
+            "train-000001.tar",
+            "train-000002.tar",
+            "val-000000.tar",
+        ]
         stats = storage.stats()
         assert (stats.requests, stats.spans, stats.request_bytes) == (4, 25, stats.span_bytes)
         assert stats.request_bytes < MAX_RANGE_BYTES
@@ -135,7 +138,9 @@ class TestFaults:
         server, dataset = served
         server.misbehave = only_shards(FAULTS[fault], first=1)
         storage = open_storage(dataset, retry=PATIENT)
-        assert [bytes(take()) for take in storage.session().request(rows_of(dataset))] == spans_of(pristine)
+        assert [bytes(take()) for take in storage.session().request(rows_of(dataset))] == spans_of(
+            pristine
+        )
         assert len(shard_requests(server)) > 4
 
     def test_a_server_that_fails_all_the_time_now_and_then(self, served, pristine):
@@ -157,10 +162,14 @@ class TestFaults:
         with pytest.raises(StorageError, match=r"no answer after \d+ attempts in [12] s") as caught:
             storage.span(index, row)
         assert (caught.value.shard, caught.value.offset, caught.value.key) == (
-            "train-000001.tar", row.offset, row.key,
-        )  # fmt: skip
+            "train-000001.tar",
+            row.offset,
+            row.key,
+        )
 
-    @pytest.mark.parametrize(("status", "words"), [(403, "access is refused"), (404, "the shard is not there")])
+    @pytest.mark.parametrize(
+        ("status", "words"), [(403, "access is refused"), (404, "the shard is not there")]
+    )
     def test_what_no_retry_can_help_is_reported_at_once(self, served, status, words):
         server, dataset = served
         server.misbehave = only_shards(Misbehaviour(status=status))
@@ -168,7 +177,9 @@ class TestFaults:
             open_storage(dataset).span(*rows_of(dataset)[0])
         assert len(shard_requests(server)) == 1
 
-    def test_a_shard_that_is_gone_says_whether_the_dataset_was_replaced(self, serve, own, pristine, tmp_path):
+    def test_a_shard_that_is_gone_says_whether_the_dataset_was_replaced(
+        self, serve, own, pristine, tmp_path
+    ):
         dataset = open_dataset(serve(own).url, cache_dir=tmp_path)
         fingerprint = dataset.manifest.fingerprint
         (own / "train-000000.tar").unlink()
@@ -177,7 +188,9 @@ class TestFaults:
         assert "replaced while in use" not in str(caught.value)
         manifest = msgspec.structs.replace(dataset.manifest, classes=("another",))
         (own / "dataset.json").write_bytes(encode_manifest(manifest))
-        with pytest.raises(StorageError, match=f"the shard is not there.*replaced while in use.*was {fingerprint}"):
+        with pytest.raises(
+            StorageError, match=f"the shard is not there.*replaced while in use.*was {fingerprint}"
+        ):
             open_storage(dataset).span(*rows_of(dataset)[0])
 
     def test_bytes_that_stay_wrong_are_fetched_twice_and_reported(self, served):
@@ -238,7 +251,9 @@ class TestFaults:
 
 
 class TestOpening:
-    def test_manifest_and_index_are_fetched_once_into_a_folder_named_by_the_manifest(self, serve, pristine, tmp_path):
+    def test_manifest_and_index_are_fetched_once_into_a_folder_named_by_the_manifest(
+        self, serve, pristine, tmp_path
+    ):
         server = serve(pristine)
         here = open_dataset(pristine)
         name = hashlib.sha256((pristine / "dataset.json").read_bytes()).hexdigest()
@@ -246,7 +261,9 @@ class TestOpening:
             dataset = open_dataset(server.url + "/", cache_dir=tmp_path)
             assert dataset.manifest == here.manifest
             assert dataset.root == tmp_path / "datasets" / name
-            assert [dataset.index.row(i) for i in range(25)] == [here.index.row(i) for i in range(25)]
+            assert [dataset.index.row(i) for i in range(25)] == [
+                here.index.row(i) for i in range(25)
+            ]
             assert dataset.location == server.url + "/"
         first, *tables, last = [request.name for request in server.requests]
         assert (first, last) == ("dataset.json", "dataset.json")
@@ -264,15 +281,27 @@ class TestOpening:
 
     def test_the_users_cache_folder_is_the_default(self, serve, pristine, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-        assert open_dataset(serve(pristine).url).root.parent == tmp_path / "xdg" / "fuelrail" / "datasets"
+        assert (
+            open_dataset(serve(pristine).url).root.parent
+            == tmp_path / "xdg" / "fuelrail" / "datasets"
+        )
 
     def test_faults_while_opening_are_ridden_out(self, serve, pristine, tmp_path):
-        faults = iter([Misbehaviour(status=503), Misbehaviour(cut=True), Misbehaviour(), Misbehaviour(hang_up=True)])
+        faults = iter(
+            [
+                Misbehaviour(status=503),
+                Misbehaviour(cut=True),
+                Misbehaviour(),
+                Misbehaviour(hang_up=True),
+            ]
+        )
         server = serve(pristine, lambda request: next(faults, Misbehaviour()))
         assert len(open_dataset(server.url, cache_dir=tmp_path).index) == 25
 
     def test_bytes_changed_on_the_way_are_read_again(self, serve, pristine, tmp_path):
-        left = dict.fromkeys(("dataset.json", "shards.arrow", "index.arrow", "keys.arrow", "blocks.sha256"), 4)
+        left = dict.fromkeys(
+            ("dataset.json", "shards.arrow", "index.arrow", "keys.arrow", "blocks.sha256"), 4
+        )
 
         def change(request):
             left[request.name] -= 1
@@ -311,7 +340,9 @@ class TestOpening:
             place = cache / linked
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(home, target_is_directory=True)
-            with pytest.raises(ConfigError, match=r"is a symbolic link.*choose a cache folder of your own"):
+            with pytest.raises(
+                ConfigError, match=r"is a symbolic link.*choose a cache folder of your own"
+            ):
                 open_dataset(server.url, cache_dir=cache)
         assert not list(home.iterdir())
         index = root / "index.arrow"
@@ -326,7 +357,9 @@ class TestOpening:
         root = open_dataset(server.url, cache_dir=tmp_path / "cache").root
         for path in (root / "dataset.json", root, root.parent, root.parent.parent):
             os.chown(path, 4242, 4242)
-            with pytest.raises(ConfigError, match=f"'{path}' belongs to user 4242, and this process runs as user 0"):
+            with pytest.raises(
+                ConfigError, match=f"'{path}' belongs to user 4242, and this process runs as user 0"
+            ):
                 open_dataset(server.url, cache_dir=tmp_path / "cache")
             os.chown(path, 0, 0)
         assert len(open_dataset(server.url, cache_dir=tmp_path / "cache").index) == 25
@@ -353,19 +386,29 @@ class TestOpening:
         with FaultServer(pristine) as server:
             url = server.url
         with pytest.raises(DatasetError, match=r"could not be read for 0\.2 s"):
-            open_dataset(url, cache_dir=tmp_path, retry=RetryPolicy(deadline_s=0.2, first_delay_s=0.01))
+            open_dataset(
+                url, cache_dir=tmp_path, retry=RetryPolicy(deadline_s=0.2, first_delay_s=0.01)
+            )
 
     def test_a_server_that_does_not_answer_is_asked_again(self, serve, pristine, tmp_path, caplog):
-        server = serve(pristine, lambda request: Misbehaviour(latency_s=3600.0 if request.number == 0 else 0.0))
-        dataset = open_dataset(server.url, cache_dir=tmp_path, retry=RetryPolicy(attempt_timeout_s=0.5))
+        server = serve(
+            pristine, lambda request: Misbehaviour(latency_s=3600.0 if request.number == 0 else 0.0)
+        )
+        dataset = open_dataset(
+            server.url, cache_dir=tmp_path, retry=RetryPolicy(attempt_timeout_s=0.5)
+        )
         assert len(dataset.index) == 25
         assert "dataset.json: FSTimeoutError; trying again" in caplog.text
 
-    def test_addresses_without_a_host_and_hosts_that_refuse_are_reported_at_once(self, tmp_path, caplog):
+    def test_addresses_without_a_host_and_hosts_that_refuse_are_reported_at_once(
+        self, tmp_path, caplog
+    ):
         with pytest.raises(DatasetError, match="cannot be read"):
             open_dataset("http://", cache_dir=tmp_path)
         assert "trying again" not in caplog.text
-        with pytest.raises(ConfigError, match=r"'ftp://127\.0\.0\.1:1/dataset' cannot be opened: .*refused"):
+        with pytest.raises(
+            ConfigError, match=r"'ftp://127\.0\.0\.1:1/dataset' cannot be opened: .*refused"
+        ):
             open_dataset("ftp://127.0.0.1:1/dataset", cache_dir=tmp_path)
 
     def test_secrets_stay_out_of_messages_and_logs(self, serve, pristine, tmp_path, caplog):
@@ -398,7 +441,11 @@ def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(tmp_path
         longest = max(dataset.index.column("length"))
         storage = LayeredStorage(open_storage(dataset, "remote"))
         coming = (Scheduled(0, at, 0, at, (at * 7 % samples,), True) for at in range(samples))
-        asked = prefetch(coming, [RequestStream(SampleReader(dataset, storage=storage), storage.session())], limit)
+        asked = prefetch(
+            coming,
+            [RequestStream(SampleReader(dataset, storage=storage), storage.session())],
+            limit,
+        )
         tracemalloc.start()
         try:
             for ahead in asked:

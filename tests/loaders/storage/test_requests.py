@@ -86,7 +86,9 @@ class Server:
 
 def fetch(made, server, count=1):
     async def work():
-        return await asyncio.gather(*(server.fetched(made) for _ in range(count)), return_exceptions=True)
+        return await asyncio.gather(
+            *(server.fetched(made) for _ in range(count)), return_exceptions=True
+        )
 
     return run(work())
 
@@ -127,20 +129,26 @@ class TestRetries:
         assert error.num_attempts > 5
 
     def test_waiting_for_ones_turn_does_not_count(self):
-        retry = RetryPolicy(deadline_s=0.1, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
+        retry = RetryPolicy(
+            deadline_s=0.1, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01
+        )
         server = Server(*[0.06] * 5, OSError("x"))
         answers = fetch(requester(retry, min_hedge_s=NEVER, places=1), server, 6)
         assert answers == [DATA] * 6
 
     def test_the_first_retry_is_at_once_and_the_next_are_not(self):
-        patient = RetryPolicy(deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9)
+        patient = RetryPolicy(
+            deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9
+        )
         made, server = requester(patient), Server(OSError("x"))
         assert fetch(made, server) == [DATA]
         (error,) = fetch(made, Server(OSError("x"), OSError("y")))
         assert error.num_attempts == 2
 
     def test_when_many_fail_only_a_few_come_back_at_once(self):
-        patient = RetryPolicy(deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9)
+        patient = RetryPolicy(
+            deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9
+        )
         answers = fetch(requester(patient, places=64), Server(*[OSError("down")] * 50), 50)
         assert 10 <= sum(isinstance(answer, bytes) for answer in answers) <= 15
 
@@ -157,7 +165,10 @@ class TestRetries:
         assert answered[0] == 0
 
     def test_a_stall_ends_with_the_attempts_time(self):
-        made = requester(RetryPolicy(deadline_s=5.0, attempt_timeout_s=0.05, first_delay_s=0.001), min_hedge_s=NEVER)
+        made = requester(
+            RetryPolicy(deadline_s=5.0, attempt_timeout_s=0.05, first_delay_s=0.001),
+            min_hedge_s=NEVER,
+        )
         server = Server(None, None)
         assert fetch(made, server) == [DATA]
         assert (server.calls, server.cancelled, made.retries) == (3, 2, 2)
@@ -251,7 +262,9 @@ class TestLimit:
         assert server.most_at_once == 3
 
     def test_it_narrows_when_asked_to_slow_down_and_widens_again(self):
-        patient = RetryPolicy(deadline_s=1e9, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
+        patient = RetryPolicy(
+            deadline_s=1e9, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01
+        )
         made = requester(patient, min_hedge_s=NEVER, places=32)
         fetch(made, Server(*[slow_down() for _ in range(32)]), 32)
         assert made.width < 32

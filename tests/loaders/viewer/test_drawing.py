@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from fuelrail import ImageAugment
 from fuelrail.loaders.viewer import drawing
-from fuelrail.loaders.viewer.drawing import NEAR_M, DrawnBoxes, DrawnFrame, contact_sheet, project_segment
+from fuelrail.loaders.viewer.drawing import (
+    NEAR_M,
+    DrawnBoxes,
+    DrawnFrame,
+    contact_sheet,
+    project_segment,
+)
 from fuelrail.pipeline.transforms.image_map import ida_mats
 from support.datasets import make_boxes
 
@@ -85,10 +91,14 @@ def test_a_box_behind_another_is_not_seen_through_it():
 
 
 def test_a_camera_that_the_clip_lacks_has_no_boxes():
-    images, matrices = np.zeros((2, 3, 200, 320), np.uint8), np.stack([EGO2IMG, np.full((4, 4), np.nan)])
+    images, matrices = (
+        np.zeros((2, 3, 200, 320), np.uint8),
+        np.stack([EGO2IMG, np.full((4, 4), np.nan)]),
+    )
     cameras, boxes = ["cam_front", "cam_back"], box_at((9, 0, 0.0))
     with_boxes, without = (
-        contact_sheet([DrawnFrame(images, matrices, given)], cameras, ["car"])[:208] for given in (drawn(boxes), None)
+        contact_sheet([DrawnFrame(images, matrices, given)], cameras, ["car"])[:208]
+        for given in (drawn(boxes), None)
     )
     changed = (with_boxes != without).any((0, 2))
     assert changed[:324].any() and not changed[324:].any()
@@ -109,7 +119,10 @@ def test_the_view_from_above_has_ahead_on_top_and_left_on_the_left():
     pane = drawing._from_above(512, None, np.array([[30.0, 20.0, 1.0], [80.0, 0.0, 1.0]]))
     bare = drawing._from_above(512, None, np.zeros((0, 3)))
     rows, columns = np.nonzero((pane != bare).any(-1))
-    assert (rows.tolist(), columns.tolist()) == ([106], [156])  # 5 pixels for a metre, from the middle
+    assert (rows.tolist(), columns.tolist()) == (
+        [106],
+        [156],
+    )  # 5 pixels for a metre, from the middle
     boxes = box_at((20, -10, np.pi / 2))
     changed = drawing._from_above(512, drawn(boxes), np.zeros((0, 3))) != bare
     rows, columns = np.nonzero(changed.any(-1))

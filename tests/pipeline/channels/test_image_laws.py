@@ -29,11 +29,16 @@ def image_maps(draw: st.DrawFn, *, rotate: bool = True) -> ImageMap:
         factors = {"resize_range": (0.3, 1.6)}
     degrees = draw(st.sampled_from([0.0, 5.4, 45.0])) if rotate else 0.0
     augment = ImageAugment(
-        height=draw(st.integers(16, 80)), width=draw(st.integers(16, 110)), train=draw(st.booleans()),
+        height=draw(st.integers(16, 80)),
+        width=draw(st.integers(16, 110)),
+        train=draw(st.booleans()),
         crop_y=draw(st.sampled_from(["bottom", "center", "top", "random"])),
-        crop_x=draw(st.sampled_from(["random", "center", "left"])), crop_bottom=(0.0, 0.2),
-        flip_prob=draw(st.sampled_from([0.0, 0.5, 1.0])), rotate_deg=(-degrees, degrees), **factors,
-    )  # fmt: skip
+        crop_x=draw(st.sampled_from(["random", "center", "left"])),
+        crop_bottom=(0.0, 0.2),
+        flip_prob=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        rotate_deg=(-degrees, degrees),
+        **factors,
+    )
     return augment.draw([SIZE], seed=draw(seeds), epoch=0, sample=0)[0]
 
 
@@ -66,7 +71,9 @@ def test_a_mask_is_the_stored_pixel_in_which_each_output_pixel_lies(image_map, s
     at = np.floor(places + 0.5).astype(int).clip(0, np.array(SIZE) - 1)
     wanted = np.where(seen, mask[at[..., 1], at[..., 0]], 7)
     # A place on the line between two pixels may round to either.
-    clear = (abs(places + 0.5 - np.rint(places + 0.5)) > 1e-5).all(-1) & (border_distance(image_map, places) > 1e-5)
+    clear = (abs(places + 0.5 - np.rint(places + 0.5)) > 1e-5).all(-1) & (
+        border_distance(image_map, places) > 1e-5
+    )
     assert moved.dtype == np.uint16
     assert moved.shape == image_map.out_wh[::-1]
     np.testing.assert_array_equal(moved[clear], wanted[clear])
@@ -94,20 +101,34 @@ def test_a_raster_at_a_fraction_lies_where_the_whole_one_does(image_map, fractio
     small = np.arange(height * width, dtype=np.int32).reshape(height, width)
     whole = small.repeat(fraction, 0).repeat(fraction, 1)[: SIZE[1], : SIZE[0]]
     images = {"cam": image_map}
-    moved = move(channel(Law("image", camera="cam", fraction=fraction), kind="array"), small, images=images)
+    moved = move(
+        channel(Law("image", camera="cam", fraction=fraction), kind="array"), small, images=images
+    )
     wanted = move(channel(Law("image", camera="cam"), kind="array"), whole, images=images)
     np.testing.assert_array_equal(moved, wanted)
 
 
 BOXES = channel(
-    Law("image_points", camera="cam", roles={"boxes": (("box",),), "points": (("point",),), "visible": (("seen",),)}),
+    Law(
+        "image_points",
+        camera="cam",
+        roles={"boxes": (("box",),), "points": (("point",),), "visible": (("seen",),)},
+    ),
     kind="ragged",
-    arrays=(ArraySpec("box", "float64", (4,)), ArraySpec("point", "float64", (2,)), ArraySpec("seen", "uint8")),
+    arrays=(
+        ArraySpec("box", "float64", (4,)),
+        ArraySpec("point", "float64", (2,)),
+        ArraySpec("seen", "uint8"),
+    ),
 )
 
 
 def of_boxes(boxes: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    return {"box": boxes, "point": (boxes[:, :2] + boxes[:, 2:]) / 2, "seen": np.ones(len(boxes), np.uint8)}
+    return {
+        "box": boxes,
+        "point": (boxes[:, :2] + boxes[:, 2:]) / 2,
+        "seen": np.ones(len(boxes), np.uint8),
+    }
 
 
 @given(image_maps(), seeds)
@@ -120,7 +141,9 @@ def test_boxes_bound_what_the_output_shows_of_their_stored_boxes(image_map, seed
     moved = move(BOXES, of_boxes(boxes), images={"cam": image_map})
     width, height = image_map.out_wh
     step = np.linspace(0, 1, 121)
-    cloud = low[:, None, None] + np.stack(np.meshgrid(step, step), -1) * (boxes[:, None, None, 2:] - low[:, None, None])
+    cloud = low[:, None, None] + np.stack(np.meshgrid(step, step), -1) * (
+        boxes[:, None, None, 2:] - low[:, None, None]
+    )
     cloud = cloud.reshape(4, -1, 2)
     left, top, right, bottom = image_map.visible
     kept = ((cloud >= (left - 0.5, top - 0.5)) & (cloud <= (right - 0.5, bottom - 0.5))).all(-1)
@@ -145,7 +168,9 @@ def test_boxes_bound_what_the_output_shows_of_their_stored_boxes(image_map, seed
 
 @given(image_maps(rotate=False), seeds)
 @settings(max_examples=40, deadline=None)
-def test_boxes_of_projected_corners_equal_those_of_the_augmented_projection(image_map, seed) -> None:
+def test_boxes_of_projected_corners_equal_those_of_the_augmented_projection(
+    image_map, seed
+) -> None:
     rng = np.random.default_rng(seed)
     corners = rng.uniform((-6, -3, 8), (6, 3, 30), (5, 8, 3))
     camera = np.array([[60.0, 0, 47.0], [0, 60.0, 30.0], [0, 0, 1]])
@@ -158,7 +183,9 @@ def test_boxes_of_projected_corners_equal_those_of_the_augmented_projection(imag
     wanted = bounds[1].clip(-0.5, np.tile((width - 0.5, height - 0.5), 2))
     moved = move(BOXES, of_boxes(bounds[0]), images={"cam": image_map})
     left, top, right, bottom = image_map.visible
-    whole = (bounds[0] >= np.tile((left - 0.5, top - 0.5), 2)) & (bounds[0] <= np.tile((right - 0.5, bottom - 0.5), 2))
+    whole = (bounds[0] >= np.tile((left - 0.5, top - 0.5), 2)) & (
+        bounds[0] <= np.tile((right - 0.5, bottom - 0.5), 2)
+    )
     use = whole.all(1) & (moved["seen"] == 1)
     np.testing.assert_allclose(moved["box"][use], wanted[use], atol=1e-9)
 
@@ -170,13 +197,16 @@ def test_keypoints_follow_ida_mat_and_say_whether_they_are_seen(image_map, seed)
     value = {"box": np.zeros((40, 4)), "point": points, "seen": np.ones(40, np.uint8)}
     only_points = channel(
         Law("image_points", camera="cam", roles={"points": (("point",),), "visible": (("seen",),)}),
-        kind="ragged", arrays=BOXES.arrays,
-    )  # fmt: skip
+        kind="ragged",
+        arrays=BOXES.arrays,
+    )
     moved = move(only_points, value, images={"cam": image_map})
     wanted = (np.c_[points, np.ones(40), np.ones(40)] @ image_map.ida_mat().T)[:, :2]
     np.testing.assert_allclose(moved["point"], wanted, atol=1e-9)
     raster = np.ones(SIZE[::-1], np.uint8)
-    drawn = move(channel(Law("image", camera="cam"), kind="image"), raster, images={"cam": image_map})
+    drawn = move(
+        channel(Law("image", camera="cam"), kind="image"), raster, images={"cam": image_map}
+    )
     for (u, v), seen in zip(moved["point"], moved["seen"], strict=True):
         if seen:  # what is seen lies on a pixel that shows the image, or on the border of one
             near = drawn[max(0, int(v)) : int(v) + 2, max(0, int(u)) : int(u) + 2]
@@ -184,26 +214,44 @@ def test_keypoints_follow_ida_mat_and_say_whether_they_are_seen(image_map, seed)
 
 
 @pytest.mark.parametrize("num_rows", [0, 3])
-@pytest.mark.parametrize(("shape", "wanted"), [((), [1, 1, 0]), ((1,), [1, 1, 0]), ((2, 1), [[1, 0], [0, 0], [0, 0]])])
+@pytest.mark.parametrize(
+    ("shape", "wanted"), [((), [1, 1, 0]), ((1,), [1, 1, 0]), ((2, 1), [[1, 0], [0, 0], [0, 0]])]
+)
 def test_boxes_with_keypoints_are_visible_while_one_of_them_is(num_rows, shape, wanted) -> None:
-    law = Law("image_points", camera="cam", roles={"points": (("at",),), "boxes": (("box",),), "visible": (("seen",),)})
+    law = Law(
+        "image_points",
+        camera="cam",
+        roles={"points": (("at",),), "boxes": (("box",),), "visible": (("seen",),)},
+    )
     arrays = (
-        ArraySpec("at", "float32", (2, 2)), ArraySpec("box", "float32", (4,)), ArraySpec("seen", "uint8", shape),
-    )  # fmt: skip
+        ArraySpec("at", "float32", (2, 2)),
+        ArraySpec("box", "float32", (4,)),
+        ArraySpec("seen", "uint8", shape),
+    )
     out = (-9.0, -9.0)
     value = {
         "at": np.array([[(5, 5), out], [out, out], [out, out]], np.float32)[:num_rows],
         "box": np.array([(-9, -9, -5, -5), (0, 0, 9, 9), (-9, -9, -5, -5)], np.float32)[:num_rows],
         "seen": np.ones((num_rows, *shape), np.uint8),
     }
-    moved = move(channel(law, kind="ragged", arrays=arrays), value, images={"cam": ImageMap.identity(SIZE)})
+    moved = move(
+        channel(law, kind="ragged", arrays=arrays), value, images={"cam": ImageMap.identity(SIZE)}
+    )
     assert moved["seen"].tolist() == np.reshape(wanted[:num_rows], (num_rows, *shape)).tolist()
 
 
 def test_what_crops_leave_nothing_of_keeps_its_place_as_a_point_and_has_no_area_as_a_box() -> None:
     cropped = ImageMap.identity(SIZE).crop(10, 20, 30, 40).flip()
-    law = Law("image_points", camera="cam", roles={"points": (("at",),), "boxes": (("box",),), "visible": (("seen",),)})
-    arrays = (ArraySpec("at", "float64", (2,)), ArraySpec("box", "float64", (4,)), ArraySpec("seen", "uint8"))
+    law = Law(
+        "image_points",
+        camera="cam",
+        roles={"points": (("at",),), "boxes": (("box",),), "visible": (("seen",),)},
+    )
+    arrays = (
+        ArraySpec("at", "float64", (2,)),
+        ArraySpec("box", "float64", (4,)),
+        ArraySpec("seen", "uint8"),
+    )
     places = np.array([(3.0, 5.0), (10 - 0.5, 20 - 0.5), (39.5 + 1e-3, 30.0)])
     value = {
         "at": places,
@@ -211,9 +259,13 @@ def test_what_crops_leave_nothing_of_keeps_its_place_as_a_point_and_has_no_area_
         "seen": np.ones(3, np.uint8),
     }
     moved = move(channel(law, kind="ragged", arrays=arrays), value, images={"cam": cropped})
-    np.testing.assert_allclose(moved["at"], np.c_[29 - (places[:, 0] - 10), places[:, 1] - 20], atol=1e-9)
     np.testing.assert_allclose(
-        moved["box"], [(29.5, -0.5, 29.5, -0.5), (29.5, 10.0, 29.5, 15.0), (27.0, -0.5, 29.5, 5.0)], atol=1e-9
+        moved["at"], np.c_[29 - (places[:, 0] - 10), places[:, 1] - 20], atol=1e-9
+    )
+    np.testing.assert_allclose(
+        moved["box"],
+        [(29.5, -0.5, 29.5, -0.5), (29.5, 10.0, 29.5, 15.0), (27.0, -0.5, 29.5, 5.0)],
+        atol=1e-9,
     )
     assert moved["seen"].tolist() == [0, 1, 1]  # a point on the border is inside
 
@@ -224,7 +276,10 @@ def test_a_lens_is_undone_for_points_as_for_pixels() -> None:
     camera = ((80.0, 0.0, 47.5), (0.0, 80.0, 31.5), (0.0, 0.0, 1.0))
     lens = Lens("pinhole", (-0.2, 0.05, 0.0, 0.0), camera, camera)
     image_map = dataclasses.replace(
-        ImageAugment(height=128, width=192, resize="stretch").draw([SIZE], seed=0, epoch=0, sample=0)[0], lens=lens
+        ImageAugment(height=128, width=192, resize="stretch").draw(
+            [SIZE], seed=0, epoch=0, sample=0
+        )[0],
+        lens=lens,
     )
     images = {"cam": image_map}
     for place in ((20, 12), (70, 50), (47, 31), (85, 20)):

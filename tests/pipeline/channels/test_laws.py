@@ -19,9 +19,14 @@ from support.laws import SIZE, channel, ego_map, move
 
 seeds = st.integers(0, 2**32)
 RADAR = channel(
-    Law("ego_points", roles={"positions": (("x", "y", "z"),), "vectors": (("vx", "vy"), ("cx", "cy"))}),
-    dtype="float32", columns=("x", "y", "z", "rcs", "vx", "vy", "cx", "cy"), frame="sensor:radar",
-)  # fmt: skip
+    Law(
+        "ego_points",
+        roles={"positions": (("x", "y", "z"),), "vectors": (("vx", "vy"), ("cx", "cy"))},
+    ),
+    dtype="float32",
+    columns=("x", "y", "z", "rcs", "vx", "vy", "cx", "cy"),
+    frame="sensor:radar",
+)
 
 
 @given(seeds)
@@ -33,9 +38,13 @@ def test_radar_points_and_velocities_are_those_of_the_augmented_world(seed) -> N
     where, velocity = rng.uniform(-60, 60, (30, 3)), rng.uniform(-20, 20, (30, 3)) * (1, 1, 0)
     rotation, place = radar2ego[:3, :3], radar2ego[:3, 3]
 
-    def measured(points: np.ndarray[Any, Any], speeds: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def measured(
+        points: np.ndarray[Any, Any], speeds: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
         speeds = speeds @ rotation
-        return np.c_[(points - place) @ rotation, np.arange(30), speeds[:, :2], -speeds[:, :2]].astype(np.float32)
+        return np.c_[
+            (points - place) @ rotation, np.arange(30), speeds[:, :2], -speeds[:, :2]
+        ].astype(np.float32)
 
     moved = move(RADAR, measured(where, velocity), ego=ego, sensor2ego={"radar": radar2ego})
     matrix = ego.matrix
@@ -47,9 +56,14 @@ def test_radar_points_and_velocities_are_those_of_the_augmented_world(seed) -> N
 
 EGO_BOXES = channel(
     Law("ego_boxes", roles={"boxes": (("b",),), "vectors": (("v",),), "rotations": (("q",),)}),
-    kind="ragged", frame="ego",
-    arrays=(ArraySpec("b", "float32", (7,)), ArraySpec("v", "float32", (3,)), ArraySpec("q", "float64", (4,))),
-)  # fmt: skip
+    kind="ragged",
+    frame="ego",
+    arrays=(
+        ArraySpec("b", "float32", (7,)),
+        ArraySpec("v", "float32", (3,)),
+        ArraySpec("q", "float64", (4,)),
+    ),
+)
 CORNERS = np.array([[x, y, z] for x in (-0.5, 0.5) for y in (-0.5, 0.5) for z in (-0.5, 0.5)])
 
 
@@ -64,7 +78,11 @@ def test_boxes_hold_the_corners_of_the_augmented_world(seed) -> None:
     yaw, size, centre = rng.uniform(-np.pi, np.pi), rng.uniform(1, 9, 3), rng.uniform(-40, 40, 3)
     q = np.array([math.cos(yaw / 2), 0.0, 0.0, math.sin(yaw / 2)])
     velocity = rng.uniform(-9, 9, 3)
-    value = {"b": np.array([[*centre, *size, yaw]], np.float32), "v": velocity[None].astype(np.float32), "q": q[None]}
+    value = {
+        "b": np.array([[*centre, *size, yaw]], np.float32),
+        "v": velocity[None].astype(np.float32),
+        "q": q[None],
+    }
     moved = move(EGO_BOXES, value, ego=ego)
     matrix = ego.matrix
     corners = (CORNERS * size) @ rotation_matrices(q).T + centre
@@ -89,24 +107,40 @@ def test_trajectories_and_poses_are_those_of_the_augmented_world(seed) -> None:
     q = rng.normal(size=(2, 5, 4))
     poses = rigid(q / np.linalg.norm(q, axis=-1, keepdims=True), rng.uniform(-30, 30, (2, 5, 3)))
     law = Law("ego_poses")
-    moved = move(channel(law, dtype="float64", frame="ego", kind="array", shape=(2, 5, 4, 4)), poses, ego=ego)
-    np.testing.assert_allclose(moved[..., :3, 3], poses[..., :3, 3] @ matrix[:3, :3].T + matrix[:3, 3], atol=1e-9)
-    np.testing.assert_allclose(moved[..., :3, 0] * ego.scale, poses[..., :3, 0] @ matrix[:3, :3].T, atol=1e-9)
+    moved = move(
+        channel(law, dtype="float64", frame="ego", kind="array", shape=(2, 5, 4, 4)), poses, ego=ego
+    )
+    np.testing.assert_allclose(
+        moved[..., :3, 3], poses[..., :3, 3] @ matrix[:3, :3].T + matrix[:3, 3], atol=1e-9
+    )
+    np.testing.assert_allclose(
+        moved[..., :3, 0] * ego.scale, poses[..., :3, 0] @ matrix[:3, :3].T, atol=1e-9
+    )
     np.testing.assert_allclose(np.linalg.det(moved[..., :3, :3]), 1.0, atol=1e-9)
     flat = Law("ego_poses", roles={"positions": (("x", "y"),), "yaws": (("yaw",),)})
     yaws = rng.uniform(-np.pi, np.pi, (4, 6))
     paths = np.concatenate([rng.uniform(-30, 30, (4, 6, 2)), yaws[..., None]], -1)
-    plan = move(channel(flat, kind="array", dtype="float64", frame="ego", columns=("x", "y", "yaw")), paths, ego=ego)
-    np.testing.assert_allclose(plan[..., :2], paths[..., :2] @ matrix[:2, :2].T + matrix[:2, 3], atol=1e-9)
+    plan = move(
+        channel(flat, kind="array", dtype="float64", frame="ego", columns=("x", "y", "yaw")),
+        paths,
+        ego=ego,
+    )
+    np.testing.assert_allclose(
+        plan[..., :2], paths[..., :2] @ matrix[:2, :2].T + matrix[:2, 3], atol=1e-9
+    )
     heading = np.stack([np.cos(yaws), np.sin(yaws)], -1) @ matrix[:2, :2].T / ego.scale
-    np.testing.assert_allclose(np.stack([np.cos(plan[..., 2]), np.sin(plan[..., 2])], -1), heading, atol=1e-9)
+    np.testing.assert_allclose(
+        np.stack([np.cos(plan[..., 2]), np.sin(plan[..., 2])], -1), heading, atol=1e-9
+    )
 
 
 EXTENT = (-25.6, -19.2, -2.0, 25.6, 19.2, 4.0)
 CELLS = (64, 48, 6)
 
 
-def occupancy_channel(interpolation: str = "nearest", axes: tuple[str, ...] = ("x", "y", "z")) -> Channel:
+def occupancy_channel(
+    interpolation: str = "nearest", axes: tuple[str, ...] = ("x", "y", "z")
+) -> Channel:
     law = Law("ego_grid", interpolation=interpolation, fill=0.0, extent_m=EXTENT)  # type: ignore[arg-type]
     return channel(law, kind="array", axes=axes, frame="ego")
 
@@ -125,7 +159,10 @@ def depth_inside(points: np.ndarray[Any, Any], boxes: np.ndarray[Any, Any]) -> n
     for x, y, z, length, width, height, yaw in boxes:
         offset = points - (x, y, z)
         c, s = math.cos(yaw), math.sin(yaw)
-        along, left = c * offset[..., 0] + s * offset[..., 1], c * offset[..., 1] - s * offset[..., 0]
+        along, left = (
+            c * offset[..., 0] + s * offset[..., 1],
+            c * offset[..., 1] - s * offset[..., 0],
+        )
         sides = [length / 2 - abs(along), width / 2 - abs(left), height / 2 - abs(offset[..., 2])]
         inner = np.minimum.reduce(sides)
         outer = -np.sqrt(sum(np.minimum(side, 0.0) ** 2 for side in sides))
@@ -137,8 +174,12 @@ def depth_inside(points: np.ndarray[Any, Any], boxes: np.ndarray[Any, Any]) -> n
 @settings(max_examples=25, deadline=None)
 def test_occupancy_is_that_of_the_augmented_boxes_but_for_half_a_cell(seed) -> None:
     rng, ego = np.random.default_rng(seed), ego_map(seed)
-    boxes = np.c_[rng.uniform(-20, 20, (6, 2)), rng.uniform(-1, 3, 6), rng.uniform(2, 9, (6, 3)),
-                  rng.uniform(-np.pi, np.pi, 6)]  # fmt: skip
+    boxes = np.c_[
+        rng.uniform(-20, 20, (6, 2)),
+        rng.uniform(-1, 3, 6),
+        rng.uniform(2, 9, (6, 3)),
+        rng.uniform(-np.pi, np.pi, 6),
+    ]
     centres = cell_centres()
     grid = (depth_inside(centres, boxes) > 0).astype(np.uint8)
     moved = move(occupancy_channel(), grid, ego=ego)
@@ -158,7 +199,12 @@ def test_occupancy_is_that_of_the_augmented_boxes_but_for_half_a_cell(seed) -> N
 def test_quarter_turns_flips_and_whole_cells_move_a_grid_exactly(quarter, flips) -> None:
     grid = np.random.default_rng(0).integers(0, 9, (20, 20, 3)).astype(np.int8)
     law = Law("ego_grid", extent_m=(-10.0, -10.0, 10.0, 10.0), fill=-1.0)
-    ego = BevMap(rotation_rad=quarter * math.pi / 2, flip_x=flips[0], flip_y=flips[1], translation_m=(2.0, -3.0, 0.5))
+    ego = BevMap(
+        rotation_rad=quarter * math.pi / 2,
+        flip_x=flips[0],
+        flip_y=flips[1],
+        translation_m=(2.0, -3.0, 0.5),
+    )
     moved = move(channel(law, kind="array", axes=("x", "y", "class"), frame="ego"), grid, ego=ego)
     wanted = np.rot90(grid, quarter, (0, 1))
     wanted = wanted[::-1] if flips[0] else wanted
@@ -181,20 +227,40 @@ def test_a_linear_field_and_its_flow_stay_one(seed) -> None:
     np.testing.assert_allclose(linear[inner], (back @ slope)[inner], atol=1e-9)
     flow = np.broadcast_to(rng.uniform(-9, 9, 2), (*CELLS, 2)).astype(np.float64)
     law = Law("ego_grid", extent_m=EXTENT, roles={"vectors": (("vx", "vy"),)})
-    it = channel(law, kind="array", axes=("x", "y", "z", "flow"), columns=("vx", "vy"), frame="ego", dtype="float64")
+    it = channel(
+        law,
+        kind="array",
+        axes=("x", "y", "z", "flow"),
+        columns=("vx", "vy"),
+        frame="ego",
+        dtype="float64",
+    )
     moved = move(it, flow, ego=ego)
     np.testing.assert_allclose(moved[inner], (flow @ ego.matrix[:2, :2].T)[inner], atol=1e-9)
 
 
 @pytest.mark.parametrize("interpolation", ["nearest", "linear"])
-def test_cells_outside_the_extent_of_a_grid_of_vectors_are_filled_and_the_fill_is_not_turned(interpolation) -> None:
+def test_cells_outside_the_extent_of_a_grid_of_vectors_are_filled_and_the_fill_is_not_turned(
+    interpolation,
+) -> None:
     rng, ego = (
         np.random.default_rng(0),
         BevMap(rotation_rad=0.7, scale=1.1, flip_y=True, translation_m=(6.0, -4.0, 0.0)),
     )
-    law = Law("ego_grid", interpolation=interpolation, fill=-7.0, extent_m=EXTENT, roles={"vectors": (("vx", "vy"),)})
+    law = Law(
+        "ego_grid",
+        interpolation=interpolation,
+        fill=-7.0,
+        extent_m=EXTENT,
+        roles={"vectors": (("vx", "vy"),)},
+    )
     it = channel(
-        law, kind="array", axes=("x", "y", "z", "column"), columns=("vx", "vy", "mass"), frame="ego", dtype="float64"
+        law,
+        kind="array",
+        axes=("x", "y", "z", "column"),
+        columns=("vx", "vy", "mass"),
+        frame="ego",
+        dtype="float64",
     )
     moved = move(it, rng.uniform(-9, 9, (*CELLS, 3)), ego=ego)
     back = cell_centres() @ ego.inverse[:3, :3].T + ego.inverse[:3, 3]
@@ -223,6 +289,7 @@ def test_fixed_and_classes_move_nothing_and_identity_returns_the_value_itself() 
         move(channel(Law("image", camera="cam"), kind="image"), value)
     small = ImageAugment(height=8, width=8).draw([SIZE], seed=0, epoch=0, sample=0)[0]
     with pytest.raises(
-        SchemaError, match="a raster of 8 x 3 pixels; on a stored image of 96 x 64 at 1/1 it has 96 x 64"
+        SchemaError,
+        match="a raster of 8 x 3 pixels; on a stored image of 96 x 64 at 1/1 it has 96 x 64",
     ):
         move(channel(Law("image", camera="cam"), kind="image"), value, images={"cam": small})

@@ -19,12 +19,19 @@ from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import SchemaError
 
 
-def channel(kind: str, k: int, size: int, length: int | None = None, dtype: str | None = None, **more: Any) -> Channel:
+def channel(
+    kind: str, k: int, size: int, length: int | None = None, dtype: str | None = None, **more: Any
+) -> Channel:
     facts: dict[str, Any] = {
-        "name": "it", "kind": kind, "field": "it.lgt", "law": Law("fixed"), "axes": ("position", "token"),
-        "shape": (length, k), "vocabulary": Vocabulary("words", size),
+        "name": "it",
+        "kind": kind,
+        "field": "it.lgt",
+        "law": Law("fixed"),
+        "axes": ("position", "token"),
+        "shape": (length, k),
+        "vocabulary": Vocabulary("words", size),
         "dtype": ("uint8" if kind == "logits_topk" else "") if dtype is None else dtype,
-    }  # fmt: skip
+    }
     return Channel(**{**facts, **more})
 
 
@@ -44,13 +51,20 @@ def entropy_bits(k: int, size: int) -> float:
 @given(st.data())
 def test_tokens_come_back_in_order_with_their_probabilities(data) -> None:
     size = data.draw(st.integers(1, 5000) | st.sampled_from([128_256, 1 << 24]), "vocabulary")
-    k, length = data.draw(st.integers(1, min(size, 80)), "k"), data.draw(st.integers(0, 6), "positions")
+    k, length = (
+        data.draw(st.integers(1, min(size, 80)), "k"),
+        data.draw(st.integers(0, 6), "positions"),
+    )
     dtype = data.draw(st.sampled_from(["uint8", "float16"]), "dtype")
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    indices = np.stack([rng.choice(size, k, replace=False) for _ in range(length)] or [np.zeros(k, int)])[:length]
+    indices = np.stack(
+        [rng.choice(size, k, replace=False) for _ in range(length)] or [np.zeros(k, int)]
+    )[:length]
     logs = rng.normal(size=(length, k)) * data.draw(st.sampled_from([0, 1e-4, 1, 9]), "spread")
     weights = np.exp(logs)
-    weights *= rng.choice([1e-6, 0.3, 1 - 1e-6, 1], (length, 1)) / weights.sum(axis=1, keepdims=True)
+    weights *= rng.choice([1e-6, 0.3, 1 - 1e-6, 1], (length, 1)) / weights.sum(
+        axis=1, keepdims=True
+    )
     known = rng.random(length) < data.draw(st.sampled_from([0, 0.5, 1]), "known")
     entry = channel("logits_topk", k, size, dtype=dtype)
     assert not list(broken_table([entry]))
@@ -58,9 +72,15 @@ def test_tokens_come_back_in_order_with_their_probabilities(data) -> None:
     order = np.argsort(indices, axis=1)
     wanted = np.take_along_axis(weights, order, axis=1)[known]
     np.testing.assert_array_equal(back.known, known)
-    np.testing.assert_array_equal(back.indices[known], np.take_along_axis(indices, order, axis=1)[known])
+    np.testing.assert_array_equal(
+        back.indices[known], np.take_along_axis(indices, order, axis=1)[known]
+    )
     assert back.indices.dtype == np.int32 and back.weights.dtype == back.tail.dtype == np.float32
-    assert not back.weights[~known].any() and not back.indices[~known].any() and not back.tail[~known].any()
+    assert (
+        not back.weights[~known].any()
+        and not back.indices[~known].any()
+        and not back.tail[~known].any()
+    )
     np.testing.assert_allclose(back.tail[known], 1 - wanted.sum(axis=1), rtol=0.02, atol=1e-6)
     np.testing.assert_allclose(back.weights[known].sum(axis=1) + back.tail[known], 1, atol=1e-5)
     largest = wanted.max(axis=1, keepdims=True)
@@ -88,7 +108,9 @@ def test_draws_come_back_with_repetition_and_equal_weights(size, k, length, seed
 def test_the_bytes_are_those_of_the_document() -> None:
     data = KINDS["logits_sampled"].encode(Logits([[7, 3]]), channel("logits_sampled", 2, 10))
     assert data == bytes.fromhex("01000000 01000000 0f 05")
-    value = Logits([[7, 3], [0, 0], [1, 9]], [[0.25, 0.5], [0, 0], [0.5, 0.5]], known=[True, False, True])
+    value = Logits(
+        [[7, 3], [0, 0], [1, 9]], [[0.25, 0.5], [0, 0], [0.5, 0.5]], known=[True, False, True]
+    )
     half, third = struct.pack("<e", math.log(2) / 255), struct.pack("<e", math.log(1 / 3))
     wanted = bytes.fromhex("03000000 02000000 05")
     wanted += bytes.fromhex("0f 05 00 ff") + half + third
@@ -98,7 +120,11 @@ def test_the_bytes_are_those_of_the_document() -> None:
 
 @pytest.mark.parametrize(
     ("size", "k", "kind", "wanted"),
-    [(128_256, 64, "logits_topk", 172), (128_256, 128, "logits_topk", 324), (128_256, 50, "logits_sampled", 83)],
+    [
+        (128_256, 64, "logits_topk", 172),
+        (128_256, 128, "logits_topk", 324),
+        (128_256, 50, "logits_sampled", 83),
+    ],
 )
 def test_bytes_a_token(size, k, kind, wanted) -> None:
     rng = np.random.default_rng(k)
@@ -119,18 +145,46 @@ GOOD = Logits([[1, 2], [3, 4]], HALVES)
         ([[1, 2]], DRAWS, "channel 'it' is list; kind 'logits_sampled' takes fr.Logits"),
         (Logits([[1, 10]]), DRAWS, "tokens of channel 'it' are 1 to 10; the vocabulary has 0 to 9"),
         (Logits([[-1, 3]]), DRAWS, "tokens of channel 'it' are -1 to 3; the vocabulary has 0 to 9"),
-        (Logits([[1, 2, 3]]), DRAWS, r"indices of channel 'it' are int64\[1, 3\]; they must be integers\[1, 2\]"),
-        (Logits([[1.0, 2.0]]), DRAWS, r"indices of channel 'it' are float64\[1, 2\]; they must be integers"),
+        (
+            Logits([[1, 2, 3]]),
+            DRAWS,
+            r"indices of channel 'it' are int64\[1, 3\]; they must be integers\[1, 2\]",
+        ),
+        (
+            Logits([[1.0, 2.0]]),
+            DRAWS,
+            r"indices of channel 'it' are float64\[1, 2\]; they must be integers",
+        ),
         (Logits([[1, 2]], HALVES), TOPK, "channel 'it' has 1 positions; the table has 2"),
         (Logits([[1, 2], [3, 3]], HALVES), TOPK, "channel 'it' has a token twice"),
-        (Logits([[1, 2], [3, 4]]), TOPK, r"weights of channel 'it' are object\[\]; they must be floats\[2, 2\]"),
-        (GOOD._replace(weights=[[0.5, math.nan], [0.5, 0.5]]), TOPK, "at stored position 0: .* without NaN"),
-        (GOOD._replace(weights=[[0.5, 0.5], [0.5, 0.7]]), TOPK, "1.2 in all, and a tail of 0 at stored position 1"),
+        (
+            Logits([[1, 2], [3, 4]]),
+            TOPK,
+            r"weights of channel 'it' are object\[\]; they must be floats\[2, 2\]",
+        ),
+        (
+            GOOD._replace(weights=[[0.5, math.nan], [0.5, 0.5]]),
+            TOPK,
+            "at stored position 0: .* without NaN",
+        ),
+        (
+            GOOD._replace(weights=[[0.5, 0.5], [0.5, 0.7]]),
+            TOPK,
+            "1.2 in all, and a tail of 0 at stored position 1",
+        ),
         (GOOD._replace(weights=[[0.5, 0.5], [-0.5, 0.7]]), TOPK, "weights of -0.5 to 0.7"),
         (GOOD._replace(weights=[[0.5, 0.5], [0.0, 0.0]]), TOPK, "0 in all, and a tail of 1"),
         (GOOD._replace(tail=[0.0, math.nan]), TOPK, "a tail of nan at stored position 1"),
-        (GOOD._replace(tail=[0.0]), TOPK, r"tail of channel 'it' are float64\[1\]; they must be floats\[2\]"),
-        (GOOD._replace(known=[1, 0]), TOPK, r"known of channel 'it' are int64\[2\]; they must be bool\[2\]"),
+        (
+            GOOD._replace(tail=[0.0]),
+            TOPK,
+            r"tail of channel 'it' are float64\[1\]; they must be floats\[2\]",
+        ),
+        (
+            GOOD._replace(known=[1, 0]),
+            TOPK,
+            r"known of channel 'it' are int64\[2\]; they must be bool\[2\]",
+        ),
     ],
 )
 def test_values_that_are_none_are_refused_by_name(value, entry, says) -> None:
@@ -145,11 +199,20 @@ def test_values_that_are_none_are_refused_by_name(value, entry, says) -> None:
         (lambda data: data[:-1], "2 of 2 positions; the table has 2 positions of 8 bytes"),
         (lambda data: b"\3" + data[1:], "2 of 3 positions"),
         (lambda data: data[:4] + b"\3" + data[5:], "3 of 2 positions"),
-        (lambda data: data[:9] + b"\0" + data[10:], "another number of tokens than 2 at a position"),
+        (
+            lambda data: data[:9] + b"\0" + data[10:],
+            "another number of tokens than 2 at a position",
+        ),
         (lambda data: data[:9] + b"\x81" + data[10:], "tokens of channel 'it' are"),
-        (lambda data: data[:8] + b"\x0f\3" + data[10:17] + b"\x07" + data[18:], "another number of tokens than 2"),
+        (
+            lambda data: data[:8] + b"\x0f\3" + data[10:17] + b"\x07" + data[18:],
+            "another number of tokens than 2",
+        ),
         (lambda data: data[:8] + b"\0\3" + data[10:], "a token twice, or out of order"),
-        (lambda data: data[:12] + b"\x91\x99" + data[14:], "NaN, an infinity or a probability above the largest"),
+        (
+            lambda data: data[:12] + b"\x91\x99" + data[14:],
+            "NaN, an infinity or a probability above the largest",
+        ),
         (lambda data: data[:14] + b"\0\x7e" + data[16:], "NaN, an infinity"),
         (lambda data: data[:14] + b"\0\x7c" + data[16:], "NaN, an infinity"),
     ],
@@ -164,7 +227,9 @@ def test_bytes_that_are_none_are_refused(edit, says) -> None:
 
 def test_a_head_that_promises_more_than_memory_is_refused() -> None:
     with pytest.raises(SchemaError, match="0 of 1073741823 positions"):
-        KINDS["logits_sampled"].check(np.array([(1 << 30) - 1, 0], "<u4").tobytes() + bytes(1 << 27), DRAWS)
+        KINDS["logits_sampled"].check(
+            np.array([(1 << 30) - 1, 0], "<u4").tobytes() + bytes(1 << 27), DRAWS
+        )
 
 
 @settings(max_examples=300, deadline=None)
@@ -183,12 +248,24 @@ def test_no_bytes_do_more_than_be_refused(data, is_topk) -> None:
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        (channel("logits_topk", 11, 10), r"shape \[None, 11\] has more tokens a position than the vocabulary, 10"),
-        (channel("logits_topk", 2, 10, dtype="float32"), "dtype 'float32' must be uint8 or float16"),
-        (channel("logits_sampled", 2, 10, dtype="uint8"), "dtype 'uint8' must be left out: draws have no values"),
+        (
+            channel("logits_topk", 11, 10),
+            r"shape \[None, 11\] has more tokens a position than the vocabulary, 10",
+        ),
+        (
+            channel("logits_topk", 2, 10, dtype="float32"),
+            "dtype 'float32' must be uint8 or float16",
+        ),
+        (
+            channel("logits_sampled", 2, 10, dtype="uint8"),
+            "dtype 'uint8' must be left out: draws have no values",
+        ),
         (channel("logits_sampled", 2, 1 << 25), "size, from 1 to 16777216"),
         (channel("logits_sampled", 2, 10, vocabulary=None), "vocabulary must name the vocabulary"),
-        (channel("logits_sampled", 2, 10, shape=(2,), axes=("token",)), r"shape \[2\] must be \[T, k\]"),
+        (
+            channel("logits_sampled", 2, 10, shape=(2,), axes=("token",)),
+            r"shape \[2\] must be \[T, k\]",
+        ),
         (channel("logits_sampled", 2, 10, law=Law("classes")), "law 'classes' must be fixed"),
     ],
 )

@@ -15,7 +15,13 @@ from fuelrail.pipeline.channels import plugins
 from fuelrail.pipeline.channels.kinds import KINDS, Kind, Packed
 from fuelrail.pipeline.channels.laws import LAWS, LawCode
 from fuelrail.pipeline.channels.selection import broken_table, check_members, decode_values, select
-from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CameraEntry, LidarEntry, camera_channel, lidar_channel
+from fuelrail.pipeline.channels.sensors import (
+    BOXES_CHANNEL,
+    CameraEntry,
+    LidarEntry,
+    camera_channel,
+    lidar_channel,
+)
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import ConfigError, ImageError, ManifestError, SchemaError
 
@@ -23,15 +29,37 @@ CAMERA = camera_channel(CameraEntry(channel="cam", source_name="CAM", sizes=((6,
 LIDAR = lidar_channel(LidarEntry(channel="lidar", source_name="LIDAR", columns=("x", "y", "z")))
 FIXED = Law("fixed")
 POINTS: dict[str, Any] = {
-    "kind": "points", "dtype": "float32", "axes": ("point", "column"), "shape": (None, 3), "columns": ("x", "y", "v"),
-}  # fmt: skip
+    "kind": "points",
+    "dtype": "float32",
+    "axes": ("point", "column"),
+    "shape": (None, 3),
+    "columns": ("x", "y", "v"),
+}
 ARRAY: dict[str, Any] = {"kind": "array", "dtype": "int16", "axes": ("x", "y"), "shape": (2, 3)}
-MASK: dict[str, Any] = {"kind": "image", "dtype": "uint16", "axes": ("height", "width"), "shape": (None, None)}
-BOXES2D: dict[str, Any] = {"kind": "ragged", "arrays": (ArraySpec("box", "float32", (4,)), ArraySpec("id", "int32"))}
+MASK: dict[str, Any] = {
+    "kind": "image",
+    "dtype": "uint16",
+    "axes": ("height", "width"),
+    "shape": (None, None),
+}
+BOXES2D: dict[str, Any] = {
+    "kind": "ragged",
+    "arrays": (ArraySpec("box", "float32", (4,)), ArraySpec("id", "int32")),
+}
 TOKENS: dict[str, Any] = {
-    "kind": "tokens", "dtype": "int32", "axes": ("token",), "shape": (None,), "vocabulary": Vocabulary("v", 9),
-}  # fmt: skip
-EXTENSION = {"image": "png", "ragged": "safetensors", "text": "txt", "texts": "json", "bytes": "bin"}
+    "kind": "tokens",
+    "dtype": "int32",
+    "axes": ("token",),
+    "shape": (None,),
+    "vocabulary": Vocabulary("v", 9),
+}
+EXTENSION = {
+    "image": "png",
+    "ragged": "safetensors",
+    "text": "txt",
+    "texts": "json",
+    "bytes": "bin",
+}
 
 
 def channel(facts: dict[str, Any], law: Law = FIXED, **changes: Any) -> Channel:
@@ -51,21 +79,37 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (channel(POINTS, kind="voxels", field="it.npy"),
-         "'it': its kind 'voxels' is unknown; known: image, points, array"),
-        (channel(POINTS, Law("ego_flow")), "'it': its law 'ego_flow' is unknown; known: fixed, image, image_points"),
+        (
+            channel(POINTS, kind="voxels", field="it.npy"),
+            "'it': its kind 'voxels' is unknown; known: image, points, array",
+        ),
+        (
+            channel(POINTS, Law("ego_flow")),
+            "'it': its law 'ego_flow' is unknown; known: fixed, image, image_points",
+        ),
         (channel(MASK, Law("image")), "law 'image' needs its camera: give law.camera"),
         (channel(MASK, Law("image", camera="rear")), "names the camera 'rear'; the table has: cam"),
-        (channel(MASK, Law("image", camera="lidar")), "names the camera 'lidar'; the table has: cam"),
-        (channel(MASK, Law("image", camera="cam"), frame="image:rear"),
-         "law 'image' of camera 'cam' needs the frame 'image:cam'; it is 'image:rear'"),
+        (
+            channel(MASK, Law("image", camera="lidar")),
+            "names the camera 'lidar'; the table has: cam",
+        ),
+        (
+            channel(MASK, Law("image", camera="cam"), frame="image:rear"),
+            "law 'image' of camera 'cam' needs the frame 'image:cam'; it is 'image:rear'",
+        ),
         (channel(MASK, Law("image", camera="cam", fraction=0)), "fraction 0 must be 1 or more"),
-        (channel(ARRAY, Law("image", camera="cam")), "with the axes height, width first; not ['x', 'y']"),
+        (
+            channel(ARRAY, Law("image", camera="cam")),
+            "with the axes height, width first; not ['x', 'y']",
+        ),
         (channel(MASK, dtype="float32"), "dtype 'float32' must be uint8, or uint16 as PNG"),
         (channel(MASK, name="cam"), "'cam': the name occurs twice"),
         (channel(MASK, name="Cam"), "channel name 'Cam' does not match"),
         (channel(MASK, field="other.png"), "field 'other.png' must be the channel's name"),
-        (channel(MASK, field="it.pkl"), "field 'it.pkl' of kind 'image' must end with one of png, jpg"),
+        (
+            channel(MASK, field="it.pkl"),
+            "field 'it.pkl' of kind 'image' must end with one of png, jpg",
+        ),
         (channel({"kind": "bytes"}, field="it.pt"), "must end with one of aac, avif, bin"),
         (channel(ARRAY, dtype="complex64"), "dtype 'complex64' is unknown"),
         (channel(ARRAY, dtype=""), "dtype is missing"),
@@ -75,44 +119,92 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
         (channel(ARRAY, axes=("x", "x")), "axes x, x must differ"),
         (channel(POINTS, columns=("x", "y")), "must end with the 2 columns"),
         (channel(POINTS, columns=("x", "y", "x")), "columns x, y, x must differ"),
-        (channel(POINTS, units=("m", "m")), "2 units: give one for all values, or one for each of 3 columns"),
+        (
+            channel(POINTS, units=("m", "m")),
+            "2 units: give one for all values, or one for each of 3 columns",
+        ),
         (channel(POINTS, shape=(5, 3)), "must be [null, C]"),
         (channel(POINTS, frame="moon"), "frame 'moon' is unknown"),
         (channel(BOXES2D, arrays=()), "arrays must name at least one array"),
         (channel(BOXES2D, dtype="int8"), "dtype, shape and columns are in its arrays"),
         (channel(BOXES2D, arrays=2 * (ArraySpec("a", "int8"),)), "arrays a, a must differ"),
-        (channel(BOXES2D, arrays=(ArraySpec("a", "void"),)), "array 'a' has the unknown dtype 'void'"),
+        (
+            channel(BOXES2D, arrays=(ArraySpec("a", "void"),)),
+            "array 'a' has the unknown dtype 'void'",
+        ),
         (channel(TOKENS, dtype="float32"), "dtype 'float32' must be one of integers"),
         (channel(TOKENS, vocabulary=None), "vocabulary must name the vocabulary and its size"),
         (channel(BOXES2D, Law("image_points", camera="cam")), "needs a role 'points' or 'boxes'"),
-        (channel(BOXES2D, Law("image_points", camera="cam", roles={"boxes": (("id",),)})), "has 1 columns in ['id']"),
-        (channel(BOXES2D, Law("image_points", camera="cam", roles={"boxes": (("no",),)})), "names ['no']; a group of"),
-        (channel(POINTS, Law("ego_points", roles={"vectors": (("x", "w"),)}), **IN_EGO), "names the columns ['w']"),
-        (channel(POINTS, Law("ego_points", roles={"speeds": (("x", "y"),)}), **IN_EGO), "has no role 'speeds'; known"),
-        (channel(POINTS, Law("ego_points", roles={"vectors": (("x", "y"),)}), dtype="int16", **IN_EGO),
-         "role 'vectors' needs floats"),
+        (
+            channel(BOXES2D, Law("image_points", camera="cam", roles={"boxes": (("id",),)})),
+            "has 1 columns in ['id']",
+        ),
+        (
+            channel(BOXES2D, Law("image_points", camera="cam", roles={"boxes": (("no",),)})),
+            "names ['no']; a group of",
+        ),
+        (
+            channel(POINTS, Law("ego_points", roles={"vectors": (("x", "w"),)}), **IN_EGO),
+            "names the columns ['w']",
+        ),
+        (
+            channel(POINTS, Law("ego_points", roles={"speeds": (("x", "y"),)}), **IN_EGO),
+            "has no role 'speeds'; known",
+        ),
+        (
+            channel(
+                POINTS, Law("ego_points", roles={"vectors": (("x", "y"),)}), dtype="int16", **IN_EGO
+            ),
+            "role 'vectors' needs floats",
+        ),
         (channel(POINTS, Law("ego_points"), **IN_EGO), "needs a role 'positions' or 'vectors'"),
-        (channel(BOXES2D, Law("ego_boxes"), **IN_EGO), "needs a role 'boxes' or 'vectors' or 'rotations'"),
-        (channel(POINTS, Law("ego_points", roles={"positions": (("x", "y"),), "vectors": (("y", "z"),)}), **IN_EGO),
-         "roles name ['y'] twice"),
-        (channel(MASK, Law("image", camera="cam", fill=65536.0)), "fill 65536.0 must be finite and a value of dtype"),
-        (channel(ARRAY, msgspec.structs.replace(GRID, fill=float("nan")), **IN_EGO), "fill nan must be finite"),
-        (channel(ARRAY, msgspec.structs.replace(GRID, fill=1e39), **IN_EGO), "fill 1e+39 must be finite and a value"),
-        (channel(POINTS, Law("ego_points")), "needs the frame 'ego' or that of a lidar of the table; it is None"),
+        (
+            channel(BOXES2D, Law("ego_boxes"), **IN_EGO),
+            "needs a role 'boxes' or 'vectors' or 'rotations'",
+        ),
+        (
+            channel(
+                POINTS,
+                Law("ego_points", roles={"positions": (("x", "y"),), "vectors": (("y", "z"),)}),
+                **IN_EGO,
+            ),
+            "roles name ['y'] twice",
+        ),
+        (
+            channel(MASK, Law("image", camera="cam", fill=65536.0)),
+            "fill 65536.0 must be finite and a value of dtype",
+        ),
+        (
+            channel(ARRAY, msgspec.structs.replace(GRID, fill=float("nan")), **IN_EGO),
+            "fill nan must be finite",
+        ),
+        (
+            channel(ARRAY, msgspec.structs.replace(GRID, fill=1e39), **IN_EGO),
+            "fill 1e+39 must be finite and a value",
+        ),
+        (
+            channel(POINTS, Law("ego_points")),
+            "needs the frame 'ego' or that of a lidar of the table; it is None",
+        ),
         (channel(POINTS, Law("ego_points"), frame="sensor:radar"), "it is 'sensor:radar'"),
         (channel(ARRAY, GRID), "law 'ego_grid' needs the frame 'ego'; it is None"),
-        (channel(ARRAY, GRID, axes=("x", "z"), **IN_EGO), "with the axes x and y (and z); not ['x', 'z']"),
+        (
+            channel(ARRAY, GRID, axes=("x", "z"), **IN_EGO),
+            "with the axes x and y (and z); not ['x', 'z']",
+        ),
         (channel(ARRAY, Law("ego_grid"), **IN_EGO), "extent_m [] must have 4 finite borders in m"),
         (channel(ARRAY, Law("ego_grid", extent_m=(0.0, 0.0, 0.0, 1.0)), **IN_EGO), "is empty"),
         (channel(ARRAY, Law("ego_poses"), **IN_EGO), "without roles moves 4x4 matrices of floats"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_hold_together_is_refused_by_name(wrong, says) -> None:
     assert says in texts(wrong)
 
 
 def test_a_sound_table_is_taken_and_survives_json() -> None:
-    lidar_labels = channel(POINTS, Law("ego_points", roles={"positions": (("x", "y"),)}), frame="sensor:lidar")
+    lidar_labels = channel(
+        POINTS, Law("ego_points", roles={"positions": (("x", "y"),)}), frame="sensor:lidar"
+    )
     grid = channel(ARRAY, GRID, name="grid", **IN_EGO)
     mask = channel(MASK, Law("image", camera="cam"), name="mask", optional=True)
     table = (CAMERA, LIDAR, BOXES_CHANNEL, lidar_labels, grid, mask)
@@ -128,7 +220,8 @@ def test_an_unknown_kind_or_law_is_refused_unless_it_is_not_selected() -> None:
     assert list(broken_table(table, known_only=True)) == []
     assert [one.name for one in select(table, ["it", "cam"], "here")] == ["cam", "it"]
     with pytest.raises(
-        ManifestError, match=r"'here': channel 'new': its kind 'voxels' is unknown; known: .*leave it out"
+        ManifestError,
+        match=r"'here': channel 'new': its kind 'voxels' is unknown; known: .*leave it out",
     ):
         select(table, ["new"], "here")
     with pytest.raises(ConfigError, match="'here' has no channel 'none'; it has: cam, it, new"):
@@ -139,7 +232,10 @@ VALUES = [
     (channel(POINTS), np.arange(12, dtype=np.float32).reshape(4, 3)),
     (channel(POINTS), np.empty((0, 3), np.float32)),
     (channel(ARRAY), np.arange(6, dtype=np.int16).reshape(2, 3)),
-    (channel(ARRAY, dtype="float16", allows_nan=True), np.array([[1, np.nan, 3], [4, 5, 6]], np.float16)),
+    (
+        channel(ARRAY, dtype="float16", allows_nan=True),
+        np.array([[1, np.nan, 3], [4, 5, 6]], np.float16),
+    ),
     (channel(MASK), np.arange(24, dtype=np.uint16).reshape(4, 6) * 2700),
     (channel(MASK, dtype="uint8"), np.arange(24, dtype=np.uint8).reshape(4, 6)),
     (
@@ -175,29 +271,52 @@ def test_a_kind_gives_back_what_it_was_given(entry, value) -> None:
 @pytest.mark.parametrize(
     ("entry", "value", "says"),
     [
-        (channel(POINTS), np.ones((2, 4), np.float32), r"float32\[2, 4\]; the table has float32\[any, 3\]"),
+        (
+            channel(POINTS),
+            np.ones((2, 4), np.float32),
+            r"float32\[2, 4\]; the table has float32\[any, 3\]",
+        ),
         (channel(POINTS), np.ones((2, 3)), "is float64"),
-        (channel(POINTS), np.full((2, 3), np.nan, np.float32),
-         r"NaN at \[0, 0\]; the table of channel 'it' forbids it: remove it, or set allows_nan there"),
+        (
+            channel(POINTS),
+            np.full((2, 3), np.nan, np.float32),
+            r"NaN at \[0, 0\]; the table of channel 'it' forbids it: remove it, or set allows_nan there",
+        ),
         (channel(POINTS, allows_nan=True), np.full((2, 3), np.inf, np.float32), "an infinity at"),
-        (channel(TOKENS), np.array([9], np.int32), "tokens of channel 'it' are 9 to 9; vocabulary 'v' has 0 to 8"),
-        (channel(BOXES2D), {"box": np.ones((2, 4), np.float32)}, "has the arrays box; the table has box, id"),
-        (channel(BOXES2D), {"box": np.ones((2, 4), np.float32), "id": np.ones(3, np.int32)},
-         r"have the lengths \[2, 3\]"),
-        (channel(BOXES2D), {"box": np.full((1, 4), np.inf, np.float32), "id": np.ones(1, np.int32)},
-         "an infinity at"),
+        (
+            channel(TOKENS),
+            np.array([9], np.int32),
+            "tokens of channel 'it' are 9 to 9; vocabulary 'v' has 0 to 8",
+        ),
+        (
+            channel(BOXES2D),
+            {"box": np.ones((2, 4), np.float32)},
+            "has the arrays box; the table has box, id",
+        ),
+        (
+            channel(BOXES2D),
+            {"box": np.ones((2, 4), np.float32), "id": np.ones(3, np.int32)},
+            r"have the lengths \[2, 3\]",
+        ),
+        (
+            channel(BOXES2D),
+            {"box": np.full((1, 4), np.inf, np.float32), "id": np.ones(1, np.int32)},
+            "an infinity at",
+        ),
         (channel(MASK), np.ones((2, 2), np.uint8), "is uint8"),
         (channel({"kind": "texts"}), "one", "is 'one'; kind 'texts' takes a list of str"),
         (channel({"kind": "texts"}), ["one", 2], "kind 'texts' takes a list of str"),
         (channel({"kind": "texts"}), ["\ud800"], "cannot be stored as UTF-8"),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_is_not_as_the_table_says_is_refused(entry, value, says) -> None:
     with pytest.raises(SchemaError, match=says):
         KINDS[entry.kind].encode(value, entry)
 
 
-@pytest.mark.parametrize("data", [b"[1]", b'"one"', b'["a"', b'["\xff"]', b'["a"] "b"', b"[null]", b"", b'["\\ud800"]'])
+@pytest.mark.parametrize(
+    "data", [b"[1]", b'"one"', b'["a"', b'["\xff"]', b'["a"] "b"', b"[null]", b"", b'["\\ud800"]']
+)
 def test_what_is_not_a_list_of_texts_is_refused(data) -> None:
     with pytest.raises(SchemaError, match="channel 'it' is not a JSON array of texts"):
         KINDS["texts"].check(data, channel({"kind": "texts"}))
@@ -235,8 +354,12 @@ def test_members_are_checked_against_the_table_and_their_cameras() -> None:
     maybe = channel({"kind": "text"}, name="maybe", optional=True)
     encoded = KINDS["image"].encode(np.zeros((2, 3), np.uint16), mask)
     table = (mask, note, maybe)
-    assert list(check_members({"mask.png": encoded, "note.txt": b"x"}, table, {"cam": (6, 4)})) == []
-    assert list(check_members({"mask.png": encoded, "note.txt": b"x"}, table, {"cam": (5, 3)})) == []
+    assert (
+        list(check_members({"mask.png": encoded, "note.txt": b"x"}, table, {"cam": (6, 4)})) == []
+    )
+    assert (
+        list(check_members({"mask.png": encoded, "note.txt": b"x"}, table, {"cam": (5, 3)})) == []
+    )
     found = dict(check_members({"mask.png": encoded, "maybe.txt": b"\xff"}, table, {"cam": (8, 4)}))
     assert found["mask.png"] == "3 x 2 pixels; on the image of 'cam' of 8 x 4 at 1/2 it has 4 x 2"
     assert found["note.txt"] == "channel 'note' is missing, and the table does not say optional"
@@ -271,15 +394,23 @@ def test_batches_are_stacked_packed_or_lists_by_kind_and_missing_values_are_dist
     fixed = channel(TOKENS, shape=(2,))
     assert collate(fixed, [np.array([1, 2], np.int32), None]).tolist() == [[1, 2], [0, 0]]
     boxes = {"box": np.ones((1, 4), np.float32), "id": np.ones(1, np.int32)}
-    assert collate(channel(BOXES2D), [boxes, None]) == {"box": [boxes["box"], None], "id": [boxes["id"], None]}
+    assert collate(channel(BOXES2D), [boxes, None]) == {
+        "box": [boxes["box"], None],
+        "id": [boxes["id"], None],
+    }
     assert collate(channel({"kind": "text"}), ["a", None]) == ["a", None]
     assert collate(channel({"kind": "texts"}), [["a"], None, []]) == [["a"], None, []]
 
 
 voxels = Kind(
-    ("npy",), KINDS["points"].broken, KINDS["points"].encode, KINDS["points"].decode, KINDS["points"].check,
-    KINDS["points"].collate, KINDS["points"].row_bytes,
-)  # fmt: skip
+    ("npy",),
+    KINDS["points"].broken,
+    KINDS["points"].encode,
+    KINDS["points"].decode,
+    KINDS["points"].check,
+    KINDS["points"].collate,
+    KINDS["points"].row_bytes,
+)
 backwards = LawCode(lambda _, __: iter(()), lambda value, _, __: value[::-1])
 
 
@@ -287,7 +418,11 @@ def test_packages_add_kinds_and_laws_and_cannot_replace_ours(monkeypatch) -> Non
     def installed(group: str) -> list[EntryPoint]:
         return [
             EntryPoint(name, f"{__name__}:{what}", group)
-            for name, what in (("voxels", "voxels"), ("backwards", "backwards"), ("image", "voxels"))
+            for name, what in (
+                ("voxels", "voxels"),
+                ("backwards", "backwards"),
+                ("image", "voxels"),
+            )
         ]
 
     monkeypatch.setattr(plugins, "entry_points", lambda *, group: installed(group))
@@ -297,7 +432,11 @@ def test_packages_add_kinds_and_laws_and_cannot_replace_ours(monkeypatch) -> Non
     assert kinds["image"] is KINDS["image"]
     assert laws["backwards"].move([1, 2], CAMERA, None) == [2, 1]
     assert laws.names() == ["fixed", "backwards", "voxels", "image"]
-    with pytest.raises(ConfigError, match=r"is Kind; a law must be fuelrail\.pipeline\.channels\.laws\.LawCode"):
+    with pytest.raises(
+        ConfigError, match=r"is Kind; a law must be fuelrail\.pipeline\.channels\.laws\.LawCode"
+    ):
         laws["voxels"]
-    with pytest.raises(ConfigError, match="the kind 'mesh' is unknown; known: image, voxels, backwards"):
+    with pytest.raises(
+        ConfigError, match="the kind 'mesh' is unknown; known: image, voxels, backwards"
+    ):
         kinds["mesh"]

@@ -41,7 +41,9 @@ def test_planes_are_the_columns_of_the_rows_counted_from_the_end(row, num_rows, 
     raw = bytes(i % 251 for i in range(head + row * num_rows))
     shuffled = zstandard.ZstdDecompressor().decompress(codecs.encode(codecs.planes(row), raw))
     rows = [raw[head + row * i : head + row * (i + 1)] for i in range(num_rows)]
-    assert shuffled == raw[:head] + b"".join(bytes(r[column] for r in rows) for column in range(row))
+    assert shuffled == raw[:head] + b"".join(
+        bytes(r[column] for r in rows) for column in range(row)
+    )
 
 
 @given(st.binary(max_size=300))
@@ -55,7 +57,9 @@ def test_stored_zstd_is_one_plain_frame_that_the_library_reads(raw) -> None:
 @pytest.mark.skipif(which("zstd") is None, reason="the zstd program is not installed")
 def test_stored_zstd_is_what_the_zstd_program_reads() -> None:
     raw = b"six cameras " * 1000
-    done = subprocess.run(["zstd", "-d", "-c"], input=codecs.encode(codecs.ZSTD, raw), capture_output=True, check=True)
+    done = subprocess.run(
+        ["zstd", "-d", "-c"], input=codecs.encode(codecs.ZSTD, raw), capture_output=True, check=True
+    )
     assert done.stdout == raw
 
 
@@ -73,7 +77,9 @@ def test_a_bomb_is_refused_before_memory_is_taken() -> None:
     assert zstandard.frame_content_size(header) == size
     tracemalloc.start()
     try:
-        with pytest.raises(MemberTooLargeError, match=f"{size} bytes, over the cap of {codecs.MAX_MEMBER_BYTES}"):
+        with pytest.raises(
+            MemberTooLargeError, match=f"{size} bytes, over the cap of {codecs.MAX_MEMBER_BYTES}"
+        ):
             codecs.decode(codecs.ZSTD, header, size)
         with pytest.raises(MemberTooLargeError):
             codecs.decode(codecs.ZSTD, header)
@@ -91,11 +97,14 @@ def test_a_member_over_the_cap_is_refused_when_written(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "Raw", "zst", "zstd-p", "zstd-p0", "zstd-p01", "zstd-p4097", "zstd-p99999", "zstd-p2\n"]
+    "name",
+    ["", "Raw", "zst", "zstd-p", "zstd-p0", "zstd-p01", "zstd-p4097", "zstd-p99999", "zstd-p2\n"],
 )
 def test_unknown_codecs_name_the_known_ones(name) -> None:
     for use in (codecs.suffix, lambda n: codecs.encode(n, b""), lambda n: codecs.decode(n, b"", 0)):
-        with pytest.raises(ConfigError, match=r"known: raw, zstd, zstd-dict, zstd-pR with R from 1 to 4096"):
+        with pytest.raises(
+            ConfigError, match=r"known: raw, zstd, zstd-dict, zstd-pR with R from 1 to 4096"
+        ):
             use(name)
 
 
@@ -116,7 +125,9 @@ def test_stored_names_split_back_or_are_refused(name, codec) -> None:
         assert codecs.split_name(stored) == (name, codec)
 
 
-@pytest.mark.parametrize(("name", "codec"), [("x_a.zst", "raw"), ("x_a.p20.zst", "raw"), ("x_a.p20", "zstd")])
+@pytest.mark.parametrize(
+    ("name", "codec"), [("x_a.zst", "raw"), ("x_a.p20.zst", "raw"), ("x_a.p20", "zstd")]
+)
 def test_names_that_would_read_as_another_codec_are_refused(name, codec) -> None:
     with pytest.raises(ConfigError, match="reads as another codec's"):
         codecs.stored_name(name, codec)
@@ -125,11 +136,14 @@ def test_names_that_would_read_as_another_codec_are_refused(name, codec) -> None
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
-        ("meta.json.zst", ("meta.json", "zstd")), ("lidar_top.npy.p20.zst", ("lidar_top.npy", "zstd-p20")),
-        ("cam_front.jpg", ("cam_front.jpg", "raw")), ("x_a.p4097.zst", ("x_a.p4097", "zstd")),
-        ("x_a.p020.zst", ("x_a.p020", "zstd")), ("x_a.p20.zst.bin", ("x_a.p20.zst.bin", "raw")),
+        ("meta.json.zst", ("meta.json", "zstd")),
+        ("lidar_top.npy.p20.zst", ("lidar_top.npy", "zstd-p20")),
+        ("cam_front.jpg", ("cam_front.jpg", "raw")),
+        ("x_a.p4097.zst", ("x_a.p4097", "zstd")),
+        ("x_a.p020.zst", ("x_a.p020", "zstd")),
+        ("x_a.p20.zst.bin", ("x_a.p20.zst.bin", "raw")),
     ],
-)  # fmt: skip
+)
 def test_split_name(stored, expected) -> None:
     assert codecs.split_name(stored) == expected
 
@@ -140,7 +154,9 @@ def test_every_thread_has_its_own_contexts() -> None:
 
     def work(number: int) -> bool:
         raw = blobs[number % len(blobs)]
-        return all(bytes(codecs.decode(c, codecs.encode(c, raw), len(raw))) == raw for c in ZSTD_CODECS)
+        return all(
+            bytes(codecs.decode(c, codecs.encode(c, raw), len(raw))) == raw for c in ZSTD_CODECS
+        )
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(64)))

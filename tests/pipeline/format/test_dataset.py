@@ -72,10 +72,17 @@ def test_index_and_tars_tell_the_same(built) -> None:
     root, _ = built
     dataset = open_dataset(root)
     for number, shard in enumerate(dataset.shards):
-        rows = [dataset.index.row(i) for i in range(shard.first_sample, shard.first_sample + shard.num_samples)]
-        found = [(*base_plus_ext(f.name), f.offset, f.length)
-                 for f in iter_members((root / shard.name).read_bytes(), shard=shard.name)]  # fmt: skip
-        stated = [(row.key, row.offset + m.offset, m.stored_bytes) for row in rows for m in row.members]
+        rows = [
+            dataset.index.row(i)
+            for i in range(shard.first_sample, shard.first_sample + shard.num_samples)
+        ]
+        found = [
+            (*base_plus_ext(f.name), f.offset, f.length)
+            for f in iter_members((root / shard.name).read_bytes(), shard=shard.name)
+        ]
+        stated = [
+            (row.key, row.offset + m.offset, m.stored_bytes) for row in rows for m in row.members
+        ]
         assert [(key, offset, length) for key, _, offset, length in found] == stated
         assert {row.shard for row in rows} == {number}
         assert [row.offset for row in rows] == [0, *(row.offset + row.length for row in rows[:-1])]
@@ -84,9 +91,12 @@ def test_index_and_tars_tell_the_same(built) -> None:
 
 def test_splits_are_runs_of_rows(built) -> None:
     dataset = open_dataset(built[0])
-    assert {name: (s.first_sample, s.num_samples) for name, s in dataset.manifest.splits.items()} == {
-        "train": (0, 5), "val": (5, 2),
-    }  # fmt: skip
+    assert {
+        name: (s.first_sample, s.num_samples) for name, s in dataset.manifest.splits.items()
+    } == {
+        "train": (0, 5),
+        "val": (5, 2),
+    }
     assert dataset.split("val") == dataset.manifest.splits["val"]
     with pytest.raises(ConfigError, match="has no split 'test'; it has: train, val"):
         dataset.split("test")
@@ -98,7 +108,9 @@ def test_some_members_can_be_read_alone(built) -> None:
     row = dataset.index.row(0)
     span = dataset.shard_path(row).read_bytes()[: row.length]
     found = read_members(row, span, "train-000000.tar", {META, "cam_back.jpg", "no such.member"})
-    assert {k: bytes(v) for k, v in found.items()} == {k: raw[row.key][k] for k in (META, "cam_back.jpg")}
+    assert {k: bytes(v) for k, v in found.items()} == {
+        k: raw[row.key][k] for k in (META, "cam_back.jpg")
+    }
 
 
 def test_raw_members_are_views_of_the_span(built) -> None:
@@ -134,12 +146,20 @@ class TestDamage:
         good = path.read_bytes()
         for left in (0, 1, row.length // 2, row.length - 1):
             path.write_bytes(good[: row.offset + left])
-            with pytest.raises(TruncatedShardError, match=f"got {left} of {row.length} bytes") as caught:
+            with pytest.raises(
+                TruncatedShardError, match=f"got {left} of {row.length} bytes"
+            ) as caught:
                 read_row(dataset, 1)
-            assert (caught.value.shard, caught.value.offset, caught.value.key) == (path.name, row.offset, row.key)
+            assert (caught.value.shard, caught.value.offset, caught.value.key) == (
+                path.name,
+                row.offset,
+                row.key,
+            )
 
     @pytest.mark.costly
-    def test_any_flip_in_the_index_is_an_error_of_ours_or_the_same_members(self, built, copy) -> None:
+    def test_any_flip_in_the_index_is_an_error_of_ours_or_the_same_members(
+        self, built, copy
+    ) -> None:
         good = (copy / INDEX_FILE).read_bytes()
         rng = random.Random(5)
         for at in rng.sample(range(len(good)), 250):
@@ -164,7 +184,9 @@ class TestDamage:
 
     def test_missing_files(self, copy) -> None:
         (copy / INDEX_FILE).rename(copy / "elsewhere")
-        with pytest.raises(IndexFileError, match=r"no index\.arrow; `fuelrail verify .* --repair KIND:PATH`"):
+        with pytest.raises(
+            IndexFileError, match=r"no index\.arrow; `fuelrail verify .* --repair KIND:PATH`"
+        ):
             open_dataset(copy)
         (copy / MANIFEST_FILE).unlink()
         with pytest.raises(DatasetNotReadyError):
@@ -177,12 +199,21 @@ class TestDamage:
         # Of the same size, but for another number of samples.
         manifest = load_manifest(copy)
         size = (copy / INDEX_FILE).stat().st_size
-        files = tuple(msgspec.structs.replace(f, bytes=size) if f.name == INDEX_FILE else f for f in manifest.files)
-        (copy / MANIFEST_FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
+        files = tuple(
+            msgspec.structs.replace(f, bytes=size) if f.name == INDEX_FILE else f
+            for f in manifest.files
+        )
+        (copy / MANIFEST_FILE).write_bytes(
+            encode_manifest(msgspec.structs.replace(manifest, files=files))
+        )
         with pytest.raises(IndexFileError, match="has 3 rows, the manifest 7"):
             open_dataset(copy)
-        (copy / MANIFEST_FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=())))
-        with pytest.raises(ManifestError, match=r"does not name shards\.arrow, which every dataset has"):
+        (copy / MANIFEST_FILE).write_bytes(
+            encode_manifest(msgspec.structs.replace(manifest, files=()))
+        )
+        with pytest.raises(
+            ManifestError, match=r"does not name shards\.arrow, which every dataset has"
+        ):
             open_dataset(copy)
 
 
@@ -199,13 +230,20 @@ class TestEntries:
     @pytest.mark.parametrize("shard", [-1, 3, 2**31 - 1])
     def test_a_shard_that_is_not_there(self, opened, shard) -> None:
         dataset, row, _ = opened
-        with pytest.raises(IndexFileError, match=f"{row.key} into shard number {shard}, but the manifest has 3"):
+        with pytest.raises(
+            IndexFileError, match=f"{row.key} into shard number {shard}, but the manifest has 3"
+        ):
             dataset.shard_path(row._replace(shard=shard))
 
-    @pytest.mark.parametrize(("offset", "length"), [(-1, 10), (0, -1), (0, 2**62), (2**62, 2**62), (512, -512)])
+    @pytest.mark.parametrize(
+        ("offset", "length"), [(-1, 10), (0, -1), (0, 2**62), (2**62, 2**62), (512, -512)]
+    )
     def test_a_span_outside_its_shard(self, opened, offset, length) -> None:
         dataset, row, _ = opened
-        with pytest.raises(IndexFileError, match=f"{row.key} at bytes {offset} to {offset + length} of shard train-0"):
+        with pytest.raises(
+            IndexFileError,
+            match=f"{row.key} at bytes {offset} to {offset + length} of shard train-0",
+        ):
             dataset.shard_path(row._replace(offset=offset, length=length))
 
     @given(offset=st.integers(-(2**63), 2**63 - 1), stored=st.integers(-(2**63), 2**63 - 1))
@@ -214,7 +252,9 @@ class TestEntries:
         if 512 <= offset <= offset + stored <= len(span):  # in front of data lies a header
             return
         entry = row.members[0]._replace(offset=offset, stored_bytes=stored)
-        with pytest.raises(IndexFileError, match=f"{row.key}.{entry.name} in shard S covers bytes {offset} to"):
+        with pytest.raises(
+            IndexFileError, match=f"{row.key}.{entry.name} in shard S covers bytes {offset} to"
+        ):
             read_members(row._replace(members=(entry,)), span, "S")
 
     @given(st.data())
@@ -236,7 +276,10 @@ class TestEntries:
 
     def test_entries_of_two_members_mixed_up(self, opened) -> None:
         _, row, span = opened
-        front, back = (next(m for m in row.members if m.name == f"cam_{side}.jpg") for side in ("front", "back"))
+        front, back = (
+            next(m for m in row.members if m.name == f"cam_{side}.jpg")
+            for side in ("front", "back")
+        )
         for wrong in (
             front._replace(name=back.name),
             front._replace(offset=back.offset),
@@ -244,7 +287,10 @@ class TestEntries:
             front._replace(stored_bytes=front.stored_bytes - 1, raw_bytes=front.raw_bytes - 1),
             front._replace(codec="zstd"),
         ):
-            with pytest.raises(IndexFileError, match=f"entry of {row.key}.cam_.*: no member '{row.key}.cam_.* lies at"):
+            with pytest.raises(
+                IndexFileError,
+                match=f"entry of {row.key}.cam_.*: no member '{row.key}.cam_.* lies at",
+            ):
                 read_members(row._replace(members=(wrong,)), span, "S")
         with pytest.raises(IndexFileError, match="no member 'clip-9"):
             read_members(row._replace(key="clip-9"), span, "S")
@@ -279,9 +325,14 @@ class TestSequence:
         )
         assert dataset[-1].key == dataset[6].key
         assert set(dataset[0].images) == {camera.channel for camera in dataset.manifest.cameras}
-        assert {name: entry.num_samples for name, entry in dataset.splits.items()} == {"train": 5, "val": 2}
+        assert {name: entry.num_samples for name, entry in dataset.splits.items()} == {
+            "train": 5,
+            "val": 2,
+        }
         for number in (7, -8):
-            with pytest.raises(IndexError, match=rf"sample {number} is not in the dataset: it has samples 0 to 6"):
+            with pytest.raises(
+                IndexError, match=rf"sample {number} is not in the dataset: it has samples 0 to 6"
+            ):
                 dataset[number]
 
     @pytest.mark.network
@@ -298,7 +349,9 @@ class TestSequence:
             file.seek(row.offset + 600)
             file.write(b"damage")
         assert dataset[0].key != dataset[2].key
-        with pytest.raises(ChecksumError, match=rf"shard {shard.name}, offset {row.offset}, sample {row.key}"):
+        with pytest.raises(
+            ChecksumError, match=rf"shard {shard.name}, offset {row.offset}, sample {row.key}"
+        ):
             dataset[1]
         shard.unlink()
         with pytest.raises(StorageError, match=r"cannot be read: .*No such file"):

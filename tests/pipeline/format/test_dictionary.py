@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import CodecError, ConfigError, ManifestError
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary, train_dictionary
+from fuelrail.pipeline.format.codecs import (
+    DICTIONARY_FILE,
+    MAX_DICTIONARY_BYTES,
+    Dictionary,
+    train_dictionary,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import encode_manifest, load_manifest
 
@@ -21,7 +26,14 @@ from fuelrail.pipeline.format.manifest import encode_manifest, load_manifest
 def samples(seed):
     rng = random.Random(seed)
     return [
-        json.dumps({"schema": "x", "key": f"clip-{i:06d}", "time": rng.getrandbits(60), "token": f"{i:032x}"}).encode()
+        json.dumps(
+            {
+                "schema": "x",
+                "key": f"clip-{i:06d}",
+                "time": rng.getrandbits(60),
+                "token": f"{i:032x}",
+            }
+        ).encode()
         for i in range(600)
     ]
 
@@ -62,7 +74,9 @@ def test_names():
 def test_another_dictionary_is_recognised_by_its_id(dictionary):
     other = train_dictionary(samples(2), 4096, 3)
     stored = codecs.encode("zstd-dict", b"x" * 100, dictionary=other)
-    with pytest.raises(CodecError, match=rf"needs the dictionary {other.id}, zstd\.dict is {dictionary.id}"):
+    with pytest.raises(
+        CodecError, match=rf"needs the dictionary {other.id}, zstd\.dict is {dictionary.id}"
+    ):
         codecs.decode("zstd-dict", stored, 100, dictionary=dictionary)
     with pytest.raises(CodecError, match="stored with a dictionary, and the dataset has none"):
         codecs.decode("zstd-dict", stored, 100)
@@ -76,14 +90,21 @@ def test_another_dictionary_is_recognised_by_its_id(dictionary):
 
 @pytest.mark.parametrize("data", [b"", b"abc", bytes(5000), bytes(MAX_DICTIONARY_BYTES + 1)])
 def test_other_bytes_are_no_dictionary(data):
-    with pytest.raises(CodecError, match=r"the dictionary (is not a zstd dictionary|has 1048577 bytes, over the cap)"):
+    with pytest.raises(
+        CodecError,
+        match=r"the dictionary (is not a zstd dictionary|has 1048577 bytes, over the cap)",
+    ):
         Dictionary(data)
 
 
 def test_sizes_and_samples_that_do_not_do():
-    with pytest.raises(ConfigError, match="a dictionary of 100 bytes is not allowed: 1024 to 1048576"):
+    with pytest.raises(
+        ConfigError, match="a dictionary of 100 bytes is not allowed: 1024 to 1048576"
+    ):
         train_dictionary(samples(0), 100, 3)
-    with pytest.raises(ConfigError, match="2 small members of 6 bytes in all are too little to train"):
+    with pytest.raises(
+        ConfigError, match="2 small members of 6 bytes in all are too little to train"
+    ):
         train_dictionary([b"abc", b"abd"], 4096, 3)
 
 
@@ -106,7 +127,8 @@ class TestDataset:
         whole = file.read_bytes()
         file.write_bytes(whole[:-1] + b"?")
         with pytest.raises(
-            ManifestError, match=r"zstd\.dict' is not the file that dataset\.json describes .* --repair"
+            ManifestError,
+            match=r"zstd\.dict' is not the file that dataset\.json describes .* --repair",
         ):
             open_dataset(root)
         file.unlink()
@@ -118,6 +140,10 @@ class TestDataset:
 
         manifest = load_manifest(root)
         files = tuple(entry for entry in manifest.files if entry.name != DICTIONARY_FILE)
-        (root / "dataset.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
-        with pytest.raises(ManifestError, match=r"need zstd\.dict, which the manifest does not name"):
+        (root / "dataset.json").write_bytes(
+            encode_manifest(msgspec.structs.replace(manifest, files=files))
+        )
+        with pytest.raises(
+            ManifestError, match=r"need zstd\.dict, which the manifest does not name"
+        ):
             open_dataset(root)

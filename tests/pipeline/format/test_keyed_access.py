@@ -31,7 +31,9 @@ ALL = ["meta", "geometry", "boxes", *CAMERAS, LIDAR]
 
 @pytest.fixture(scope="module", params=["member", "frame"])
 def built(request, tiny_dataset):
-    return tiny_dataset({"train": (4, 3)}, size=(64, 48), layout=request.param, missing=frozenset({(2, "cam_back")}))
+    return tiny_dataset(
+        {"train": (4, 3)}, size=(64, 48), layout=request.param, missing=frozenset({(2, "cam_back")})
+    )
 
 
 def test_samples_by_key(built) -> None:
@@ -57,7 +59,13 @@ def test_any_channels_of_any_sample(built, data) -> None:
     number = data.draw(st.integers(-7, 6))
     channels = data.draw(st.none() | st.lists(st.sampled_from(ALL), unique=True))
     sample, found = dataset[number], dataset.read(number, channels)
-    wanted = {"meta": sample.meta, "geometry": sample.geometry, "boxes": sample.boxes, **sample.images, **sample.points}
+    wanted = {
+        "meta": sample.meta,
+        "geometry": sample.geometry,
+        "boxes": sample.boxes,
+        **sample.images,
+        **sample.points,
+    }
     assert set(found) == {name for name in wanted if channels is None or name in channels}
     assert "cam_back" not in dataset.read(2)
     assert set(dataset.read(number, "meta")) == {"meta"}
@@ -75,7 +83,9 @@ def test_any_channels_of_any_sample(built, data) -> None:
 
 
 def test_an_unknown_channel_is_named(built) -> None:
-    with pytest.raises(ConfigError, match="has no channel 'cam_top'; it has: meta, geometry, boxes, cam_front"):
+    with pytest.raises(
+        ConfigError, match="has no channel 'cam_top'; it has: meta, geometry, boxes, cam_front"
+    ):
         open_dataset(built[0]).read(0, ["cam_front", "cam_top"])
 
 
@@ -86,8 +96,12 @@ def test_an_unknown_channel_is_named(built) -> None:
         (40, ChecksumError, r"member 'cam_front\.jpg': checksum mismatch"),
     ],
 )
-def test_damage_in_a_part_is_found_by_its_header_or_its_digest(tiny_dataset, tmp_path, at, error, words) -> None:
-    dataset = open_dataset(tiny_dataset({"train": (2,)}, size=(64, 48), copy_to=tmp_path / "d").root)
+def test_damage_in_a_part_is_found_by_its_header_or_its_digest(
+    tiny_dataset, tmp_path, at, error, words
+) -> None:
+    dataset = open_dataset(
+        tiny_dataset({"train": (2,)}, size=(64, 48), copy_to=tmp_path / "d").root
+    )
     row = dataset.index.row(1)
     front = next(entry for entry in row.members if entry.name == "cam_front.jpg")
     path = dataset.shard_path(row)
@@ -109,7 +123,9 @@ def test_a_damaged_key_in_the_index_is_not_a_missing_key(tiny_dataset, tmp_path)
     path.write_bytes(data)
     dataset = open_dataset(root)
     for look in (dataset.find, dataset.position, dataset.__getitem__, dataset.__contains__):
-        with pytest.raises(IndexFileError, match=r"its row 1 has the key 'blip-0000-000001', keys\.arrow"):
+        with pytest.raises(
+            IndexFileError, match=r"its row 1 has the key 'blip-0000-000001', keys\.arrow"
+        ):
             look("clip-0000-000001")
     assert (dataset.find("clip-0000-000002"), "clip-9" in dataset) == (2, False)
 
@@ -125,7 +141,10 @@ def test_one_range_request_for_one_camera(tiny_dataset, tmp_path) -> None:
         (request,) = server.requests[before:]
         assert found == here.read(3, ["cam_front"])
         entry = next(entry for entry in here.index.row(3).members if entry.name == "cam_front.jpg")
-        assert (request.name, request.end - request.start) == ("train-000000.tar", entry.stored_bytes + 512)
+        assert (request.name, request.end - request.start) == (
+            "train-000000.tar",
+            entry.stored_bytes + 512,
+        )
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
         before = len(server.requests)
         assert dataset["clip-0000-000002"].key == "clip-0000-000002"
@@ -135,7 +154,9 @@ def test_one_range_request_for_one_camera(tiny_dataset, tmp_path) -> None:
 
 
 @pytest.mark.network
-def test_one_request_for_a_sample_whose_tables_are_here(tiny_dataset, tmp_path, monkeypatch) -> None:
+def test_one_request_for_a_sample_whose_tables_are_here(
+    tiny_dataset, tmp_path, monkeypatch
+) -> None:
     root = tiny_dataset({"train": (4,)}, size=(64, 48)).root
     monkeypatch.setattr(fetch, "WHOLE_BYTES", 0)  # as of a large dataset: tables come by blocks
     with FaultServer(root) as server:
@@ -148,13 +169,19 @@ def test_one_request_for_a_sample_whose_tables_are_here(tiny_dataset, tmp_path, 
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
         # The index's only block came when the dataset was opened.
         assert requested("clip-0000-000002") == ["keys.arrow", "train-000000.tar"]
-        assert requested("clip-0000-000001") == requested(3, channels=["cam_back", "boxes"]) == ["train-000000.tar"]
+        assert (
+            requested("clip-0000-000001")
+            == requested(3, channels=["cam_back", "boxes"])
+            == ["train-000000.tar"]
+        )
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
         assert requested("clip-0000-000000") == ["train-000000.tar"]
 
 
 @pytest.mark.network
-def test_two_round_trips_for_a_key_of_which_nothing_is_here(tiny_dataset, tmp_path, monkeypatch) -> None:
+def test_two_round_trips_for_a_key_of_which_nothing_is_here(
+    tiny_dataset, tmp_path, monkeypatch
+) -> None:
     """The table of keys says where the sample is: its row and its bytes are asked for at the same time."""
     monkeypatch.setattr(fetch, "WHOLE_BYTES", 0)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 512)
@@ -186,7 +213,9 @@ def test_two_round_trips_for_a_key_of_which_nothing_is_here(tiny_dataset, tmp_pa
         for thread in dataset.keys._file._in_background:
             thread.join(60)
         before = len(server.requests)
-        assert dataset["clip-0001-000003"].key == "clip-0001-000003"  # its part of the index is here now
+        assert (
+            dataset["clip-0001-000003"].key == "clip-0001-000003"
+        )  # its part of the index is here now
         assert [request.name for request in server.requests[before:]] == ["train-000000.tar"]
 
 
@@ -216,7 +245,9 @@ def test_a_sample_is_asked_for_again_as_the_tables_are(tiny_dataset, tmp_path) -
     with FaultServer(root) as server:
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache", retry=retry)
         opened = len(server.requests)
-        server.misbehave = lambda request: Misbehaviour(status=503 if request.number < opened + 2 else None)
+        server.misbehave = lambda request: Misbehaviour(
+            status=503 if request.number < opened + 2 else None
+        )
         assert dataset[1].key == open_dataset(root)[1].key
         assert len(server.requests) == opened + 3
         copy = pickle.loads(pickle.dumps(dataset))
@@ -224,16 +255,23 @@ def test_a_sample_is_asked_for_again_as_the_tables_are(tiny_dataset, tmp_path) -
         with pytest.raises(StorageError, match="does not serve byte ranges, which datasets need"):
             copy[1]
         server.misbehave = lambda _: Misbehaviour(status=503)
-        with pytest.raises(StorageError, match=r"train-000000\.tar.*could not be read for 0\.5 s .*clip-0000-000001"):
+        with pytest.raises(
+            StorageError,
+            match=r"train-000000\.tar.*could not be read for 0\.5 s .*clip-0000-000001",
+        ):
             copy[1]
 
 
 @pytest.mark.network
-def test_a_wrong_place_in_the_table_of_keys_is_not_taken(tiny_dataset, tmp_path, monkeypatch) -> None:
+def test_a_wrong_place_in_the_table_of_keys_is_not_taken(
+    tiny_dataset, tmp_path, monkeypatch
+) -> None:
     root = tiny_dataset({"train": (4,)}, size=(64, 48)).root
     monkeypatch.setattr(samples.SampleIndex, "has_row", lambda *_: False)
     found = keys.KeyTable.find
-    monkeypatch.setattr(keys.KeyTable, "find", lambda *given: [one._replace(offset=0) for one in found(*given)])
+    monkeypatch.setattr(
+        keys.KeyTable, "find", lambda *given: [one._replace(offset=0) for one in found(*given)]
+    )
     with FaultServer(root) as server:
         dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
         assert dataset["clip-0000-000003"].key == "clip-0000-000003"
@@ -257,10 +295,16 @@ def test_a_dataset_can_be_pickled(built, tmp_path, monkeypatch) -> None:
     pickled = pickle.dumps(open_dataset(built[0].name))
     monkeypatch.chdir(tmp_path)
     copy = pickle.loads(pickled)
-    assert (copy.root, copy.manifest, copy[3].key) == (dataset.root, dataset.manifest, dataset[3].key)
+    assert (copy.root, copy.manifest, copy[3].key) == (
+        dataset.root,
+        dataset.manifest,
+        dataset[3].key,
+    )
 
 
-def test_a_relative_path_holds_when_the_process_changes_its_folder(built, tmp_path, monkeypatch) -> None:
+def test_a_relative_path_holds_when_the_process_changes_its_folder(
+    built, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(built[0].parent)
     dataset = open_dataset(built[0].name)
     monkeypatch.chdir(tmp_path)
@@ -277,7 +321,9 @@ def test_what_a_notebook_shows(built) -> None:
         assert simplejpeg.decode_jpeg_header(base64.b64decode(data))[:2] == (150, 200)
 
 
-def test_a_notebook_shows_the_rest_of_a_dataset_whose_first_sample_is_damaged(tiny_dataset, tmp_path) -> None:
+def test_a_notebook_shows_the_rest_of_a_dataset_whose_first_sample_is_damaged(
+    tiny_dataset, tmp_path
+) -> None:
     root = tiny_dataset({"train": (4, 3)}, size=(64, 48), copy_to=tmp_path / "d").root
     dataset = open_dataset(root)
     row = dataset.index.row(0)

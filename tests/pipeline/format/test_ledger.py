@@ -74,12 +74,18 @@ def test_every_edit_is_refused_with_the_record_that_is_wrong(path, num):
             data = b"".join(lines[:number] + lines[number + 1 :])
         else:  # two records that change places
             number = draw.randrange(len(lines) - 1)
-            data = b"".join([*lines[:number], lines[number + 1], lines[number], *lines[number + 2 :]])
-        if data == valid:  # a byte more that is equal to its neighbour is the same text; so is a cut of nothing
+            data = b"".join(
+                [*lines[:number], lines[number + 1], lines[number], *lines[number + 2 :]]
+            )
+        if (
+            data == valid
+        ):  # a byte more that is equal to its neighbour is the same text; so is a cut of nothing
             continue
         found = wrong_record(path, data, valid)
         if found is None:
-            assert kind in (2, 3), "only a cut at the end of a record is a ledger of an earlier time"
+            assert kind in (2, 3), (
+                "only a cut at the end of a record is a ledger of an earlier time"
+            )
             continue
         refused += 1
         assert number - 1 <= found <= number + 1 if kind in (1, 2) else found == number
@@ -112,10 +118,22 @@ def test_two_writers_are_noticed(path):
     [
         ([reached(0, 4)], "record 0 is the first one, and must be a setup"),
         ([SETUP, reached(0, 4)], "record 1 follows a setup, and must be a start"),
-        ([RunSetup(2, {}, 1, None, None, {}), start(0, 0)], "record 0 has version 2; this Fuelrail reads 1"),
-        ([SETUP, start(0, 8), reached(0, 4)], r"record 2 reaches \(0, 4\), which is before the place reached last"),
-        ([SETUP, start(0, 8), reached(0, 12), reached(2, 0)], "record 3 reaches .* more than an epoch behind"),
-        ([SETUP, start(0, 8), reached(0, 2**62)], r"record 2 is of no known form: .* at `\$.place\[1\]`"),
+        (
+            [RunSetup(2, {}, 1, None, None, {}), start(0, 0)],
+            "record 0 has version 2; this Fuelrail reads 1",
+        ),
+        (
+            [SETUP, start(0, 8), reached(0, 4)],
+            r"record 2 reaches \(0, 4\), which is before the place reached last",
+        ),
+        (
+            [SETUP, start(0, 8), reached(0, 12), reached(2, 0)],
+            "record 3 reaches .* more than an epoch behind",
+        ),
+        (
+            [SETUP, start(0, 8), reached(0, 2**62)],
+            r"record 2 is of no known form: .* at `\$.place\[1\]`",
+        ),
     ],
 )
 def test_records_in_another_order_are_refused(tmp_path, records, what):
@@ -138,18 +156,23 @@ def test_what_the_weights_have_seen():
     kept, _ = seen_by_weights([SETUP, *run, start(0, 40)])
     assert kept[0].trained == (0, 80)
     # The mark is lost, the state is not.
-    assert seen(first, start(0, 40), reached(0, 60))[0] == [((0, 0), (0, 40), False), ((0, 40), (0, 60), False)]
+    assert seen(first, start(0, 40), reached(0, 60))[0] == [
+        ((0, 0), (0, 40), False),
+        ((0, 40), (0, 60), False),
+    ]
     # The end of an epoch would have been noted: what was trained without this ledger is not known.
     assert seen(first, start(5, 0))[0] == [((0, 0), (0, 0), False), ((5, 0), (5, 0), True)]
     # Without a state nobody knows that a run has come there.
     assert seen(first, reached(0, 8), start(1, 0, restored=False))[0][1] == ((1, 0), (1, 0), True)
     # Back behind the start of a segment: nothing of it is left.
     assert seen(*run, start(0, 40), reached(0, 96), start(0, 20), reached(1, 4)) == (
-        [((0, 0), (0, 20), False), ((0, 20), (1, 4), False)], [4],
-    )  # fmt: skip
+        [((0, 0), (0, 20), False), ((0, 20), (1, 4), False)],
+        [4],
+    )
     # Fewer positions are left than a step takes: the next epoch comes, and nothing was skipped.
     assert seen(first, reached(0, 98), start(0, 98, place=(1, 0)), reached(1, 8))[0] == [
-        ((0, 0), (0, 98), False), ((1, 0), (1, 8), False),
-    ]  # fmt: skip
+        ((0, 0), (0, 98), False),
+        ((1, 0), (1, 8), False),
+    ]
     assert seen(*run, start(0, 80, place=(1, 0)))[0][1] == ((1, 0), (1, 0), True)
     assert seen(*run, first, reached(0, 4)) == ([((0, 0), (0, 4), False)], [1])

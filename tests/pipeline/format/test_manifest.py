@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CameraEntry, LidarEntry, camera_channel, lidar_channel
+from fuelrail.pipeline.channels.sensors import (
+    BOXES_CHANNEL,
+    CameraEntry,
+    LidarEntry,
+    camera_channel,
+    lidar_channel,
+)
 from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.format.layers import LAYERS
@@ -39,19 +45,34 @@ TOP = LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y"
 
 def manifest(**changes: Any) -> Manifest:
     whole = Manifest(
-        format=FORMAT, version=FORMAT_VERSION, name="straße", fingerprint="", num_samples=9, num_clips=3, seed=7,
+        format=FORMAT,
+        version=FORMAT_VERSION,
+        name="straße",
+        fingerprint="",
+        num_samples=9,
+        num_clips=3,
+        seed=7,
         order_unit="frame",
         channels=(camera_channel(FRONT), lidar_channel(TOP), BOXES_CHANNEL),
-        classes=("car",), attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
+        classes=("car",),
+        attributes=(),
+        time_base="unix",
+        ego_origin="rear_axle_ground",
+        license=None,
         compression={"level": 3, "ratio": 0.5},
         splits={
-            "train": SplitEntry(first_sample=0, num_samples=7, first_shard=0, num_shards=2, num_clips=2),
-            "val": SplitEntry(first_sample=7, num_samples=2, first_shard=2, num_shards=1, num_clips=1),
+            "train": SplitEntry(
+                first_sample=0, num_samples=7, first_shard=0, num_shards=2, num_clips=2
+            ),
+            "val": SplitEntry(
+                first_sample=7, num_samples=2, first_shard=2, num_shards=1, num_clips=1
+            ),
         },
-        num_bytes=12_288, lineage=Lineage(),
+        num_bytes=12_288,
+        lineage=Lineage(),
         files=(FileEntry(name="index.arrow", bytes=100, sha256="0" * 64),),
         provenance={"source": "nuscenes", "options": {"version": None, "nested": [1, "zwei"]}},
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(whole, **changes)
 
 
@@ -75,42 +96,86 @@ def test_the_file_is_indented_json_with_a_closing_newline() -> None:
     assert "straße" in GOOD.decode()
 
 
-NOT_COVERED = ("name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance", "digest")
+NOT_COVERED = (
+    "name",
+    "fingerprint",
+    "seed",
+    "order_unit",
+    "license",
+    "compression",
+    "lineage",
+    "provenance",
+    "digest",
+)
 
 
 def test_fingerprint_is_what_plain_python_computes() -> None:
-    found = json.loads(signed(files=(*manifest().files, FileEntry(name="train-000000.idx", bytes=1, sha256="1" * 64))))
+    found = json.loads(
+        signed(
+            files=(*manifest().files, FileEntry(name="train-000000.idx", bytes=1, sha256="1" * 64))
+        )
+    )
     stated = found["fingerprint"]
     covered = {name: value for name, value in found.items() if name not in NOT_COVERED}
-    covered["files"] = [file for file in found["files"] if file["name"] in ("shards.arrow", "index.arrow", "zstd.dict")]
-    canonical = json.dumps(covered, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    covered["files"] = [
+        file
+        for file in found["files"]
+        if file["name"] in ("shards.arrow", "index.arrow", "zstd.dict")
+    ]
+    canonical = json.dumps(
+        covered, sort_keys=True, separators=(",", ":"), ensure_ascii=False
+    ).encode()
     assert hashlib.sha256(canonical).hexdigest() == stated
 
 
 def test_fingerprint_covers_what_a_training_run_depends_on_and_nothing_else() -> None:
     dictionary = FileEntry(name="zstd.dict", bytes=9, sha256="2" * 64)
     covered: list[dict[str, Any]] = [
-        {"num_clips": 4}, {"num_samples": 1}, {"channels": ()}, {"channels": manifest().channels[:1]}, {"classes": ()},
-        {"attributes": ("parked",)}, {"time_base": "clip"}, {"ego_origin": "imu"}, {"splits": {}}, {"num_bytes": 1},
-        {"files": ()}, {"files": (*manifest().files, dictionary)}, {"format": "x"}, {"version": 2},
+        {"num_clips": 4},
+        {"num_samples": 1},
+        {"channels": ()},
+        {"channels": manifest().channels[:1]},
+        {"classes": ()},
+        {"attributes": ("parked",)},
+        {"time_base": "clip"},
+        {"ego_origin": "imu"},
+        {"splits": {}},
+        {"num_bytes": 1},
+        {"files": ()},
+        {"files": (*manifest().files, dictionary)},
+        {"format": "x"},
+        {"version": 2},
         {"files": (FileEntry(name="index.arrow", bytes=100, sha256="3" * 64),)},
         {"files": (*manifest().files, FileEntry(name="shards.arrow", bytes=100, sha256="3" * 64))},
-    ]  # fmt: skip
+    ]
     parquet = FileEntry(name="attributes.parquet", bytes=9, sha256="4" * 64)
     other: list[dict[str, Any]] = [
-        {"name": "other"}, {"seed": 8}, {"order_unit": "clip"}, {"license": "MIT"}, {"compression": {}},
-        {"provenance": {}}, {"lineage": Lineage(parents=("a",))}, {"fingerprint": "f"}, {"digest": "f"},
+        {"name": "other"},
+        {"seed": 8},
+        {"order_unit": "clip"},
+        {"license": "MIT"},
+        {"compression": {}},
+        {"provenance": {}},
+        {"lineage": Lineage(parents=("a",))},
+        {"fingerprint": "f"},
+        {"digest": "f"},
         {"files": (*manifest().files, parquet)},
-    ]  # fmt: skip
-    assert {name for change in covered + other for name in change} == set(Manifest.__struct_fields__)
-    assert len({fingerprint(manifest())} | {fingerprint(manifest(**change)) for change in covered}) == 1 + len(covered)
+    ]
+    assert {name for change in covered + other for name in change} == set(
+        Manifest.__struct_fields__
+    )
+    assert len(
+        {fingerprint(manifest())} | {fingerprint(manifest(**change)) for change in covered}
+    ) == 1 + len(covered)
     assert {fingerprint(manifest(**change)) for change in other} == {fingerprint(manifest())}
 
 
 def test_digest_is_what_plain_python_computes() -> None:
     found = json.loads(GOOD)
     stated, found["digest"] = found["digest"], ""
-    canonical = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    canonical = json.dumps(
+        found, sort_keys=True, separators=(",", ":"), ensure_ascii=False
+    ).encode()
     assert hashlib.sha256(canonical).hexdigest() == stated
 
 
@@ -131,7 +196,9 @@ def of_train(*entry: int) -> bytes:
 
 
 def renamed(name: str) -> bytes:
-    return signed(splits={name if key == "val" else key: entry for key, entry in manifest().splits.items()})
+    return signed(
+        splits={name if key == "val" else key: entry for key, entry in manifest().splits.items()}
+    )
 
 
 def of_camera(name: str) -> bytes:
@@ -139,7 +206,9 @@ def of_camera(name: str) -> bytes:
 
 
 def without(name: str) -> bytes:
-    return json.dumps({key: value for key, value in json.loads(GOOD).items() if key != name}).encode()
+    return json.dumps(
+        {key: value for key, value in json.loads(GOOD).items() if key != name}
+    ).encode()
 
 
 ANCESTOR = Ancestor(fingerprint="0" * 64, name="", num_samples=1, made_by="", parents=())
@@ -147,41 +216,86 @@ TWICE = (camera_channel(FRONT), lidar_channel(msgspec.structs.replace(TOP, chann
 OTHER = "not a Fuelrail manifest"
 HEAD = b'{"format": "fuelrail-dataset", "version": '
 REFUSED = [
-    (b"", "is not JSON"), (GOOD[:-3], "is not JSON"), (b"\xff", "is not JSON"), (b"[" * 100_000, "is not JSON"),
-    (b"[]", f"{OTHER}: its format is not 'fuelrail-dataset'"), (b"{}", OTHER), (b'{"format": "webdataset"}', OTHER),
-    (b'{"format": "fuelrail-dataset"}', "has format version none; this reads 1: use the Fuelrail that wrote it"),
-    (HEAD + b"2}", "has format version 2; this reads 1"), (HEAD + b"true}", "has format version true; this reads 1"),
+    (b"", "is not JSON"),
+    (GOOD[:-3], "is not JSON"),
+    (b"\xff", "is not JSON"),
+    (b"[" * 100_000, "is not JSON"),
+    (b"[]", f"{OTHER}: its format is not 'fuelrail-dataset'"),
+    (b"{}", OTHER),
+    (b'{"format": "webdataset"}', OTHER),
+    (
+        b'{"format": "fuelrail-dataset"}',
+        "has format version none; this reads 1: use the Fuelrail that wrote it",
+    ),
+    (HEAD + b"2}", "has format version 2; this reads 1"),
+    (HEAD + b"true}", "has format version true; this reads 1"),
     (HEAD + b'"' + b"9" * 2_000_000 + b'"}', "has format version "),
-    (without("seed"), "missing required field `seed`"), (without("digest"), "was edited or damaged"),
+    (without("seed"), "missing required field `seed`"),
+    (without("digest"), "was edited or damaged"),
     (GOOD.replace(b'"seed"', b'"sed": 1, "seed"'), "unknown field `sed`"),
     (GOOD.replace(b'"seed": 7', b'"seed": "7"'), "$.seed"),
-    *((GOOD.replace(old, new), "was edited or damaged") for old, new in (
-        (b'"num_clips": 3', b'"num_clips": 4'), (b'"seed": 7', b'"seed": 8'), (b'"zwei"', b'"drei"'),
-        (b'"unix"', b'"clip"'),
-    )),
+    *(
+        (GOOD.replace(old, new), "was edited or damaged")
+        for old, new in (
+            (b'"num_clips": 3', b'"num_clips": 4'),
+            (b'"seed": 7', b'"seed": 8'),
+            (b'"zwei"', b'"drei"'),
+            (b'"unix"', b'"clip"'),
+        )
+    ),
     (signed(num_samples=10), "the splits hold 9 samples, stated are 10"),
-    (signed(splits=manifest().splits | {"val": SplitEntry(7, 3, 2, 1, 1)}), "10 samples, stated are 9"),
-    (of_train(1, 7, 0, 2, 2), "'train' does not continue at"), (of_train(0, 7, 0, 1, 2), "'val' does not continue at"),
-    (of_train(0, 7, 0, 0, 2), "7 samples and no shard"), (of_train(0, 7, 0, 8, 2), "'train' does not continue at"),
-    *((of_file(name), "is not a plain file name") for name in (
-        "", ".", "..", "../train.tar", "/etc/passwd", "sub/train.tar", "train/", "a\0.tar", "dataset.json",
-    )),
+    (
+        signed(splits=manifest().splits | {"val": SplitEntry(7, 3, 2, 1, 1)}),
+        "10 samples, stated are 9",
+    ),
+    (of_train(1, 7, 0, 2, 2), "'train' does not continue at"),
+    (of_train(0, 7, 0, 1, 2), "'val' does not continue at"),
+    (of_train(0, 7, 0, 0, 2), "7 samples and no shard"),
+    (of_train(0, 7, 0, 8, 2), "'train' does not continue at"),
+    *(
+        (of_file(name), "is not a plain file name")
+        for name in (
+            "",
+            ".",
+            "..",
+            "../train.tar",
+            "/etc/passwd",
+            "sub/train.tar",
+            "train/",
+            "a\0.tar",
+            "dataset.json",
+        )
+    ),
     (of_file("a\x1b[2J"), "'a\\x1b[2J' is not a plain file name"),
     (of_file("a" * 300), "... (300 characters)' is not a plain file name"),
     (signed(files=2 * manifest().files), "file 'index.arrow' occurs twice"),
     (signed(channels=TWICE), "channel 'cam_front' occurs twice"),
-    *((of_camera(name), "' does not match [a-z0-9_]") for name in (
-        "", "CAM_FRONT", "cam.front", "cam-front", "cam/front", "cam_front\n",
-    )),
+    *(
+        (of_camera(name), "' does not match [a-z0-9_]")
+        for name in (
+            "",
+            "CAM_FRONT",
+            "cam.front",
+            "cam-front",
+            "cam/front",
+            "cam_front\n",
+        )
+    ),
     *((renamed(name), "' does not match") for name in ("", "Train", "1st", "../train", "train\n")),
-    (signed(channels=2_000 * (camera_channel(FRONT),)), "`array` of length <= 1024 - at `$.channels`; bring it back"),
+    (
+        signed(channels=2_000 * (camera_channel(FRONT),)),
+        "`array` of length <= 1024 - at `$.channels`; bring it back",
+    ),
     (signed(channels=300 * (camera_channel(FRONT),)), "300 cameras, at most 256"),
     (signed(provenance={"recipe": 5}), "provenance.recipe is not an object"),
     (signed(compression={"codecs": 5}), "compression.codecs does not map"),
     (signed(provenance={"a": "x" * (5 << 20)}), "bytes, at most 4194304 are read"),
-    (signed(lineage=Lineage(ancestors=(ANCESTOR,) * 129)), "`array` of length <= 128 - at `$.lineage.ancestors`"),
+    (
+        signed(lineage=Lineage(ancestors=(ANCESTOR,) * 129)),
+        "`array` of length <= 128 - at `$.lineage.ancestors`",
+    ),
     (signed() + b" " * (16 << 20), "more than a manifest may have"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("data", "words"), REFUSED, ids=range(len(REFUSED)))
@@ -194,7 +308,10 @@ def test_what_no_reader_can_use_is_refused_in_a_short_message(data, words) -> No
 
 
 NOT_READY: list[tuple[Callable[[Path], Path], str]] = [
-    (lambda folder: folder, "has no dataset.json, so no dataset; make it with `fuelrail shard SOURCE"),
+    (
+        lambda folder: folder,
+        "has no dataset.json, so no dataset; make it with `fuelrail shard SOURCE",
+    ),
     (lambda folder: folder / "missing", "is not a folder; make it with `fuelrail shard SOURCE"),
     (lambda folder: Path(__file__), "is a file, not a dataset's folder"),
 ]
@@ -218,7 +335,9 @@ def test_a_manifest_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
     folder = tmp_path / "out"
-    with pytest.raises(DatasetNotReadyError, match=r"is not a folder; make it with `fuelrail annotate DATASET"):
+    with pytest.raises(
+        DatasetNotReadyError, match=r"is not a folder; make it with `fuelrail annotate DATASET"
+    ):
         load_manifest(folder, LAYERS)
     for make, hint in (
         (lambda: None, r"is not a folder; make it with `fuelrail shard SOURCE"),
@@ -227,8 +346,14 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
             lambda: (folder / "train-000000.tar.zst").touch(),
             r"its dataset\.json is gone; bring it back",
         ),
-        (lambda: (folder / ".fuelrail").mkdir(), r"not finished there; run the same `fuelrail shard` again to resume"),
-        (lambda: (folder / ".fuelrail" / "layer.json").touch(), r"layer is not finished; run the same `fuelrail an"),
+        (
+            lambda: (folder / ".fuelrail").mkdir(),
+            r"not finished there; run the same `fuelrail shard` again to resume",
+        ),
+        (
+            lambda: (folder / ".fuelrail" / "layer.json").touch(),
+            r"layer is not finished; run the same `fuelrail an",
+        ),
     ):
         make()
         with pytest.raises(DatasetNotReadyError, match=hint):
@@ -238,11 +363,13 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
 def test_it_never_proposes_to_write_into_a_folder_of_other_files(tmp_path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(
-        DatasetNotReadyError, match=r"so no dataset; make one in a new folder: `fuelrail shard SOURCE OUT`$"
+        DatasetNotReadyError,
+        match=r"so no dataset; make one in a new folder: `fuelrail shard SOURCE OUT`$",
     ):
         load_manifest(tmp_path)
     with pytest.raises(
-        DatasetNotReadyError, match=r"new folder: `fuelrail annotate DATASET OUT --model MODULE:FUNCTION`$"
+        DatasetNotReadyError,
+        match=r"new folder: `fuelrail annotate DATASET OUT --model MODULE:FUNCTION`$",
     ):
         load_manifest(tmp_path, LAYERS)
 
@@ -259,8 +386,10 @@ def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
     found = Lineage.of([both, first])
     assert found.parents == (three, one)
     assert [(each.fingerprint, each.parents) for each in found.ancestors] == [
-        (three, (one, two)), (one, ()), (two, ()),
-    ]  # fmt: skip
+        (three, (one, two)),
+        (one, ()),
+        (two, ()),
+    ]
     assert decode_manifest(signed(lineage=found), "here").lineage == found
 
 
@@ -281,7 +410,9 @@ def test_what_is_not_a_fingerprint_is_refused_in_a_lineage(text) -> None:
         Lineage(ancestors=(msgspec.structs.replace(good, fingerprint=text),)),
         Lineage(ancestors=(msgspec.structs.replace(good, parents=(named(2), text)),)),
     ):
-        with pytest.raises(ManifestError, match=r"`str` matching regex .*\[0-9a-f\]\{64\}.* - at `\$.lineage\."):
+        with pytest.raises(
+            ManifestError, match=r"`str` matching regex .*\[0-9a-f\]\{64\}.* - at `\$.lineage\."
+        ):
             decode_manifest(signed(lineage=lineage), "here")
 
 
@@ -315,9 +446,14 @@ def plain_sealed(content: dict[str, Any]) -> bytes:
 
 
 RASTER = {
-    "name": "mask", "kind": "array", "field": "mask.npy", "dtype": "uint8", "axes": ["height", "width"],
-    "shape": [900, 1600], "frame": "image:cam_front",
-}  # fmt: skip
+    "name": "mask",
+    "kind": "array",
+    "field": "mask.npy",
+    "dtype": "uint8",
+    "axes": ["height", "width"],
+    "shape": [900, 1600],
+    "frame": "image:cam_front",
+}
 
 
 @pytest.mark.parametrize(
@@ -334,19 +470,31 @@ RASTER = {
 )
 def test_which_defaults_a_channel_and_its_law_may_state(more, law, is_taken) -> None:
     content = json.loads(GOOD)
-    content["channels"].append({**RASTER, "law": {"name": "image", "camera": "cam_front", **law}, **more})
+    content["channels"].append(
+        {**RASTER, "law": {"name": "image", "camera": "cam_front", **law}, **more}
+    )
     data = plain_sealed(content)
     if is_taken:
         assert decode_manifest(data, "here").channels[-1].name == "mask"
     else:
-        with pytest.raises(ManifestError, match="its fingerprint or digest is not that of its content"):
+        with pytest.raises(
+            ManifestError, match="its fingerprint or digest is not that of its content"
+        ):
             decode_manifest(data, "here")
 
 
 @pytest.mark.parametrize("name", ["boxes", "meta", "geometry", "lidar_top_sweeps"])
 def test_channels_with_the_names_of_other_parts_are_refused(name) -> None:
     other = msgspec.convert(
-        {**RASTER, "name": name, "field": f"{name}.npy", "law": {"name": "image", "camera": "cam_front"}}, Channel
+        {
+            **RASTER,
+            "name": name,
+            "field": f"{name}.npy",
+            "law": {"name": "image", "camera": "cam_front"},
+        },
+        Channel,
     )
-    with pytest.raises(ManifestError, match=f"channel '{name}' (is not as the format has boxes|has the name of an)"):
+    with pytest.raises(
+        ManifestError, match=f"channel '{name}' (is not as the format has boxes|has the name of an)"
+    ):
         decode_manifest(signed(channels=(camera_channel(FRONT), lidar_channel(TOP), other)), "here")

@@ -35,15 +35,26 @@ if TYPE_CHECKING:
 SHARD = "train-000000.tar"
 WORDS = st.text("abcz019_", min_size=1, max_size=6)
 KEYS = st.text("abcz019_-", min_size=1, max_size=12).filter(lambda key: not key.startswith("__"))
-FIELDS = st.lists(WORDS, min_size=2, max_size=4).map(".".join).filter(lambda field: not field.startswith("__"))
+FIELDS = (
+    st.lists(WORDS, min_size=2, max_size=4)
+    .map(".".join)
+    .filter(lambda field: not field.startswith("__"))
+)
 LONG_FIELDS = st.integers(80, 200).map(lambda length: "x_" + "n" * length + ".bin")
-CONTENTS = st.sampled_from([0, 1, 3, 511, 512, 513, 1024, 1100]).map(lambda size: bytes(i % 251 for i in range(size)))
-MEMBERS = st.dictionaries(FIELDS | LONG_FIELDS, CONTENTS | st.binary(max_size=9), min_size=1, max_size=4)
+CONTENTS = st.sampled_from([0, 1, 3, 511, 512, 513, 1024, 1100]).map(
+    lambda size: bytes(i % 251 for i in range(size))
+)
+MEMBERS = st.dictionaries(
+    FIELDS | LONG_FIELDS, CONTENTS | st.binary(max_size=9), min_size=1, max_size=4
+)
 SHARDS = st.dictionaries(KEYS, MEMBERS, max_size=3)
 
 
 def pack(samples: dict[str, dict[str, bytes]]) -> bytes:
-    spans = [pack_sample(key, [StoredMember(*item) for item in members.items()]) for key, members in samples.items()]
+    spans = [
+        pack_sample(key, [StoredMember(*item) for item in members.items()])
+        for key, members in samples.items()
+    ]
     return b"".join(piece for span in spans for piece in span.pieces) + END_OF_ARCHIVE
 
 
@@ -57,7 +68,11 @@ def unpack(data: bytes) -> dict[str, dict[str, bytes]]:
 
 # Three samples of several members: sizes 0, below, at and above a block, and a name that needs a pax header.
 EXAMPLE = {
-    "clip-0000-000000": {"meta.json": b"{}", "cam_front.jpg": bytes(range(256)) * 2, "x_empty.bin": b""},
+    "clip-0000-000000": {
+        "meta.json": b"{}",
+        "cam_front.jpg": bytes(range(256)) * 2,
+        "x_empty.bin": b"",
+    },
     "clip-0000-000001": {"meta.json": b"[" * 513, "x_" + "n" * 120 + ".bin": b"long name"},
     "clip-0001-000000": {"meta.json": b"1"},
 }
@@ -78,9 +93,9 @@ def test_offsets_and_length_are_those_of_the_span(key, members) -> None:
     span = pack_sample(key, [StoredMember(*item) for item in members.items()])
     joined = b"".join(span.pieces)
     assert span.length == len(joined)
-    assert [joined[at : at + len(data)] for at, data in zip(span.offsets, members.values(), strict=True)] == list(
-        members.values()
-    )
+    assert [
+        joined[at : at + len(data)] for at, data in zip(span.offsets, members.values(), strict=True)
+    ] == list(members.values())
 
 
 @settings(max_examples=50)
@@ -88,9 +103,20 @@ def test_offsets_and_length_are_those_of_the_span(key, members) -> None:
 def test_pythons_tarfile_reads_every_member_with_normal_attributes(samples) -> None:
     with tarfile.open(fileobj=io.BytesIO(pack(samples)), mode="r:") as tar:
         found = {info.name: tar.extractfile(info).read() for info in tar}
-        assert found == {f"{key}.{field}": data for key, members in samples.items() for field, data in members.items()}
+        assert found == {
+            f"{key}.{field}": data
+            for key, members in samples.items()
+            for field, data in members.items()
+        }
         for info in tar.getmembers():
-            assert (info.mode, info.uid, info.gid, info.mtime, info.uname, info.gname) == (0o644, 0, 0, 0, "", "")
+            assert (info.mode, info.uid, info.gid, info.mtime, info.uname, info.gname) == (
+                0o644,
+                0,
+                0,
+                0,
+                "",
+                "",
+            )
             assert info.isreg()
 
 
@@ -104,15 +130,21 @@ def without_device(block: bytes) -> bytes:
 def test_headers_are_those_that_tarfile_writes(length, size) -> None:
     info = tarfile.TarInfo("n" * length)
     info.size, info.mode = size, 0o644
-    assert without_device(member_header("n" * length, size)) == without_device(info.tobuf(tarfile.USTAR_FORMAT))
+    assert without_device(member_header("n" * length, size)) == without_device(
+        info.tobuf(tarfile.USTAR_FORMAT)
+    )
 
 
-@pytest.mark.parametrize("length", [*range(88, 105), 155, 156, 255, 256, 257, 488, 489, 490, 980, 990, 9_980, 9_990])
+@pytest.mark.parametrize(
+    "length", [*range(88, 105), 155, 156, 255, 256, 257, 488, 489, 490, 980, 990, 9_980, 9_990]
+)
 def test_names_of_any_length_are_read_back_by_tarfile(length) -> None:
     name = "n" * length
     with tarfile.open(fileobj=io.BytesIO(member_header(name, 0) + END_OF_ARCHIVE)) as tar:
         assert tar.getnames() == [name]
-    assert [f.name for f in iter_members(member_header(name, 0) + END_OF_ARCHIVE, shard=SHARD)] == [name]
+    assert [f.name for f in iter_members(member_header(name, 0) + END_OF_ARCHIVE, shard=SHARD)] == [
+        name
+    ]
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0/\n"), min_size=1, max_size=200))
@@ -148,17 +180,28 @@ def test_gnu_tar_lists_and_extracts(tmp_path: Path) -> None:
 @pytest.mark.skipif(which("tar") is None, reason="GNU tar is not installed")
 def test_gnu_tar_writes_the_same_bytes(tmp_path: Path) -> None:
     """An independent writer with our conventions arrives at our bytes, long names included."""
-    members = {f"{key}.{field}": data for key, fields in EXAMPLE.items() for field, data in fields.items()}
+    members = {
+        f"{key}.{field}": data for key, fields in EXAMPLE.items() for field, data in fields.items()
+    }
     for name, data in members.items():
         (tmp_path / name).write_bytes(data)
-    normal = ["--mode=0644", "--owner=:0", "--group=:0", "--numeric-owner", "--mtime=@0", "--blocking-factor=1"]
+    normal = [
+        "--mode=0644",
+        "--owner=:0",
+        "--group=:0",
+        "--numeric-owner",
+        "--mtime=@0",
+        "--blocking-factor=1",
+    ]
     pax = "--pax-option=exthdr.name=././@PaxHeader,exthdr.mtime=0,delete=atime,delete=ctime"
     command = ["tar", "cf", "-", "--format=posix", pax, *normal, "-C", tmp_path, *members]
     assert subprocess.run(command, capture_output=True, check=True).stdout == PACKED
 
 
 def webdataset_samples(path: Path) -> dict[str, dict[str, bytes]]:
-    with path.open("rb") as stream:  # webdataset leaves files that it opened to the garbage collector
+    with path.open(
+        "rb"
+    ) as stream:  # webdataset leaves files that it opened to the garbage collector
         files = webdataset.tariterators.tar_file_expander([{"url": path.name, "stream": stream}])
         samples = list(webdataset.tariterators.group_by_keys(files))
     return {s["__key__"]: {k: v for k, v in s.items() if not k.startswith("__")} for s in samples}
@@ -208,7 +251,12 @@ def frame(members: list[FoundMember]) -> list[tuple[int, int, int]]:
 FOUND = list(iter_members(PACKED, shard=SHARD))
 CONTENT = {at for f in FOUND for at in range(f.offset, f.offset + f.length)}
 # A pax record has no checksum in a tar. Damage there is another name, which the index and the span's digest tell.
-PAX_NAMES = {at for f in FOUND if f.offset > f.header_offset + BLOCK_BYTES for at in range(f.header_offset, f.offset)}
+PAX_NAMES = {
+    at
+    for f in FOUND
+    if f.offset > f.header_offset + BLOCK_BYTES
+    for at in range(f.header_offset, f.offset)
+}
 
 
 @given(st.sampled_from(sorted(CONTENT)), st.integers(1, 255))
@@ -248,7 +296,9 @@ def test_reserved_names_of_webdataset_cannot_be_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [1, 5, 90, 92, 93, 99, 100, 101, 300])
 def test_members_are_known_by_their_headers(length) -> None:
     key, fields, sizes = "k" * length, ("meta.json", "cam_front.jpg.zst"), [0o1234567, 0]
-    packed = pack_sample(key, [StoredMember(field, bytes(size)) for field, size in zip(fields, sizes, strict=True)])
+    packed = pack_sample(
+        key, [StoredMember(field, bytes(size)) for field, size in zip(fields, sizes, strict=True)]
+    )
     span, offsets = memoryview(b"".join(packed.pieces)), packed.offsets
     assert are_members(span, key, fields, offsets, sizes)
     assert are_members(span, key, fields[1:], offsets[1:], sizes[1:])

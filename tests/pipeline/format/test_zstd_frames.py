@@ -28,7 +28,10 @@ def tiny(tiny_dataset):
 
 
 FIELDS = st.dictionaries(
-    st.from_regex(r"x_[a-z0-9]{1,6}\.[a-z]{1,4}", fullmatch=True), st.binary(max_size=3000), min_size=1, max_size=4
+    st.from_regex(r"x_[a-z0-9]{1,6}\.[a-z]{1,4}", fullmatch=True),
+    st.binary(max_size=3000),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -36,36 +39,54 @@ def build(samples):
     """A frame shard of samples (key to fields) and its rows of the index."""
     data, rows, sizes = bytearray(), [], []
     for key, members in samples.items():
-        packed = pack_sample(key, [StoredMember(name, content) for name, content in members.items()])
+        packed = pack_sample(
+            key, [StoredMember(name, content) for name, content in members.items()]
+        )
         frame = zstd_frames.encode_frame(b"".join(packed.pieces), 3)
         entries = tuple(
-            MemberEntry(name, at, len(content), len(content), "raw", xxhash.xxh3_64_intdigest(content))
+            MemberEntry(
+                name, at, len(content), len(content), "raw", xxhash.xxh3_64_intdigest(content)
+            )
             for (name, content), at in zip(members.items(), packed.offsets, strict=True)
         )
         rows.append(IndexRow(key, "clip", 0, 0, 0, len(data), len(frame), 0, entries))
         sizes.append((len(frame), packed.length))
         data += frame
     end = zstd_frames.encode_frame(END_OF_ARCHIVE, 3)
-    return bytes(data) + end + zstd_frames.encode_seek_table([*sizes, (len(end), len(END_OF_ARCHIVE))]), rows
+    return bytes(data) + end + zstd_frames.encode_seek_table(
+        [*sizes, (len(end), len(END_OF_ARCHIVE))]
+    ), rows
 
 
-@given(st.dictionaries(st.from_regex(r"[a-z0-9]{1,8}-[0-9]{1,3}", fullmatch=True), FIELDS, min_size=1, max_size=4))
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z0-9]{1,8}-[0-9]{1,3}", fullmatch=True), FIELDS, min_size=1, max_size=4
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_arbitrary_samples_come_back_one_by_one_and_as_a_whole(samples):
     shard, rows = build(samples)
     table = zstd_frames.read_seek_table(shard, shard=SHARD)
-    assert [(f.offset, f.stored_bytes) for f in table[:-1]] == [(row.offset, row.length) for row in rows]
+    assert [(f.offset, f.stored_bytes) for f in table[:-1]] == [
+        (row.offset, row.length) for row in rows
+    ]
     for row, frame in zip(rows, table, strict=False):
         stored = shard[row.offset : row.offset + row.length]
         assert zstd_frames.span_bytes(row) == frame.raw_bytes
         members = read_members(row, stored, SHARD)
         assert {name: bytes(data) for name, data in members.items()} == samples[row.key]
         first = row.members[0]
-        head = zstd_frames.read_head(io.BytesIO(stored), first.offset + first.stored_bytes, shard=SHARD, offset=0)
+        head = zstd_frames.read_head(
+            io.BytesIO(stored), first.offset + first.stored_bytes, shard=SHARD, offset=0
+        )
         assert head[first.offset :] == samples[row.key][first.name]
     tar = zstandard.ZstdDecompressor().stream_reader(shard, read_across_frames=True).read()
     found = [(m.name, tar[m.offset : m.offset + m.length]) for m in iter_members(tar, shard="tar")]
-    assert found == [(f"{key}.{name}", data) for key, members in samples.items() for name, data in members.items()]
+    assert found == [
+        (f"{key}.{name}", data)
+        for key, members in samples.items()
+        for name, data in members.items()
+    ]
 
 
 def test_equal_spans_are_equal_frames():
@@ -82,10 +103,14 @@ class TestTools:
     def test_zstd_and_tar(self, tiny):
         root, raw = tiny
         subprocess.run(["zstd", "--test", "-q", root / SHARD], check=True)
-        listed = subprocess.run(["tar", "--zstd", "-tf", root / SHARD], check=True, capture_output=True, text=True)
+        listed = subprocess.run(
+            ["tar", "--zstd", "-tf", root / SHARD], check=True, capture_output=True, text=True
+        )
         keys = list(raw)[:3]
         assert listed.stdout.splitlines() == [f"{key}.{name}" for key in keys for name in raw[key]]
-        plain = subprocess.run(["zstd", "-dcq", root / SHARD], check=True, capture_output=True).stdout
+        plain = subprocess.run(
+            ["zstd", "-dcq", root / SHARD], check=True, capture_output=True
+        ).stdout
         with tarfile.open(fileobj=io.BytesIO(plain)) as tar:
             for member in tar:
                 key, _, name = member.name.partition(".")
@@ -93,9 +118,13 @@ class TestTools:
 
     @pytest.mark.process
     def test_a_reader_of_the_seekable_format(self, tiny):
-        pyzstd = pytest.importorskip("pyzstd", reason="pyzstd is not installed (pip install pyzstd)")
+        pyzstd = pytest.importorskip(
+            "pyzstd", reason="pyzstd is not installed (pip install pyzstd)"
+        )
         root, _ = tiny
-        plain = subprocess.run(["zstd", "-dcq", root / SHARD], check=True, capture_output=True).stdout
+        plain = subprocess.run(
+            ["zstd", "-dcq", root / SHARD], check=True, capture_output=True
+        ).stdout
         with pyzstd.SeekableZstdFile(str(root / SHARD)) as file:
             for at in (len(plain) - 700, 5000, 0):
                 file.seek(at)
@@ -115,7 +144,8 @@ class TestDamage:
     def test_a_sample_over_the_cap_is_refused_when_it_is_written(self, monkeypatch):
         monkeypatch.setattr(zstd_frames, "MAX_FRAME_BYTES", 1000)
         with pytest.raises(
-            MemberTooLargeError, match="1001 bytes of one sample are over the frame layout's cap of 1000"
+            MemberTooLargeError,
+            match="1001 bytes of one sample are over the frame layout's cap of 1000",
         ):
             zstd_frames.encode_frame(bytes(1001), 3)
 
@@ -123,14 +153,18 @@ class TestDamage:
         row = open_dataset(tiny[0]).index.row(1)
         stored = (tiny[0] / SHARD).read_bytes()[row.offset : row.offset + row.length]
         entries = (row.members[0]._replace(offset=row.members[0].offset + 512), *row.members[1:])
-        with pytest.raises(IndexFileError, match=f"shard {SHARD}, frame at offset {row.offset}, 1024 bytes into it"):
+        with pytest.raises(
+            IndexFileError, match=f"shard {SHARD}, frame at offset {row.offset}, 1024 bytes into it"
+        ):
             read_members(row._replace(members=entries), stored, SHARD)
 
     def test_a_head_of_a_damaged_frame(self):
         frame = zstd_frames.encode_frame(bytes(100), 3)
         with pytest.raises(FrameError, match="holds 100 bytes, wanted are 101"):
             zstd_frames.read_head(io.BytesIO(frame), 101, shard=SHARD, offset=7)
-        with pytest.raises(FrameError, match=r"damaged zstd frame: .* \(shard train-000000.tar.zst, offset 7\)"):
+        with pytest.raises(
+            FrameError, match=r"damaged zstd frame: .* \(shard train-000000.tar.zst, offset 7\)"
+        ):
             zstd_frames.read_head(io.BytesIO(b"x" * 50), 10, shard=SHARD, offset=7)
 
 

@@ -50,11 +50,15 @@ def test_any_step_of_any_rank_is_arithmetic(n, size, rank_batch, drop_last, data
 
 @given(
     st.integers(1, 600),
-    st.lists(st.tuples(st.integers(1, 64), st.integers(1, 8), st.integers(0, 5)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(1, 64), st.integers(1, 8), st.integers(0, 5)), min_size=1, max_size=5
+    ),
     SIZES,
     st.integers(1, 8),
 )
-def test_re_batched_any_number_of_times_each_sample_comes_once(n, phases, last_size, last_rank_batch):
+def test_re_batched_any_number_of_times_each_sample_comes_once(
+    n, phases, last_size, last_rank_batch
+):
     """A run that changes ranks and global batch again and again still covers the epoch exactly."""
     cursor, seen = Cursor(2), []
     for size, rank_batch, num_steps in phases:
@@ -78,12 +82,25 @@ def advanced(cursor, whole, num_steps):
     return Cursor(epoch, walk.batches(epoch).consumed(step))
 
 
-@given(st.integers(1, 500), SIZES, st.integers(1, 4), st.booleans(), st.integers(0, 400), st.integers(0, 400))
-def test_a_cursor_advanced_in_two_parts_stands_where_one_does(n, size, rank_batch, drop_last, first, second):
+@given(
+    st.integers(1, 500),
+    SIZES,
+    st.integers(1, 4),
+    st.booleans(),
+    st.integers(0, 400),
+    st.integers(0, 400),
+)
+def test_a_cursor_advanced_in_two_parts_stands_where_one_does(
+    n, size, rank_batch, drop_last, first, second
+):
     global_batch = size * rank_batch
-    whole = Batching(n + global_batch * drop_last, global_batch, World(0, size), drop_last=drop_last)
+    whole = Batching(
+        n + global_batch * drop_last, global_batch, World(0, size), drop_last=drop_last
+    )
     start = Cursor(1)
-    assert advanced(advanced(start, whole, first), whole, second) == advanced(start, whole, first + second)
+    assert advanced(advanced(start, whole, first), whole, second) == advanced(
+        start, whole, first + second
+    )
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.booleans(), st.integers(0, 60))
@@ -97,13 +114,26 @@ def test_a_cursor_crosses_epoch_ends_as_iterating_does(n, global_batch, drop_las
     assert advanced(Cursor(), whole, num_steps) == Cursor(epoch, whole.consumed(step))
 
 
-@given(st.data(), st.integers(1, 60), SIZES, st.integers(1, 3), st.booleans(), st.integers(1, 3), st.integers(0, 5))
-def test_a_walk_takes_the_steps_that_iterating_takes(data, n, size, rank_batch, drop_last, of, first_taken):
+@given(
+    st.data(),
+    st.integers(1, 60),
+    SIZES,
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(0, 5),
+)
+def test_a_walk_takes_the_steps_that_iterating_takes(
+    data, n, size, rank_batch, drop_last, of, first_taken
+):
     """Places, numbers, positions of several ranks, and the cursor, against one epoch after the other."""
     global_batch = size * rank_batch
     n += global_batch * drop_last
     whole = Batching(n, global_batch, World(0, size), drop_last=drop_last)
-    start, share = Cursor(2, data.draw(st.integers(0, n))), WorkerShard(data.draw(st.integers(0, of - 1)), of)
+    start, share = (
+        Cursor(2, data.draw(st.integers(0, n))),
+        WorkerShard(data.draw(st.integers(0, of - 1)), of),
+    )
     walk = Walk(start, whole, share)
     ranks = range(data.draw(st.integers(0, size - 1)), size)
     expected, number = [], 0
@@ -112,22 +142,36 @@ def test_a_walk_takes_the_steps_that_iterating_takes(data, n, size, rank_batch, 
         assert walk.batches(epoch) == rest
         for step in range(rest.num_steps):
             if step in share.steps(rest):
-                rows = [dataclasses.replace(rest, world=World(rank, size)).positions(step) for rank in ranks]
+                rows = [
+                    dataclasses.replace(rest, world=World(rank, size)).positions(step)
+                    for rank in ranks
+                ]
                 expected.append((epoch, step, number, np.concatenate(rows).tolist()))
             number += 1
-    assert list(itertools.islice(walk, len(expected))) == [each[:2] for each in expected] or not share.steps(whole)
+    assert list(itertools.islice(walk, len(expected))) == [
+        each[:2] for each in expected
+    ] or not share.steps(whole)
     assert [walk.number(k) for k in range(len(expected))] == [each[2] for each in expected]
     assert walk.num_steps == sum(each[0] == 2 for each in expected)
     taken = expected[first_taken : first_taken + 4]
     found = list(walk.positions(first_taken, len(taken), ranks)) if taken else []
-    assert [p for _, positions in found for p in positions.tolist()] == [p for each in taken for p in each[3]]
+    assert [p for _, positions in found for p in positions.tolist()] == [
+        p for each in taken for p in each[3]
+    ]
     assert [epoch for epoch, _ in found] == list(dict.fromkeys(each[0] for each in taken))
 
 
 def test_a_walk_says_where_a_run_is_after_some_of_its_steps():
     whole = Batching(26, 4, World(), drop_last=False)
     walk = Walk(Cursor(3, 8), whole)
-    assert [walk.after(k).samples_consumed for k in range(walk.num_steps + 1)] == [8, 12, 16, 20, 24, 26]
+    assert [walk.after(k).samples_consumed for k in range(walk.num_steps + 1)] == [
+        8,
+        12,
+        16,
+        20,
+        24,
+        26,
+    ]
     turns = Walk(Cursor(3, 8), whole, WorkerShard(1, 2))
     assert [turns.after(k).samples_consumed for k in range(turns.num_steps + 1)] == [8, 16, 24]
     assert walk.following == turns.following == Cursor(4)

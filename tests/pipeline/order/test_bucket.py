@@ -56,7 +56,9 @@ def by_the_letter(samples, values, bounds, window, size, seed, epoch):
         made = {bound: [] for bound in bounds}
         places = np.arange(len(batches))
         if len(batches):
-            shown = KeyedPermutation(len(batches), derive_key("order buckets", seed, epoch, number))(places)
+            shown = KeyedPermutation(
+                len(batches), derive_key("order buckets", seed, epoch, number)
+            )(places)
             found += [batches[at] for at in shown.tolist()]
     return found
 
@@ -72,9 +74,13 @@ def by_the_letter(samples, values, bounds, window, size, seed, epoch):
 )
 def test_an_epoch_in_buckets_is_that_of_the_letter(values, window, size, has_bounds, seed, epoch):
     bounds = (0, 2, 3, 7, 9) if has_bounds else tuple(sorted(set(values)))
-    spec = OrderSpec(seed=seed, bucket=Bucket(by="v", bounds=bounds if has_bounds else (), window=window))
+    spec = OrderSpec(
+        seed=seed, bucket=Bucket(by="v", bounds=bounds if has_bounds else (), window=window)
+    )
     order = BatchSampler({"v": values}, spec, global_batch=size)._rows.order
-    samples = position_map(OrderSpec(seed=seed), [len(values)], epoch)(np.arange(len(values))).tolist()
+    samples = position_map(OrderSpec(seed=seed), [len(values)], epoch)(
+        np.arange(len(values))
+    ).tolist()
     expected = by_the_letter(samples, values, bounds, window, size, seed, epoch)
     found = order.epoch(epoch)
     entries = found.entries(np.arange(len(found)))
@@ -88,7 +94,9 @@ def test_an_epoch_in_buckets_is_that_of_the_letter(values, window, size, has_bou
 def test_the_buckets_of_the_vectors(case):
     bucket = Bucket(by="v", bounds=tuple(case["bounds"]), window=case["window"])
     spec, size = OrderSpec(seed=case["seed"], bucket=bucket), case["global_batch"]
-    epoch = BatchSampler({"v": case["values"]}, spec, global_batch=size)._rows.order.epoch(case["epoch"])
+    epoch = BatchSampler({"v": case["values"]}, spec, global_batch=size)._rows.order.epoch(
+        case["epoch"]
+    )
     entries = epoch.entries(np.arange(len(epoch)).reshape(-1, size))
     assert entries.samples.tolist() == case["batches"]
     assert entries.valid.sum(1).tolist() == case["num_valid"]
@@ -97,12 +105,19 @@ def test_the_buckets_of_the_vectors(case):
 ORDERS = {
     "plain": OrderSpec(seed=1, bucket=BUCKET),
     "rigs": OrderSpec(seed=1, bucket=Bucket(by="rig", window=100)),
-    "model": OrderSpec(seed=1, bucket=Bucket(by=Cost(quadratic={"tokens": 1}), bounds=(400, 10_000, 400**2))),
+    "model": OrderSpec(
+        seed=1, bucket=Bucket(by=Cost(quadratic={"tokens": 1}), bounds=(400, 10_000, 400**2))
+    ),
     "filter": OrderSpec(seed=1, bucket=BUCKET, filter="night"),
     "weights": OrderSpec(
-        seed=1, bucket=BUCKET, weights=(AttributeWeights(attribute="night", values={"true": 2.0}),), epoch_length=900
+        seed=1,
+        bucket=BUCKET,
+        weights=(AttributeWeights(attribute="night", values={"true": 2.0}),),
+        epoch_length=900,
     ),
-    "parts": OrderSpec(seed=1, bucket=BUCKET, mix=Mix(attribute="night", ratios={"true": 1, "false": 3})),
+    "parts": OrderSpec(
+        seed=1, bucket=BUCKET, mix=Mix(attribute="night", ratios={"true": 1, "false": 3})
+    ),
     "balanced": OrderSpec(seed=1, bucket=BUCKET, balance=Balance(cost="tokens", micro_batches=2)),
 }
 """What buckets go with."""
@@ -110,7 +125,9 @@ ORDERS = {
 
 def ranks_of(spec, size, batch=24, **options):
     return [
-        BatchSampler(DATA, spec, global_batch=batch, world=World(rank, size), entries=True, **options)
+        BatchSampler(
+            DATA, spec, global_batch=batch, world=World(rank, size), entries=True, **options
+        )
         for rank in range(size)
     ]
 
@@ -133,14 +150,23 @@ def test_the_same_batches_of_one_bucket_come_on_any_ranks(name):
                     found, expected = sorted(found), sorted(expected)
                 assert found == expected
         for batch in batches:
-            assert len({values[entry.row] for entry in batch}) == len({entry.bucket for entry in batch}) == 1
+            assert (
+                len({values[entry.row] for entry in batch})
+                == len({entry.bucket for entry in batch})
+                == 1
+            )
     if name not in ("weights", "parts"):
         expected = np.flatnonzero(DATA["night"]) if name == "filter" else np.arange(NUM)
-        assert sorted(entry.row for batch in alone for entry in batch if entry.valid) == expected.tolist()
+        assert (
+            sorted(entry.row for batch in alone for entry in batch if entry.valid)
+            == expected.tolist()
+        )
 
 
 def test_weighted_epochs_in_buckets_differ_in_length_and_are_whole():
-    spec = OrderSpec(seed=1, bucket=BUCKET, weights=(AttributeWeights(attribute="tokens"),), epoch_length=500)
+    spec = OrderSpec(
+        seed=1, bucket=BUCKET, weights=(AttributeWeights(attribute="tokens"),), epoch_length=500
+    )
     (sampler,) = ranks_of(spec, 1)
     lengths = []
     for _ in range(5):
@@ -171,7 +197,9 @@ def stops_and_changes(spec, num_stops, seed):
     """Train with stops at random steps, each time on other ranks; compare with no stop."""
     draw, rows, state, epochs = random.Random(seed), [], None, 0
     for _ in range(num_stops):
-        worlds = [sampler.count() for sampler in ranks_of(spec, draw.choice([1, 2, 3, 4, 6, 8, 12, 24]))]
+        worlds = [
+            sampler.count() for sampler in ranks_of(spec, draw.choice([1, 2, 3, 4, 6, 8, 12, 24]))
+        ]
         if state is not None:
             for one in worlds:
                 one.load_state_dict(json.loads(state))
@@ -184,9 +212,13 @@ def stops_and_changes(spec, num_stops, seed):
         (state,) = states
         epochs = json.loads(state)["epoch"]
     (whole,) = ranks_of(spec, 1)
-    expected = [entry.row for _ in range(epochs + 1) for batch in whole for entry in batch if entry.valid]
+    expected = [
+        entry.row for _ in range(epochs + 1) for batch in whole for entry in batch if entry.valid
+    ]
     assert rows == expected[: len(rows)]
-    assert all(sorted(rows[NUM * epoch : NUM * (epoch + 1)]) == list(range(NUM)) for epoch in range(epochs))
+    assert all(
+        sorted(rows[NUM * epoch : NUM * (epoch + 1)]) == list(range(NUM)) for epoch in range(epochs)
+    )
     assert epochs >= 1
 
 
@@ -218,7 +250,9 @@ def mixed_in_stages():
 
 
 def over(values, *bounds):
-    return BatchSampler({"v": values, "key": [f"s{n}" for n in range(len(values))]}, by_v(*bounds), global_batch=1)
+    return BatchSampler(
+        {"v": values, "key": [f"s{n}" for n in range(len(values))]}, by_v(*bounds), global_batch=1
+    )
 
 
 def by_v(*bounds):
@@ -233,9 +267,15 @@ def by_v(*bounds):
         (lambda: Bucket(by="v", window=0), "window=0 is not allowed: Expected `int` >= 1"),
         (lambda: OrderSpec(kind="lanes", bucket=BUCKET), "no bucket"),
         (lambda: OrderSpec(stages=(OrderStage(),), bucket=BUCKET), "no buckets"),
-        (lambda: OrderSpec(pack=Pack(budget=9, cost="v"), bucket=BUCKET), "pack or bucket, not both"),
+        (
+            lambda: OrderSpec(pack=Pack(budget=9, cost="v"), bucket=BUCKET),
+            "pack or bucket, not both",
+        ),
         (mixed_in_stages, "stages of a mix count"),
-        (lambda: over([1, 9, 12], 4, 9), "sample 's2' .* costs 12, above the last bound of 9; so do 0 others of 3"),
+        (
+            lambda: over([1, 9, 12], 4, 9),
+            "sample 's2' .* costs 12, above the last bound of 9; so do 0 others of 3",
+        ),
         (lambda: over(list(range(1025))), "has 1025 values, and 1024 buckets are allowed"),
         (lambda: over([1, None]), "is unknown"),
         (lambda: over(["a", None]), "is unknown"),

@@ -37,7 +37,9 @@ def write(root, shuffle_seed):
         "num_car": rng.integers(0, 4, NUM).tolist(),
         "num_bus": (rng.random(NUM) < 0.1).astype(int).tolist(),
     }
-    write_synthetic_index(root, LENGTHS, samples_per_shard=8, shuffle_seed=shuffle_seed, attributes=attributes)
+    write_synthetic_index(
+        root, LENGTHS, samples_per_shard=8, shuffle_seed=shuffle_seed, attributes=attributes
+    )
     return open_dataset(root)
 
 
@@ -86,9 +88,13 @@ def test_a_filter_selects_exactly_and_each_comes_once(dataset, kind):
 
 def test_the_index_is_among_the_attributes(dataset):
     frames = dataset.index.column("frame")
-    order = compile_order(OrderSpec(kind="sequential", filter="frame % 5 == 0 and clip_id != 'clip-0000007'"), dataset)
+    order = compile_order(
+        OrderSpec(kind="sequential", filter="frame % 5 == 0 and clip_id != 'clip-0000007'"), dataset
+    )
     clips = np.array(dataset.index.texts("clip_id").to_pylist())
-    assert np.array_equal(whole(order), np.flatnonzero((frames % 5 == 0) & (clips != "clip-0000007")))
+    assert np.array_equal(
+        whole(order), np.flatnonzero((frames % 5 == 0) & (clips != "clip-0000007"))
+    )
 
 
 @pytest.mark.parametrize("name", ["keys.txt", "keys.csv"])
@@ -105,7 +111,9 @@ def test_a_subset_is_the_keys_of_a_file(dataset, tmp_path, name):
 
 
 def test_class_balance_has_its_own_epoch_length(dataset):
-    order = compile_order(OrderSpec(weights=(ClassBalance(classes=("num_car", "num_bus")),)), dataset)
+    order = compile_order(
+        OrderSpec(weights=(ClassBalance(classes=("num_car", "num_bus")),)), dataset
+    )
     held = (attribute(dataset, "num_car") > 0).sum() + (attribute(dataset, "num_bus") > 0).sum()
     assert order.epoch_length == held // 2 * 2
     buses = attribute(dataset, "num_bus") > 0
@@ -113,9 +121,13 @@ def test_class_balance_has_its_own_epoch_length(dataset):
 
 
 def test_equal_weights_change_nothing_but_the_epoch_length(dataset):
-    order = compile_order(OrderSpec(weights=(AttributeWeights(attribute="night", values={}),)), dataset)
+    order = compile_order(
+        OrderSpec(weights=(AttributeWeights(attribute="night", values={}),)), dataset
+    )
     assert np.array_equal(whole(order), whole(compile_order(OrderSpec(), dataset)))
-    twice = compile_order(OrderSpec(weights=(AttributeWeights(attribute="night"),), epoch_length=2 * NUM), dataset)
+    twice = compile_order(
+        OrderSpec(weights=(AttributeWeights(attribute="night"),), epoch_length=2 * NUM), dataset
+    )
     assert set(whole(twice).tolist()) == set(np.flatnonzero(attribute(dataset, "night")).tolist())
 
 
@@ -156,7 +168,20 @@ def test_compositions_are_those_of_every_release(by_clip):
     mixed = compile_order(OrderSpec(seed=7, filter="num_car > 0", mix=MIX), by_clip)
     assert whole(mixed, 1)[:12].tolist() == [57, 35, 94, 14, 88, 81, 84, 3, 9, 47, 58, 10]
     spec = OrderSpec(kind="windowed", window=2, seed=7, filter="num_car > 0", weights=(NIGHT,))
-    assert whole(compile_order(spec, by_clip), 1)[:12].tolist() == [71, 64, 70, 70, 67, 55, 49, 48, 62, 51, 58, 60]
+    assert whole(compile_order(spec, by_clip), 1)[:12].tolist() == [
+        71,
+        64,
+        70,
+        70,
+        67,
+        55,
+        49,
+        48,
+        62,
+        51,
+        58,
+        60,
+    ]
 
 
 def test_windows_that_drop_leave_out_clip_starts(dataset):
@@ -171,7 +196,9 @@ def test_lanes_follow_clips_of_the_selection(dataset):
     spec = OrderSpec(kind="lanes", filter="night", pieces_per_clip=2)
     order = compile_order(spec, dataset, global_batch=4)
     entries = order.epoch(1).entries(np.arange(order.epoch_length))
-    assert np.array_equal(np.sort(entries.samples[entries.valid]), np.flatnonzero(attribute(dataset, "night")))
+    assert np.array_equal(
+        np.sort(entries.samples[entries.valid]), np.flatnonzero(attribute(dataset, "night"))
+    )
     frames, clips = dataset.index.column("frame"), dataset.index.clip_numbers()
     samples, exists = entries.samples.reshape(-1, 4), entries.flags["prev_exists"].reshape(-1, 4)
     assert (frames[samples[1:]] == frames[samples[:-1]] + 1)[exists[1:]].all()
@@ -199,8 +226,16 @@ SPECS = [
 ]
 
 
-@given(st.sampled_from(SPECS), st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.integers(0, 60))
-def test_any_composition_resumes_anywhere_in_any_world(by_frame, spec, size, other, factor, num_steps):
+@given(
+    st.sampled_from(SPECS),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(0, 60),
+)
+def test_any_composition_resumes_anywhere_in_any_world(
+    by_frame, spec, size, other, factor, num_steps
+):
     order = compile_order(spec, by_frame)
     global_batch = size * other * factor
     plan = Batching(order.epoch_length, global_batch, World(), drop_last=False)
@@ -209,7 +244,10 @@ def test_any_composition_resumes_anywhere_in_any_world(by_frame, spec, size, oth
 
     def batch(size):
         epoch = order.epoch(cursor.epoch)
-        ranks = [Batching(order.epoch_length, global_batch, World(r, size), drop_last=False) for r in range(size)]
+        ranks = [
+            Batching(order.epoch_length, global_batch, World(r, size), drop_last=False)
+            for r in range(size)
+        ]
         return np.concatenate([epoch(cursor.rest(rank).positions(0)) for rank in ranks]).tolist()
 
     expected = whole(order, cursor.epoch)[cursor.rest(plan).positions(0)].tolist()
@@ -230,18 +268,36 @@ def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
         return encoded
 
     subsets = [{"subset": str(tmp_path / name)} for name in ("a.txt", "b.txt")]
-    by_file = [{"weights": (FileWeights(file=str(tmp_path / name)),)} for name in ("a.csv", "b.csv")]
+    by_file = [
+        {"weights": (FileWeights(file=str(tmp_path / name)),)} for name in ("a.csv", "b.csv")
+    ]
     fewer = Mix(attribute="night", ratios={"true": 3, "false": 2})
-    different = [identity(**fields) for fields in (
-        {}, {"seed": 1}, {"kind": "sequential"}, {"filter": "night"}, {"filter": "num_car > 0"}, *subsets,
-        {"weights": (NIGHT,)}, {"weights": (NIGHT,), "epoch_length": 7}, *by_file, {"mix": MIX}, {"mix": fewer},
-        {"mix": MIX, "epoch_length": 8}, *({"mix": MIX, **weights} for weights in by_file),
-        {"kind": "lanes", "global_batch": 2}, {"kind": "lanes", "global_batch": 4},
-        {"kind": "lanes", "global_batch": 4, "pieces_per_clip": 2},
-    )]  # fmt: skip
+    different = [
+        identity(**fields)
+        for fields in (
+            {},
+            {"seed": 1},
+            {"kind": "sequential"},
+            {"filter": "night"},
+            {"filter": "num_car > 0"},
+            *subsets,
+            {"weights": (NIGHT,)},
+            {"weights": (NIGHT,), "epoch_length": 7},
+            *by_file,
+            {"mix": MIX},
+            {"mix": fewer},
+            {"mix": MIX, "epoch_length": 8},
+            *({"mix": MIX, **weights} for weights in by_file),
+            {"kind": "lanes", "global_batch": 2},
+            {"kind": "lanes", "global_batch": 4},
+            {"kind": "lanes", "global_batch": 4, "pieces_per_clip": 2},
+        )
+    ]
     assert len(set(different)) == len(different)
     assert identity(subset=str(tmp_path / "a.txt")) == identity(subset=str(tmp_path / "c.txt"))
-    same = [identity(weights=(FileWeights(file=str(tmp_path / name)),)) for name in ("a.csv", "c.csv")]
+    same = [
+        identity(weights=(FileWeights(file=str(tmp_path / name)),)) for name in ("a.csv", "c.csv")
+    ]
     assert same[0] == same[1]
     assert not any(str(tmp_path).encode() in each for each in different)
 
@@ -253,12 +309,24 @@ def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
         ({"filter": "num_cars > 9"}, "no attribute 'num_cars'; did you mean num_car"),
         ({"filter": "num_car > 'a'"}, "does not fit the attributes"),
         ({"kind": "lanes"}, "needs the global batch"),
-        ({"weights": (AttributeWeights(attribute="num_bus"),), "filter": "num_bus == 0"}, "weights are 0"),
+        (
+            {"weights": (AttributeWeights(attribute="num_bus"),), "filter": "num_bus == 0"},
+            "weights are 0",
+        ),
         ({"weights": (AttributeWeights(attribute="speed"),)}, "no attribute 'speed'"),
-        ({"mix": Mix(attribute="night", ratios={"maybe": 1})}, "no selected sample has 'night' 'maybe'; there are: F"),
-        ({"mix": Mix(attribute="nite", ratios={"true": 1})}, "no attribute 'nite'; did you mean night"),
+        (
+            {"mix": Mix(attribute="night", ratios={"maybe": 1})},
+            "no selected sample has 'night' 'maybe'; there are: F",
+        ),
+        (
+            {"mix": Mix(attribute="nite", ratios={"true": 1})},
+            "no attribute 'nite'; did you mean night",
+        ),
         ({"mix": Mix(attribute="night", ratios={"true": 0})}, "integers >= 1"),
-        ({"mix": Mix(attribute="night", ratios={})}, "ratios must be integers >= 1, at most 1024 in sum, got"),
+        (
+            {"mix": Mix(attribute="night", ratios={})},
+            "ratios must be integers >= 1, at most 1024 in sum, got",
+        ),
         ({"subset": "gone.txt"}, "keys file 'gone.txt' cannot be read"),
     ],
 )
@@ -270,14 +338,18 @@ def test_orders_that_cannot_be_are_refused(by_clip, fields, text):
 def test_a_subset_outside_of_the_filter_leaves_nothing(by_clip, tmp_path):
     keys = np.array(by_clip.index.texts("key").to_pylist())[~attribute(by_clip, "night")]
     (tmp_path / "day.txt").write_text(keys[0])
-    with pytest.raises(OrderError, match=r"day.txt' selects no sample out of the .* selected before"):
+    with pytest.raises(
+        OrderError, match=r"day.txt' selects no sample out of the .* selected before"
+    ):
         compile_order(OrderSpec(filter="night", subset=str(tmp_path / "day.txt")), by_clip)
 
 
 def test_unknown_keys_are_counted_and_named(tmp_path):
     known = pa.chunked_array([["a", "b"], ["c"]])
     (tmp_path / "keys.txt").write_text("a\nx\ny\n")
-    with pytest.raises(OrderError, match="names 2 of 3 keys that are not in the split, such as 'x'"):
+    with pytest.raises(
+        OrderError, match="names 2 of 3 keys that are not in the split, such as 'x'"
+    ):
         read_keys(str(tmp_path / "keys.txt"), known)
     (tmp_path / "keys.txt").write_text("# nothing\n")
     assert read_keys(str(tmp_path / "keys.txt"), known).tolist() == []

@@ -29,9 +29,15 @@ KINDS = {
     "filter": ({"filter": "night or loss > 2"}, None),
     "weights": ({"weights": LOSS}, None),
     "weights and filter": ({"weights": LOSS, "filter": "night", "epoch_length": 90}, None),
-    "weights in windows": ({"kind": "windowed", "window": 3, "weights": LOSS, "epoch_length": 23}, 6),
+    "weights in windows": (
+        {"kind": "windowed", "window": 3, "weights": LOSS, "epoch_length": 23},
+        6,
+    ),
     "mix of parts": ({"mix": Mix(attribute="night", ratios={"true": 3, "false": 2})}, None),
-    "weighted mix": ({"mix": Mix(attribute="night", ratios={"false": 1}), "weights": LOSS, "epoch_length": 60}, None),
+    "weighted mix": (
+        {"mix": Mix(attribute="night", ratios={"false": 1}), "weights": LOSS, "epoch_length": 60},
+        None,
+    ),
 }
 STAGES = [
     MixStage({"a": 3, "b": 0, "c": 1}, until=40, ramp=True),
@@ -52,8 +58,12 @@ def check(order, epoch, sizes):
     for part, size in enumerate(sizes):
         asked = np.append(np.arange(size), np.arange(size)[::-7])
         which, positions = shown.find(asked, part)
-        expected = [np.flatnonzero((entries.samples == one) & (entries.parts == part)) for one in asked]
-        assert np.array_equal(which, np.repeat(np.arange(len(asked)), [len(one) for one in expected]))
+        expected = [
+            np.flatnonzero((entries.samples == one) & (entries.parts == part)) for one in asked
+        ]
+        assert np.array_equal(
+            which, np.repeat(np.arange(len(asked)), [len(one) for one in expected])
+        )
         assert np.array_equal(positions, np.concatenate(expected))
         assert len(shown.find([], part).which) == 0
 
@@ -63,7 +73,11 @@ def check(order, epoch, sizes):
 @given(seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 2**20), global_batch=st.integers(1, 8))
 def test_find_is_a_search_through_the_epoch(name, seed, epoch, global_batch):
     fields, blocks = KINDS[name]
-    check(rows(COLUMNS, OrderSpec(seed=seed, **fields), blocks, global_batch=global_batch), epoch, [NUM])
+    check(
+        rows(COLUMNS, OrderSpec(seed=seed, **fields), blocks, global_batch=global_batch),
+        epoch,
+        [NUM],
+    )
 
 
 @pytest.mark.parametrize("epoch", range(4))
@@ -103,7 +117,11 @@ def test_a_sample_that_does_not_exist_is_refused():
     [
         (OrderSpec(), None, None),
         (OrderSpec(kind="windowed", window=100), 10_000, None),
-        (OrderSpec(), None, [MixStage({"a": 3, "b": 1}, until=2**27, ramp=True), MixStage({"a": 1, "b": 1})]),
+        (
+            OrderSpec(),
+            None,
+            [MixStage({"a": 3, "b": 1}, until=2**27, ramp=True), MixStage({"a": 1, "b": 1})],
+        ),
     ],
     ids=["shuffled", "windowed", "stages"],
 )
@@ -113,5 +131,7 @@ def test_find_of_a_hundred_million_rows_gives_back_the_sample(spec, blocks, mix)
     shown = rows(data, spec, blocks, mix).epoch(5)
     wanted = np.random.default_rng(0).integers(0, len(shown), 20)
     parts, samples, _, _ = shown.entries(wanted)
-    for part, sample, position in zip(parts.tolist(), samples.tolist(), wanted.tolist(), strict=True):
+    for part, sample, position in zip(
+        parts.tolist(), samples.tolist(), wanted.tolist(), strict=True
+    ):
         assert position in shown.find([sample], part).positions

@@ -66,7 +66,9 @@ def test_nuscenes_sized_training_has_few_pads():
 def test_epochs_and_seeds_shuffle_clips_companions_and_lanes():
     table = make([10] * 40)[0]
     seeded = [LaneOrder(table, 4, seed=seed) for seed in range(4)]
-    orders = {tuple(lanes.epoch(epoch)(np.arange(400)).tolist()) for lanes in seeded for epoch in range(4)}
+    orders = {
+        tuple(lanes.epoch(epoch)(np.arange(400)).tolist()) for lanes in seeded for epoch in range(4)
+    }
     assert len(orders) == 16
     first_clips = np.array([seeded[0].epoch(epoch)(np.arange(4)) // 10 for epoch in range(2000)])
     counts = np.bincount(first_clips.ravel(), minlength=40)

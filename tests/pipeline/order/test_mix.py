@@ -16,7 +16,9 @@ from fuelrail.pipeline.order.spec import OrderSpec
 
 
 def order(num_samples, seed=0, kind="shuffled"):
-    return CompiledOrder(OrderSpec(kind=kind, seed=seed), {"seed": seed, "n": num_samples}, [num_samples])
+    return CompiledOrder(
+        OrderSpec(kind=kind, seed=seed), {"seed": seed, "n": num_samples}, [num_samples]
+    )
 
 
 def make(parts, **options):
@@ -44,16 +46,30 @@ def test_billions_are_mixed_from_any_position():
 
 GOLDEN = [
     [0, 0, 0, 0, 1, 0, 0, 0, 0, 0],
-    [593424983, 538972187, 30650054, 82920124, 724347, 712637236, 366914775, 632600952, 882302166, 197970708],
+    [
+        593424983,
+        538972187,
+        30650054,
+        82920124,
+        724347,
+        712637236,
+        366914775,
+        632600952,
+        882302166,
+        197970708,
+    ],
 ]
 
 
 def test_identity_holds_ratios_and_all_parts():
     identity = make([(10, 4), (20, 1)], seed=3).identity
     assert identity == {
-        "kind": "mix", "seed": 3, "ratios": [4, 1], "epoch_length": 100,
+        "kind": "mix",
+        "seed": 3,
+        "ratios": [4, 1],
+        "epoch_length": 100,
         "parts": [{"seed": 0, "n": 10}, {"seed": 1, "n": 20}],
-    }  # fmt: skip
+    }
 
 
 RATIOS = st.lists(st.integers(0, 6), min_size=3, max_size=3).filter(any)
@@ -64,14 +80,18 @@ def stages_of(ratios, lengths, ramps):
     named = [dict(zip("abc", each, strict=True)) for each in ratios]
     block = int(np.lcm.reduce([sum(each) for each in ratios]))
     ends = [block * int(end) for end in np.cumsum(lengths)]
-    stages = [MixStage(ratios=one, until=end, ramp=r) for one, end, r in zip(named, ends, ramps, strict=False)]
+    stages = [
+        MixStage(ratios=one, until=end, ramp=r)
+        for one, end, r in zip(named, ends, ramps, strict=False)
+    ]
     return [*stages, MixStage(ratios=named[-1])], block
 
 
 @given(
-    st.lists(RATIOS, min_size=2, max_size=4), st.lists(st.integers(1, 60), min_size=3, max_size=3),
+    st.lists(RATIOS, min_size=2, max_size=4),
+    st.lists(st.integers(1, 60), min_size=3, max_size=3),
     st.lists(st.booleans(), min_size=3, max_size=3),
-)  # fmt: skip
+)
 def test_counts_of_a_schedule_are_the_exact_shares_at_every_block_end(ratios, lengths, ramps):
     lengths, ramps = lengths[: len(ratios) - 1], ramps[: len(ratios) - 1]
     stages, block = stages_of(ratios, lengths, ramps)
@@ -96,25 +116,40 @@ def test_counts_of_a_schedule_are_the_exact_shares_at_every_block_end(ratios, le
 
 def test_two_datasets_are_less_than_one_sample_off_a_ramp():
     schedule = MixSchedule(
-        [MixStage(ratios={"a": 7, "b": 1}, until=8000, ramp=True), MixStage(ratios={"a": 1, "b": 3})], "ab"
+        [
+            MixStage(ratios={"a": 7, "b": 1}, until=8000, ramp=True),
+            MixStage(ratios={"a": 1, "b": 3}),
+        ],
+        "ab",
     )
     before, _ = schedule.blocks(np.arange(1001))
     exact = [7 * step - Fraction(5 * step * step, 2000) for step in range(1001)]
-    assert all(0 <= count - share < 1 for count, share in zip(before[:, 0].tolist(), exact, strict=True))
+    assert all(
+        0 <= count - share < 1 for count, share in zip(before[:, 0].tolist(), exact, strict=True)
+    )
 
 
 def make_staged(stages, sizes=(50, 70, 40), **options):
     data = dict(zip("abc", sizes, strict=True))
-    return mix_orders(stages, OrderSpec(**options), data, lambda _, name, own, __: CompiledOrder(own, {}, [data[name]]))
+    return mix_orders(
+        stages,
+        OrderSpec(**options),
+        data,
+        lambda _, name, own, __: CompiledOrder(own, {}, [data[name]]),
+    )
 
 
 def test_each_dataset_continues_through_the_stages_of_a_schedule():
     """Whatever the ratios, the samples of a dataset are its own epochs, one after the other."""
     stages, block = stages_of([(5, 1, 0), (1, 1, 1), (0, 2, 1)], (9, 4), (True, True))
     mix = make_staged(stages, seed=4)
-    assert (block, mix.epoch_length) == (6, 20 * 6), "the last stage's ratios decide an epoch's length"
+    assert (block, mix.epoch_length) == (6, 20 * 6), (
+        "the last stage's ratios decide an epoch's length"
+    )
     entries = [mix.epoch(epoch).entries(np.arange(mix.epoch_length)) for epoch in range(3)]
-    parts, samples = (np.concatenate([getattr(one, name) for one in entries]) for name in ("parts", "samples"))
+    parts, samples = (
+        np.concatenate([getattr(one, name) for one in entries]) for name in ("parts", "samples")
+    )
     _, counts = mix.schedule.blocks(np.arange(3 * 20))
     for part, order in enumerate(mix.orders):
         taken = samples[parts == part]
@@ -126,9 +161,15 @@ def test_each_dataset_continues_through_the_stages_of_a_schedule():
 
 
 def test_a_schedule_of_one_stage_is_a_plain_mix():
-    plain, staged = make_staged({"a": 3, "b": 1, "c": 2}), make_staged([MixStage(ratios={"a": 3, "b": 1, "c": 2})])
+    plain, staged = (
+        make_staged({"a": 3, "b": 1, "c": 2}),
+        make_staged([MixStage(ratios={"a": 3, "b": 1, "c": 2})]),
+    )
     for name in ("parts", "samples"):
-        both = [getattr(mix.epoch(2).entries(np.arange(mix.epoch_length)), name).tolist() for mix in (plain, staged)]
+        both = [
+            getattr(mix.epoch(2).entries(np.arange(mix.epoch_length)), name).tolist()
+            for mix in (plain, staged)
+        ]
         assert both[0] == both[1]
 
 
@@ -158,7 +199,10 @@ def stage(a, b, c, **options):
         ([stage(1, 1, 1), stage(1, 1, 1)], "end in turn"),
         ([stage(999, 1, 1, until=3), stage(1, 1, 0)], "at most 1024"),
         ([stage(1, 0, 0, until=2**32, ramp=True), stage(0, 1, 0)], "may have 2147483648"),
-        ([stage(1023, 1, 0, until=2**37, ramp=True), stage(0, 1, 0)], "134217728 blocks of 1024, and may have 67141"),
+        (
+            [stage(1023, 1, 0, until=2**37, ramp=True), stage(0, 1, 0)],
+            "134217728 blocks of 1024, and may have 67141",
+        ),
     ],
 )
 def test_stages_that_make_no_schedule_are_refused(stages, message):

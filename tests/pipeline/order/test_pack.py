@@ -69,7 +69,11 @@ def test_a_window_is_packed_by_the_letter(data):
     assert all(0 < sum(costs[at] for at in pack) <= budget for pack in expected)
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4))
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=12),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(1, 4),
+)
 def test_a_batch_is_dealt_by_the_letter(costs, num_groups, repeats):
     costs = (costs * num_groups * repeats)[: len(costs) * num_groups]
     assert deal(np.array(costs), num_groups).tolist() == dealt_by_the_letter(costs, num_groups)
@@ -96,7 +100,9 @@ def packs_of(sampler, steps):
 
 
 def test_no_positions_have_no_samples():
-    entries = BatchSampler(DATA, OrderSpec(pack=PACK), global_batch=1)._rows.order.epoch(0).entries([])
+    entries = (
+        BatchSampler(DATA, OrderSpec(pack=PACK), global_batch=1)._rows.order.epoch(0).entries([])
+    )
     assert [entries.samples.tolist(), entries.flags["pack"].tolist()] == [[], []]
 
 
@@ -108,7 +114,9 @@ def test_an_epoch_is_the_windows_of_the_order_packed_and_shuffled():
             positions = np.arange(100 * window, min(100 * (window + 1), NUM))
             samples = position_map(OrderSpec(seed=11), [NUM], epoch)(positions)
             packs = by_the_letter(TOKENS[samples].tolist(), 1024)
-            shown = KeyedPermutation(len(packs), derive_key("order packs", 11, epoch, window))(np.arange(len(packs)))
+            shown = KeyedPermutation(len(packs), derive_key("order packs", 11, epoch, window))(
+                np.arange(len(packs))
+            )
             expected += [samples[packs[pack]].tolist() for pack in shown.tolist()]
         found = list(sampler)
         assert found == expected
@@ -119,23 +127,39 @@ def test_an_epoch_is_the_windows_of_the_order_packed_and_shuffled():
 def test_the_packs_of_the_vectors(case):
     spec = OrderSpec(
         seed=case["seed"],
-        pack=Pack(budget=case["budget"], cost="c", window=case["window"], max_samples=case["max_samples"]),
-        balance=Balance(cost="c", micro_batches=case["micro_batches"]) if case["micro_batches"] else None,
+        pack=Pack(
+            budget=case["budget"], cost="c", window=case["window"], max_samples=case["max_samples"]
+        ),
+        balance=Balance(cost="c", micro_batches=case["micro_batches"])
+        if case["micro_batches"]
+        else None,
     )
     ranks = [
-        BatchSampler({"c": case["costs"]}, spec, global_batch=case["global_batch"], world=World(rank, case["ranks"]))
+        BatchSampler(
+            {"c": case["costs"]},
+            spec,
+            global_batch=case["global_batch"],
+            world=World(rank, case["ranks"]),
+        )
         for rank in range(case["ranks"])
     ]
-    assert [[sampler[step] for sampler in ranks] for step in range(len(case["batches"]))] == case["batches"]
+    assert [[sampler[step] for sampler in ranks] for step in range(len(case["batches"]))] == case[
+        "batches"
+    ]
 
 
 ORDERS = {
     "plain": OrderSpec(seed=1, pack=PACK),
     "filter": OrderSpec(seed=1, pack=PACK, filter="not night"),
     "weights": OrderSpec(
-        seed=1, pack=PACK, weights=(AttributeWeights(attribute="night", values={"true": 2.0}),), epoch_length=2000
+        seed=1,
+        pack=PACK,
+        weights=(AttributeWeights(attribute="night", values={"true": 2.0}),),
+        epoch_length=2000,
     ),
-    "parts": OrderSpec(seed=1, pack=PACK, mix=Mix(attribute="night", ratios={"true": 1, "false": 3})),
+    "parts": OrderSpec(
+        seed=1, pack=PACK, mix=Mix(attribute="night", ratios={"true": 1, "false": 3})
+    ),
     "balanced": OrderSpec(seed=1, pack=PACK, balance=Balance(cost=Cost(quadratic={"tokens": 1}))),
     "samples": OrderSpec(seed=1, balance=Balance(cost="tokens")),
 }
@@ -161,7 +185,9 @@ def test_the_same_packs_come_on_any_ranks(name, drop_last):
 def test_threads_read_the_same_packs_at_once():
     expected = BatchSampler(DATA, ORDERS["plain"], global_batch=1)._rows.order
     order = BatchSampler(DATA, ORDERS["plain"], global_batch=1)._rows.order
-    places = [(epoch, position) for epoch in range(3) for position in range(0, expected.length(epoch), 7)] * 2
+    places = [
+        (epoch, position) for epoch in range(3) for position in range(0, expected.length(epoch), 7)
+    ] * 2
     random.Random(0).shuffle(places)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda place: order.epoch(place[0])([place[1]]).tolist(), places))
@@ -172,16 +198,22 @@ def test_threads_read_the_same_packs_at_once():
 def test_each_sample_comes_once_though_epochs_differ_in_length(spec):
     sampler = BatchSampler(DATA, spec, global_batch=8, entries=True, drop_last=False)
     for _ in range(4):
-        assert sorted(entry.row for batch in sampler for entry in batch if entry.valid) == list(range(NUM))
+        assert sorted(entry.row for batch in sampler for entry in batch if entry.valid) == list(
+            range(NUM)
+        )
     order = sampler._rows.order
     lengths = [len(order.epoch(epoch)) for epoch in range(4)]
     assert len(set(lengths)) > 1, "epochs of one length would not show that the others work"
 
 
 def test_the_packs_of_a_mix_of_datasets():
-    spec = OrderSpec(seed=2, pack=Pack(budget=2048, cost="tokens", window=100), balance=Balance(cost="tokens"))
+    spec = OrderSpec(
+        seed=2, pack=Pack(budget=2048, cost="tokens", window=100), balance=Balance(cost="tokens")
+    )
     data = {"a": DATA, "b": {"tokens": TOKENS[:150] + 300}}
-    sampler = BatchSampler(data, spec, global_batch=4, mix={"a": 2, "b": 1}, drop_last=False, entries=True)
+    sampler = BatchSampler(
+        data, spec, global_batch=4, mix={"a": 2, "b": 1}, drop_last=False, entries=True
+    )
     costs = np.concatenate([TOKENS, TOKENS[:150] + 300])
     rows = []
     for packs in packs_of(sampler, range(len(sampler))):
@@ -195,7 +227,9 @@ def test_the_packs_of_a_mix_of_datasets():
 def test_fill_and_balance_of_the_lengths_of_a_text_model():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 16_384), 16, 1024).astype(int)
     for budget in (1024, 8192, 32768):
-        order = BatchSampler({"c": lengths}, OrderSpec(pack=Pack(budget=budget, cost="c")), global_batch=1)._rows.order
+        order = BatchSampler(
+            {"c": lengths}, OrderSpec(pack=Pack(budget=budget, cost="c")), global_batch=1
+        )._rows.order
         assert lengths.sum() / (budget * order.epoch_length) >= 0.97
     packed = OrderSpec(pack=Pack(budget=8192, cost="c"), balance=Balance(cost="c"))
     for spec, batch in ((packed, 64), (OrderSpec(balance=Balance(cost="c")), 1024)):
@@ -220,7 +254,12 @@ def stops_and_changes(spec, num_stops, seed):
         counted = []
         for rank in range(ranks):
             sampler = BatchSampler(
-                DATA, spec, global_batch=batch, world=World(rank, ranks), drop_last=False, entries=True
+                DATA,
+                spec,
+                global_batch=batch,
+                world=World(rank, ranks),
+                drop_last=False,
+                entries=True,
             )
             counted.append(sampler.count())
             if state is not None:
@@ -270,7 +309,10 @@ def test_the_next_epoch_is_counted_while_this_one_is_read():
 def test_a_sample_is_found_in_its_pack():
     epoch = BatchSampler(DATA, ORDERS["weights"], global_batch=1)._rows.order.epoch(1)
     which, positions = epoch.find(np.arange(0, NUM, 7))
-    found = {(sample, position) for sample, position in zip((which * 7).tolist(), positions.tolist(), strict=True)}
+    found = {
+        (sample, position)
+        for sample, position in zip((which * 7).tolist(), positions.tolist(), strict=True)
+    }
     packs = epoch.entries(np.arange(len(epoch)))
     pairs = zip(packs.samples.tolist(), packs.flags["pack"].tolist(), strict=True)
     assert found == {(sample, pack) for sample, pack in pairs if sample % 7 == 0}
@@ -298,23 +340,40 @@ def over(costs, **spec):
     ("make", "words"),
     [
         (lambda: Pack(budget=0, cost="c"), "budget=0 is not allowed: Expected `int` >= 1"),
-        (lambda: Pack(budget=9, cost="c", window=0), "window=0 is not allowed: Expected `int` >= 1"),
-        (lambda: Pack(budget=9, cost="c", max_samples=0), "max_samples=0 is not allowed: Expected `int` >= 1"),
+        (
+            lambda: Pack(budget=9, cost="c", window=0),
+            "window=0 is not allowed: Expected `int` >= 1",
+        ),
+        (
+            lambda: Pack(budget=9, cost="c", max_samples=0),
+            "max_samples=0 is not allowed: Expected `int` >= 1",
+        ),
         (lambda: Pack(budget=9, cost=Cost(linear={"c": 1}), truncate=True), "one attribute"),
         (lambda: Cost(), "needs columns"),
         (lambda: Cost(linear={"c": -1}), "linear={'c': -1} is not allowed: Expected `int` >= 0"),
-        (lambda: Balance(cost="c", micro_batches=0), "micro_batches=0 is not allowed: Expected `int` >= 1"),
+        (
+            lambda: Balance(cost="c", micro_batches=0),
+            "micro_batches=0 is not allowed: Expected `int` >= 1",
+        ),
         (lambda: OrderSpec(kind="lanes", pack=PACK), "no pack"),
         (lambda: OrderSpec(stages=(OrderStage(),), pack=PACK), "stages count positions"),
         (lambda: mixed_in_stages(), "stages of a mix count"),
         (lambda: Sampler(DATA, OrderSpec(pack=PACK), global_batch=4), "use BatchSampler"),
-        (lambda: BatchSampler(DATA, OrderSpec(pack=Pack(budget=1000, cost="tokens")), global_batch=1), "sample 's"),
+        (
+            lambda: BatchSampler(
+                DATA, OrderSpec(pack=Pack(budget=1000, cost="tokens")), global_batch=1
+            ),
+            "sample 's",
+        ),
         (
             lambda: over([2, 0], pack=Pack(budget=9, cost="c")),
             "sample 1 costs 0",
         ),
         (lambda: over([2, None], balance=Balance(cost="c")), "is unknown"),
-        (lambda: over([2, -1], balance=Balance(cost="c")), r"is -1 somewhere, and a cost needs numbers of 0 \.\. 2"),
+        (
+            lambda: over([2, -1], balance=Balance(cost="c")),
+            r"is -1 somewhere, and a cost needs numbers of 0 \.\. 2",
+        ),
         (
             lambda: compute_costs("c", pa.table({"c": pa.array([2**63], pa.uint64())})),
             "is 9223372036854775808 somewhere",
@@ -322,7 +381,10 @@ def over(costs, **spec):
         (lambda: Cost(linear={"c": 2**62}), "Expected `int` <= 4611686018427387903"),
         (lambda: over([2.0], balance=Balance(cost="c")), "whole numbers"),
         (lambda: over([2**41], balance=Balance(cost="c")), "at most 2.*40"),
-        (lambda: compute_costs(Cost(quadratic={"c": 2}), pa.table({"c": [2**31]})), "smaller coefficients"),
+        (
+            lambda: compute_costs(Cost(quadratic={"c": 2}), pa.table({"c": [2**31]})),
+            "smaller coefficients",
+        ),
     ],
 )
 def test_what_is_refused(make, words):

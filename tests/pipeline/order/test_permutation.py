@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from fuelrail.pipeline.order.permutation import MAX_LENGTH, TABLE_LIMIT, KeyedPermutation, as_positions, derive_key
+from fuelrail.pipeline.order.permutation import (
+    MAX_LENGTH,
+    TABLE_LIMIT,
+    KeyedPermutation,
+    as_positions,
+    derive_key,
+)
 
 KEYS = st.integers(0, 2**128 - 1)
 LENGTHS = st.one_of(
@@ -46,12 +52,18 @@ GOLDEN = {
     ),
     2**62: (
         [
-            3327517909327737873, 2977913567064960699, 1944251271388201666, 3001433762947296515,
-            3870884456258027762, 3456275629859520676, 1026961060582583289, 1623402338949185846,
+            3327517909327737873,
+            2977913567064960699,
+            1944251271388201666,
+            3001433762947296515,
+            3870884456258027762,
+            3456275629859520676,
+            1026961060582583289,
+            1623402338949185846,
         ],
         3097433599116969213,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("n", GOLDEN)
@@ -104,7 +116,9 @@ def test_a_whole_million_across_chunks_comes_once():
 @pytest.mark.parametrize("n", [2, 3, 7, 30, TABLE_LIMIT + 1])
 def test_every_sample_has_an_equal_chance_at_every_position(n):
     num_keys = 20 * n if n < 100 else 5 * n
-    orders = np.stack([KeyedPermutation(n, derive_key("chance", i))(np.arange(n)) for i in range(num_keys)])
+    orders = np.stack(
+        [KeyedPermutation(n, derive_key("chance", i))(np.arange(n)) for i in range(num_keys)]
+    )
     cells = np.stack([np.bincount(samples, minlength=n) for samples in orders.T])
     # Permutation matrices less their mean span (n - 1)^2 dimensions, with variance 1 / (n - 1) in each.
     statistic = (np.square(cells - num_keys / n) / (num_keys / n)).sum() * (n - 1) / n
@@ -112,7 +126,16 @@ def test_every_sample_has_an_equal_chance_at_every_position(n):
 
 
 def test_keys_differ_in_every_part():
-    parts = [("a", 1, 2), ("a", 2, 1), ("a", 1), ("a", 1, 2, 0), ("b", 1, 2), ("", 0), ("a", 0), ("a", 2**64 + 1, 2)]
+    parts = [
+        ("a", 1, 2),
+        ("a", 2, 1),
+        ("a", 1),
+        ("a", 1, 2, 0),
+        ("b", 1, 2),
+        ("", 0),
+        ("a", 0),
+        ("a", 2**64 + 1, 2),
+    ]
     assert len({derive_key(*part) for part in parts}) == len(parts)
 
 

@@ -34,8 +34,16 @@ LARGE = (10**6,) * 1000
 GOLDEN = [
     ({"kind": "shuffled", "seed": 7}, 0, [7, 8, 9, 12, 6, 1, 4, 13, 10, 0, 14, 2, 3, 11, 5]),
     ({"kind": "shuffled", "seed": 7}, 1, [13, 12, 7, 1, 9, 11, 0, 2, 6, 4, 5, 8, 10, 14, 3]),
-    ({"kind": "windowed", "seed": 7, "window": 2}, 0, [2, 0, 1, 8, 9, 5, 7, 4, 6, 12, 11, 14, 13, 3, 10]),
-    ({"kind": "windowed", "seed": 7, "window": 2}, 1, [2, 0, 1, 5, 6, 9, 7, 8, 4, 11, 12, 3, 14, 13, 10]),
+    (
+        {"kind": "windowed", "seed": 7, "window": 2},
+        0,
+        [2, 0, 1, 8, 9, 5, 7, 4, 6, 12, 11, 14, 13, 3, 10],
+    ),
+    (
+        {"kind": "windowed", "seed": 7, "window": 2},
+        1,
+        [2, 0, 1, 5, 6, 9, 7, 8, 4, 11, 12, 3, 14, 13, 10],
+    ),
     ({"kind": "sequential", "seed": 7}, 1, list(range(15))),
 ]
 
@@ -63,7 +71,11 @@ def test_every_sample_comes_once(spec, shards, epoch):
     assert np.array_equal(np.sort(samples), np.arange(sum(shards)))
 
 
-@given(st.lists(st.sampled_from([1, 2, 3, 900, 5000]), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 9))
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 900, 5000]), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.integers(0, 9),
+)
 def test_shards_that_are_very_short_beside_others_change_nothing_but_the_time(shards, window, seed):
     spec = OrderSpec(kind="windowed", seed=seed, window=window)
     positions = np.random.default_rng(seed).permutation(sum(shards))

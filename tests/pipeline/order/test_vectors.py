@@ -35,23 +35,46 @@ def computed(case) -> dict:
         case "key":
             return {"key_hex": f"{derive_key(case['purpose'], *case['numbers']):032x}"}
         case "permutation":
-            return {"values": KeyedPermutation(case["n"], int(case["key"], 16))(case["positions"]).tolist()}
+            return {
+                "values": KeyedPermutation(case["n"], int(case["key"], 16))(
+                    case["positions"]
+                ).tolist()
+            }
         case "lanes":
             clips = case["clip_lengths"]
-            number, frame = np.repeat(np.arange(len(clips)), clips), np.concatenate([np.arange(n) for n in clips])
+            number, frame = (
+                np.repeat(np.arange(len(clips)), clips),
+                np.concatenate([np.arange(n) for n in clips]),
+            )
             order = LaneOrder(
-                ClipTable.build(number, frame), case["global_batch"], seed=case["seed"],
+                ClipTable.build(number, frame),
+                case["global_batch"],
+                seed=case["seed"],
                 pieces_per_clip=case["pieces_per_clip"],
-            )  # fmt: skip
+            )
             entries = order.epoch(case["epoch"]).entries(case["positions"])
             prev = entries.flags["prev_exists"].tolist()
-            return {"samples": entries.samples.tolist(), "valid": entries.valid.tolist(), "prev_exists": prev}
+            return {
+                "samples": entries.samples.tolist(),
+                "valid": entries.valid.tolist(),
+                "prev_exists": prev,
+            }
         case "mix":
-            seeds = [derive_key("order mix part", case["seed"], d) % 2**63 for d in range(len(case["lengths"]))]
-            orders = [CompiledOrder(OrderSpec(seed=s), {}, [n]) for s, n in zip(seeds, case["lengths"], strict=True)]
+            seeds = [
+                derive_key("order mix part", case["seed"], d) % 2**63
+                for d in range(len(case["lengths"]))
+            ]
+            orders = [
+                CompiledOrder(OrderSpec(seed=s), {}, [n])
+                for s, n in zip(seeds, case["lengths"], strict=True)
+            ]
             names = "abcd"[: len(orders)]
             stages = [
-                MixStage(ratios=dict(zip(names, one["ratios"], strict=True)), until=one["until"], ramp=one["ramp"])
+                MixStage(
+                    ratios=dict(zip(names, one["ratios"], strict=True)),
+                    until=one["until"],
+                    ramp=one["ramp"],
+                )
                 for one in case["stages"] or ()
             ]
             schedule = MixSchedule(stages, names) if stages else None
@@ -63,31 +86,52 @@ def computed(case) -> dict:
         case "stages":
             columns = {}
             for d, one in enumerate(case["stages"]):
-                weights = dict(zip(one["selected"], one["weights"] or [1.0] * len(one["selected"]), strict=True))
+                weights = dict(
+                    zip(
+                        one["selected"], one["weights"] or [1.0] * len(one["selected"]), strict=True
+                    )
+                )
                 columns[f"in{d}"] = [row in weights for row in range(case["rows"])]
                 columns[f"w{d}"] = [weights.get(row, 0.0) for row in range(case["rows"])]
             stages = [
                 OrderStage(
-                    filter=f"in{d}", until=one["until"], ramp=one["ramp"],
+                    filter=f"in{d}",
+                    until=one["until"],
+                    ramp=one["ramp"],
                     weights=(AttributeWeights(attribute=f"w{d}"),) if one["weights"] else (),
                 )
                 for d, one in enumerate(case["stages"])
-            ]  # fmt: skip
-            spec = OrderSpec(seed=case["seed"], stages=tuple(stages), epoch_length=case["epoch_length"])
+            ]
+            spec = OrderSpec(
+                seed=case["seed"], stages=tuple(stages), epoch_length=case["epoch_length"]
+            )
             order = compile_table(spec, Table(columns, spec, None, None), [case["rows"]])
-            assert [one.epoch_length for one in order.orders] == [one["epoch_length"] for one in case["stages"]]
+            assert [one.epoch_length for one in order.orders] == [
+                one["epoch_length"] for one in case["stages"]
+            ]
             return {"samples": order.epoch(case["epoch"])(case["positions"]).tolist()}
         case "batch":
             world = World(case["rank"], case["ranks"])
-            batching = Batching(case["epoch_length"], case["global_batch"], world, False, case["start"])
+            batching = Batching(
+                case["epoch_length"], case["global_batch"], world, False, case["start"]
+            )
             step = case["step"]
-            return {"positions_of_rank": batching.positions(step).tolist(), "valid": batching.valid(step).tolist()}
+            return {
+                "positions_of_rank": batching.positions(step).tolist(),
+                "valid": batching.valid(step).tolist(),
+            }
         case kind:
-            sampling = SystematicSampling(case["weights"], case["epoch_length"]) if case["weights"] else None
+            sampling = (
+                SystematicSampling(case["weights"], case["epoch_length"])
+                if case["weights"]
+                else None
+            )
             spec = OrderSpec(
-                kind=kind, seed=case["seed"], window=case["window"],
+                kind=kind,
+                seed=case["seed"],
+                window=case["window"],
                 weights=(AttributeWeights(attribute="any"),) if sampling else (),
-            )  # fmt: skip
+            )
             selected = np.array(case["selected"]) if case["selected"] else None
             order = CompiledOrder(spec, {}, case["shard_lengths"], selected, sampling)
             assert order.epoch_length == case["epoch_length"]
@@ -110,7 +154,13 @@ def line(case) -> str:
             return f"{head} {counted(case['clip_lengths'])} {counted(case['positions'])}"
         case "mix":
             stages = case["stages"] or [{"ratios": case["ratios"], "until": None, "ramp": False}]
-            numbers = [case["seed"], case["epoch"], case["blocks_per_epoch"], len(case["lengths"]), len(stages)]
+            numbers = [
+                case["seed"],
+                case["epoch"],
+                case["blocks_per_epoch"],
+                len(case["lengths"]),
+                len(stages),
+            ]
             for stage in stages:
                 numbers += [*stage["ratios"], stage["until"] or 0, int(stage["ramp"])]
             return f"mix {' '.join(map(str, [*numbers, *case['lengths']]))} {counted(case['positions'])}"
@@ -124,7 +174,9 @@ def line(case) -> str:
             names = ("epoch_length", "global_batch", "ranks", "rank", "step", "start")
             return f"batch {' '.join(str(case[name]) for name in names)}"
         case kind:
-            lists = " ".join(counted(case[name] or []) for name in ("shard_lengths", "selected", "weights"))
+            lists = " ".join(
+                counted(case[name] or []) for name in ("shard_lengths", "selected", "weights")
+            )
             head = f"order {kind} {case['seed']} {case['epoch']} {case['window'] or 0} {lists} {case['epoch_length']}"
             return f"{head} {counted(case['positions'])}"
 
@@ -132,7 +184,17 @@ def line(case) -> str:
 def test_the_vectors_are_of_this_version_and_of_every_kind() -> None:
     assert FOUND["order_version"] == ORDER_VERSION
     kinds = {case["kind"] for case in CASES}
-    assert kinds == {"key", "permutation", "shuffled", "sequential", "windowed", "lanes", "mix", "stages", "batch"}
+    assert kinds == {
+        "key",
+        "permutation",
+        "shuffled",
+        "sequential",
+        "windowed",
+        "lanes",
+        "mix",
+        "stages",
+        "batch",
+    }
     assert len(CASES) >= 30
 
 
@@ -146,7 +208,10 @@ def test_the_reference_in_c_gives_the_vectors(tmp_path) -> None:
     if compiler is None:
         pytest.skip("no C compiler (cc) is installed")
     program = tmp_path / "order"
-    subprocess.run([compiler, "-std=c11", "-O1", "-Wall", "-Werror", "-o", program, REFERENCE, "-lm"], check=True)
+    subprocess.run(
+        [compiler, "-std=c11", "-O1", "-Wall", "-Werror", "-o", program, REFERENCE, "-lm"],
+        check=True,
+    )
     text = "".join(f"{line(case)}\n" for case in CASES)
     out = subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout
     for case, words in zip(CASES, out.splitlines(), strict=True):
@@ -156,7 +221,14 @@ def test_the_reference_in_c_gives_the_vectors(tmp_path) -> None:
             continue
         order = [
             name
-            for name in ("datasets", "positions_of_rank", "values", "samples", "valid", "prev_exists")
+            for name in (
+                "datasets",
+                "positions_of_rank",
+                "values",
+                "samples",
+                "valid",
+                "prev_exists",
+            )
             if name in results
         ]
         rows = zip(*(results[name] for name in order), strict=True)

@@ -28,7 +28,9 @@ from fuelrail.pipeline.order.weights import (
 )
 from fuelrail.pipeline.settings import convert
 
-WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1, max_size=60).filter(any)
+WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1, max_size=60).filter(
+    any
+)
 LENGTHS = st.integers(1, 300)
 KEYS = st.integers(0, 2**128 - 1)
 
@@ -43,10 +45,15 @@ def test_each_epoch_has_floor_or_ceil_of_the_expected_copies(weights, length, ke
     assert (np.diff(samples) >= 0).all()
     assert (np.abs(counts - expected) < 1).all()
     assert (counts[np.array(weights) == 0] == 0).all()
-    assert expected == pytest.approx(length * np.array(weights) / np.sum(weights), abs=1e-6 * length)
+    assert expected == pytest.approx(
+        length * np.array(weights) / np.sum(weights), abs=1e-6 * length
+    )
 
 
-@given(st.lists(st.sampled_from([0, 0, 1, 2, 1000, 2**40]), min_size=1, max_size=200).filter(any), st.data())
+@given(
+    st.lists(st.sampled_from([0, 0, 1, 2, 1000, 2**40]), min_size=1, max_size=200).filter(any),
+    st.data(),
+)
 def test_the_search_finds_what_bisection_finds(ticks, data):
     ends = np.cumsum(ticks)
     near = [end + step for end in ends.tolist() for step in (-1, 0, 1)]
@@ -60,24 +67,34 @@ def test_over_all_phases_the_counts_are_exactly_the_expected_ones(weights, lengt
     ends = np.cumsum(weights)
     total = int(ends[-1])
     counts = sum(
-        np.bincount(SystematicEpoch(TickSearch(ends), length, phase)(np.arange(length)), minlength=len(weights))
+        np.bincount(
+            SystematicEpoch(TickSearch(ends), length, phase)(np.arange(length)),
+            minlength=len(weights),
+        )
         for phase in range(total)
     )
-    assert [Fraction(int(count), total) for count in counts] == [Fraction(length * w, total) for w in weights]
+    assert [Fraction(int(count), total) for count in counts] == [
+        Fraction(length * w, total) for w in weights
+    ]
 
 
 @given(WEIGHTS, LENGTHS, KEYS, st.data())
 def test_copies_begin_where_it_says(weights, length, key, data):
     epoch = SystematicSampling(weights, length).epoch(key)
     samples = epoch(np.arange(length))
-    assert epoch.first_copies(range(len(weights) + 1)) == [int((samples < i).sum()) for i in range(len(weights) + 1)]
+    assert epoch.first_copies(range(len(weights) + 1)) == [
+        int((samples < i).sum()) for i in range(len(weights) + 1)
+    ]
     at = data.draw(st.lists(st.integers(0, length - 1), max_size=9))
     assert epoch(np.array(at, dtype=np.int64)).tolist() == samples[at].tolist()
 
 
 def test_equal_weights_of_equal_length_are_every_sample_once():
     for key in range(50):
-        assert np.array_equal(SystematicSampling(np.full(1000, 0.3), 1000).epoch(key)(np.arange(1000)), np.arange(1000))
+        assert np.array_equal(
+            SystematicSampling(np.full(1000, 0.3), 1000).epoch(key)(np.arange(1000)),
+            np.arange(1000),
+        )
 
 
 def test_no_overflow_at_the_longest_epoch_of_uneven_weights():
@@ -152,7 +169,12 @@ def test_bad_weight_files_are_refused(tmp_path, name, content, text):
 
 def test_weightings_come_from_settings():
     spec = convert(
-        {"weights": [{"by": "class_balance", "classes": ["num_car"]}, {"by": "attribute", "attribute": "night"}]},
+        {
+            "weights": [
+                {"by": "class_balance", "classes": ["num_car"]},
+                {"by": "attribute", "attribute": "night"},
+            ]
+        },
         OrderSpec,
         "order.yaml",
     )

@@ -38,7 +38,9 @@ def stored_clips(draw):
 def frame_windows(draw, pads=PADS):
     frames = draw(st.lists(st.integers(-6, 6).filter(bool), max_size=4, unique=True))
     frames.insert(draw(st.integers(0, len(frames))), 0)
-    return FrameWindow(frames=tuple(frames), stride=draw(st.integers(1, 3)), pad=draw(st.sampled_from(pads)))
+    return FrameWindow(
+        frames=tuple(frames), stride=draw(st.integers(1, 3)), pad=draw(st.sampled_from(pads))
+    )
 
 
 def table(pairs):
@@ -56,7 +58,11 @@ def plain(pairs, window, sample):
         wanted = frame + offset * window.stride
         present = wanted in inside
         if not present:
-            beyond = [f for f in inside if f > wanted] if offset < 0 else [f for f in inside[::-1] if f < wanted]
+            beyond = (
+                [f for f in inside if f > wanted]
+                if offset < 0
+                else [f for f in inside[::-1] if f < wanted]
+            )
             wanted = beyond[0] if window.pad == "repeat_edge" else frame
         found.append((place[clip, wanted], present))
     return found
@@ -81,7 +87,8 @@ def test_a_split_of_more_clips_than_a_chunk_is_complete_everywhere_but_at_starts
     frames = np.tile(np.arange(30), 3000)
     shuffled = np.random.default_rng(0).permutation(len(clips))
     complete = WindowLookup(
-        ClipTable.build(clips[shuffled], frames[shuffled]), FrameWindow(frames=(-1, 0), stride=2, pad="drop")
+        ClipTable.build(clips[shuffled], frames[shuffled]),
+        FrameWindow(frames=(-1, 0), stride=2, pad="drop"),
     ).complete()
     assert np.array_equal(complete, frames[shuffled] >= 2)
 
@@ -96,16 +103,22 @@ def test_clips_sorted_and_shuffled_give_one_table():
 
 
 def test_a_window_comes_from_settings():
-    assert convert({"frames": [-2, -1, 0], "stride": 2, "pad": "mask"}, FrameWindow, "w") == FrameWindow(
-        frames=(-2, -1, 0), stride=2, pad="mask"
-    )
+    assert convert(
+        {"frames": [-2, -1, 0], "stride": 2, "pad": "mask"}, FrameWindow, "w"
+    ) == FrameWindow(frames=(-2, -1, 0), stride=2, pad="mask")
 
 
 @st.composite
 def timed_clips(draw):
     """(clip, time in ms) of each stored sample, in any order, at any rates, and the number of each in its clip."""
-    times = draw(st.lists(st.sets(st.integers(0, 400), min_size=1, max_size=12), min_size=1, max_size=5))
-    rows = [(clip, at, ms * 1_000_000) for clip, of in enumerate(times) for at, ms in enumerate(sorted(of))]
+    times = draw(
+        st.lists(st.sets(st.integers(0, 400), min_size=1, max_size=12), min_size=1, max_size=5)
+    )
+    rows = [
+        (clip, at, ms * 1_000_000)
+        for clip, of in enumerate(times)
+        for at, ms in enumerate(sorted(of))
+    ]
     return draw(st.permutations(rows))
 
 
@@ -149,12 +162,20 @@ def read_by_time(rows, window, sample):
 @given(timed_clips(), time_windows())
 def test_windows_in_seconds_are_those_read_by_timestamps(rows, window):
     clips, numbers, times = zip(*rows, strict=True)
-    lookup = window_lookup(ClipTable.build(np.array(clips), np.array(numbers)).at_times(times), window)
+    lookup = window_lookup(
+        ClipTable.build(np.array(clips), np.array(numbers)).at_times(times), window
+    )
     samples, present = lookup(np.arange(len(rows)))
     num_frames = len(window.frames)
     assert samples.shape == present.shape == (len(rows), lookup.num_rows)
     for sample in range(len(rows)):
-        found = list(zip(samples[sample, :num_frames].tolist(), present[sample, :num_frames].tolist(), strict=True))
+        found = list(
+            zip(
+                samples[sample, :num_frames].tolist(),
+                present[sample, :num_frames].tolist(),
+                strict=True,
+            )
+        )
         assert found == read_by_time(rows, window, sample)
         # What channels of other times need: the samples of the clip before and after each of these times.
         about = samples[sample, num_frames:].tolist()
@@ -171,14 +192,19 @@ def test_windows_in_seconds_are_those_read_by_timestamps(rows, window):
 
 
 @given(
-    st.integers(1, 50), st.integers(1, 30), st.lists(st.integers(-8, 8).filter(bool), max_size=3, unique=True),
-    st.integers(1, 3), st.sampled_from(PADS),
-)  # fmt: skip
+    st.integers(1, 50),
+    st.integers(1, 30),
+    st.lists(st.integers(-8, 8).filter(bool), max_size=3, unique=True),
+    st.integers(1, 3),
+    st.sampled_from(PADS),
+)
 def test_seconds_and_steps_agree_at_a_constant_rate(hz, length, frames, stride, pad):
     frames = (*frames, 0)
     seconds = tuple(frame * stride / hz for frame in frames)
     clips, numbers = np.repeat([0, 1], length), np.tile(np.arange(length), 2)
-    table = ClipTable.build(clips, numbers).at_times(np.round(numbers / hz * 1e9).astype(np.int64) + clips * 10**15)
+    table = ClipTable.build(clips, numbers).at_times(
+        np.round(numbers / hz * 1e9).astype(np.int64) + clips * 10**15
+    )
     in_steps = window_lookup(table, FrameWindow(frames=frames, stride=stride, pad=pad))
     for interpolation in ("nearest", "hold"):
         images = ChannelWindow(seconds=seconds, interpolation=interpolation, pad=pad)
@@ -195,7 +221,9 @@ def test_times_that_do_not_ascend_are_refused_with_the_samples():
 
 
 def test_a_window_of_seconds_comes_from_a_dict_by_name():
-    window = as_window({"img": [-0.5, 0], "speed": {"from": -0.2, "to": 0, "hz": 10, "interpolation": "hold"}})
+    window = as_window(
+        {"img": [-0.5, 0], "speed": {"from": -0.2, "to": 0, "hz": 10, "interpolation": "hold"}}
+    )
     assert window.frames == (-500_000_000, 0)
     assert window.own_offsets == (-200_000_000, -100_000_000, 0)
     assert as_window(plain_settings(window)) == window == as_window(window)

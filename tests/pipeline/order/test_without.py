@@ -49,8 +49,13 @@ ORDERS = {
     "balance": {"balance": Balance(cost="tokens")},
     "balanced packs": {"pack": PACK, "balance": Balance(cost="tokens")},
 }
-MIXES = {"ratios": {"a": 2, "b": 1}, "stages": [MixStage({"a": 3, "b": 0}, until=60), MixStage({"a": 1, "b": 2})]}
-NAMES = st.lists(st.sampled_from([*dict.fromkeys(CLIPS), *COLUMNS["key"]]), min_size=1, max_size=4, unique=True)
+MIXES = {
+    "ratios": {"a": 2, "b": 1},
+    "stages": [MixStage({"a": 3, "b": 0}, until=60), MixStage({"a": 1, "b": 2})],
+}
+NAMES = st.lists(
+    st.sampled_from([*dict.fromkeys(CLIPS), *COLUMNS["key"]]), min_size=1, max_size=4, unique=True
+)
 
 
 def blocks(fields):
@@ -74,7 +79,8 @@ def groups(order, epoch):
     if "lane" in entries.flags:
         lanes = entries.flags["lane"]
         return [
-            [pairs[at] for at in np.flatnonzero((lanes == lane) & entries.valid)] for lane in range(shown.num_lanes)
+            [pairs[at] for at in np.flatnonzero((lanes == lane) & entries.valid)]
+            for lane in range(shown.num_lanes)
         ]
     pack = entries.flags.get("pack", np.arange(len(pairs)))
     return [[pairs[at] for at in np.flatnonzero(pack == one)] for one in range(len(shown))]
@@ -91,7 +97,9 @@ def check(order, whole, epoch, hidden):
     positions = entries.flags.get("pack", np.arange(len(shown)))
     for part in range(2):
         asked = np.arange(NUM)
-        here = [np.sort(positions[(entries.parts == part) & (entries.samples == one)]) for one in asked]
+        here = [
+            np.sort(positions[(entries.parts == part) & (entries.samples == one)]) for one in asked
+        ]
         if part and not np.concatenate(here).size:
             continue
         which, found = shown.find(asked, part)
@@ -101,7 +109,12 @@ def check(order, whole, epoch, hidden):
 
 @pytest.mark.parametrize("name", ORDERS)
 @settings(max_examples=8, deadline=None)
-@given(names=NAMES, seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 2**20), global_batch=st.integers(1, 6))
+@given(
+    names=NAMES,
+    seed=st.integers(0, 2**63 - 1),
+    epoch=st.integers(0, 2**20),
+    global_batch=st.integers(1, 6),
+)
 def test_what_is_left_keeps_its_order(name, names, seed, epoch, global_batch):
     fields = ORDERS[name]
     hidden = {(0, row) for row in rows_of(names).tolist()}
@@ -113,7 +126,12 @@ def test_what_is_left_keeps_its_order(name, names, seed, epoch, global_batch):
         return
     check(order, whole, epoch, hidden)
     twice = order_of(fields, (tuple(names), ("clip 5", "clip 0")), seed, global_batch)
-    check(pickle.loads(pickle.dumps(twice)), whole, epoch, hidden | {(0, at) for at in rows_of(["clip 5", "clip 0"])})
+    check(
+        pickle.loads(pickle.dumps(twice)),
+        whole,
+        epoch,
+        hidden | {(0, at) for at in rows_of(["clip 5", "clip 0"])},
+    )
     if "pack" not in fields and "balance" not in fields:
         assert set(order.selected()) == set(whole.selected()) - {row for _, row in hidden}
         assert order.num_selected == len(order.selected())
@@ -126,7 +144,11 @@ def test_names_may_be_of_any_dataset_of_a_mix(mix, names, others, seed, epoch):
     second = {name: column[5:30] for name, column in COLUMNS.items() if name in ("key", "clip_id")}
     second = {name: [f"b {text}" for text in column] for name, column in second.items()}
     data = {"a": {name: COLUMNS[name] for name in ("key", "clip_id")}, "b": second}
-    of_second = {at for at in range(25) if {second["clip_id"][at], second["key"][at]} & {f"b {one}" for one in others}}
+    of_second = {
+        at
+        for at in range(25)
+        if {second["clip_id"][at], second["key"][at]} & {f"b {one}" for one in others}
+    }
     if not of_second:
         return
     known = [f"b {one}" for one in others if f"b {one}" in {*second["clip_id"], *second["key"]}]
@@ -135,7 +157,10 @@ def test_names_may_be_of_any_dataset_of_a_mix(mix, names, others, seed, epoch):
     whole = order_of({}, (), seed, data=data, mix=MIXES[mix])
     left = [group for group in groups(whole, epoch) if group[0] not in hidden]
     assert groups(order, epoch) == left
-    with pytest.raises(OrderError, match=r"1 names are neither a key nor a clip of the samples there are, such as 'c'"):
+    with pytest.raises(
+        OrderError,
+        match=r"1 names are neither a key nor a clip of the samples there are, such as 'c'",
+    ):
         order_of({}, ((*names, "c"),), seed, data=data, mix=MIXES[mix])
 
 
@@ -144,7 +169,13 @@ def sampler(fields, without=(), rank=0, size=1, global_batch=4, drop_last=True, 
     given_blocks = {} if blocks(fields) is None else {"blocks": blocks(fields)}
     world = World(rank, size)
     return fr.order.BatchSampler(
-        COLUMNS, spec, global_batch=global_batch, world=world, drop_last=drop_last, **given_blocks, **options
+        COLUMNS,
+        spec,
+        global_batch=global_batch,
+        world=world,
+        drop_last=drop_last,
+        **given_blocks,
+        **options,
     )
 
 
@@ -194,23 +225,30 @@ def test_any_number_of_ranks_continues(name):
         ranks = [sampler(fields, (names,), rank, size, 8) for rank in range(size)]
         for one in ranks:
             one.load_state_dict(state)
-        assert [sorted(row for batch in batches for row in batch) for batches in zip(*ranks, strict=True)] == [
-            sorted(never[step]) for step in range(never.steps_per_epoch)
-        ]
+        assert [
+            sorted(row for batch in batches for row in batch)
+            for batches in zip(*ranks, strict=True)
+        ] == [sorted(never[step]) for step in range(never.steps_per_epoch)]
 
 
 def test_64_ranks():
     names = tuple(range(100, 300, 7))
     data = {"key": [str(at) for at in range(4096)]}
     spec = OrderSpec(without=(tuple(map(str, names)),))
-    ranks = [fr.order.BatchSampler(data, spec, global_batch=128, world=World(rank, 64)) for rank in range(64)]
+    ranks = [
+        fr.order.BatchSampler(data, spec, global_batch=128, world=World(rank, 64))
+        for rank in range(64)
+    ]
     found = [row for batches in zip(*ranks, strict=True) for batch in batches for row in batch]
     whole = fr.order.BatchSampler(data, OrderSpec(), global_batch=1)
     left = [row for (row,) in whole if row not in names]
     assert found == left[: len(left) // 128 * 128]
 
 
-WINDOWS = {pad: FrameWindow(frames=(-1, 0, 1), pad=pad) for pad in ("repeat_edge", "repeat_current", "mask", "drop")}
+WINDOWS = {
+    pad: FrameWindow(frames=(-1, 0, 1), pad=pad)
+    for pad in ("repeat_edge", "repeat_current", "mask", "drop")
+}
 
 
 @pytest.mark.parametrize("pad", WINDOWS)
@@ -220,7 +258,11 @@ def test_a_window_lacks_the_frames(pad):
     options = {"window": WINDOWS[pad], "entries": True, "global_batch": 1}
     whole, thin = sampler({}, **options), sampler({}, (names,), **options)
     found = [one for (one,) in thin]
-    expected = [one for (one,) in whole if one.row not in hidden and not (pad == "drop" and hidden & {*one.frames})]
+    expected = [
+        one
+        for (one,) in whole
+        if one.row not in hidden and not (pad == "drop" and hidden & {*one.frames})
+    ]
     assert [one.row for one in found] == [one.row for one in expected]
     for one, before in zip(found, expected, strict=True):
         assert not hidden & set(one.frames)
@@ -253,7 +295,9 @@ def test_a_second_deletion_continues_a_run_with_the_first():
             both.load_state_dict(state)
             assert list(both.count()) == [both[at] for at in range(step + 1, both.steps_per_epoch)]
         else:
-            with pytest.raises(StateMismatchError, match="showed what `without` names at position 18 of epoch 0"):
+            with pytest.raises(
+                StateMismatchError, match="showed what `without` names at position 18 of epoch 0"
+            ):
                 both.load_state_dict(state)
     for other in ((second,), (), (second, first)):
         with pytest.raises(StateMismatchError, match="another training sequence"):
@@ -265,10 +309,14 @@ def test_names_from_a_file_and_wrong_ones(tmp_path):
     file.write_text(f"# a comment\nclip 4\n\n{COLUMNS['key'][2]}\n")
     spec = OrderSpec(without=(str(file), ("clip 1",)))
     rows = OrderedRows(COLUMNS, spec, None, None, None, 4, entries=False).order
-    assert set(rows.selected()) == set(range(NUM)) - set(rows_of(["clip 4", "clip 1", COLUMNS["key"][2]]))
+    assert set(rows.selected()) == set(range(NUM)) - set(
+        rows_of(["clip 4", "clip 1", COLUMNS["key"][2]])
+    )
     with pytest.raises(OrderError, match="nothing is left"):
         order_of({}, (tuple(CLIPS),))
-    with pytest.raises(OrderError, match=r"2 names are neither a key nor a clip of .*, such as 'nobody'"):
+    with pytest.raises(
+        OrderError, match=r"2 names are neither a key nor a clip of .*, such as 'nobody'"
+    ):
         order_of({}, (("nobody", "nowhere", "clip 1"),))
     with pytest.raises(OrderError, match="cannot be read"):
         order_of({}, (str(tmp_path / "none.txt"),))
@@ -282,4 +330,6 @@ def test_what_is_left_of_a_million_rows():
     data = {"key": np.arange(10**6).astype(str)}
     order = order_of({}, (tuple(map(str, range(0, 10**6, 10_000))),), data=data)
     whole = order_of({}, data=data).epoch(0)(np.arange(10**6))
-    assert np.array_equal(order.epoch(0)(np.arange(len(order.epoch(0)))), whole[whole % 10_000 != 0])
+    assert np.array_equal(
+        order.epoch(0)(np.arange(len(order.epoch(0)))), whole[whole % 10_000 != 0]
+    )

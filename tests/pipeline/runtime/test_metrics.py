@@ -18,18 +18,26 @@ from fuelrail.pipeline.runtime.stages import StageClock
 
 
 class Stats(NamedTuple):
-    stages: tuple = (StageClock("decode", 2, 12, 1.5, 0.25, 0.125, 3, 8), StageClock("collate", 1, 4, 0.5, 2, 3, 0, 2))
+    stages: tuple = (
+        StageClock("decode", 2, 12, 1.5, 0.25, 0.125, 3, 8),
+        StageClock("collate", 1, 4, 0.5, 2, 3, 0, 2),
+    )
     batches: int = 4
     samples: int = 12
     images: int = 72
     waited_s: float = 0.75
     elapsed_s: float = 3.0
-    storage: StorageStats = StorageStats("obstore", *range(100, 100 + len(StorageStats._fields) - 1))
+    storage: StorageStats = StorageStats(
+        "obstore", *range(100, 100 + len(StorageStats._fields) - 1)
+    )
     bad_samples: int = 2
 
 
 def served(*metrics: Metric) -> str:
-    with MetricsServer(lambda: metrics, port=0) as server, urllib.request.urlopen(server.url, timeout=10) as answer:
+    with (
+        MetricsServer(lambda: metrics, port=0) as server,
+        urllib.request.urlopen(server.url, timeout=10) as answer,
+    ):
         return answer.read().decode()
 
 
@@ -38,13 +46,22 @@ def test_the_text_is_what_prometheus_reads():
     text = served(*loader_metrics(Stats(), {"rank": "1"}))
     assert '# TYPE fuelrail_batches_total counter\nfuelrail_batches_total{rank="1"} 4.0\n' in text
     assert 'fuelrail_stage_seconds_total{rank="1",stage="decode",state="starved"} 0.25\n' in text
-    assert '# TYPE fuelrail_stage_queue gauge\nfuelrail_stage_queue{rank="1",stage="decode"} 3.0\n' in text
+    assert (
+        '# TYPE fuelrail_stage_queue gauge\nfuelrail_stage_queue{rank="1",stage="decode"} 3.0\n'
+        in text
+    )
     for number, field in enumerate(StorageStats._fields[1:], 100):
-        name = f"fuelrail_{field}" if field.startswith("cache_") else f"fuelrail_storage_{field.removeprefix('span_')}"
+        name = (
+            f"fuelrail_{field}"
+            if field.startswith("cache_")
+            else f"fuelrail_storage_{field.removeprefix('span_')}"
+        )
         value = rf'^{name}(_total)?{{backend="obstore",rank="1"}} {number}\.0$'
         assert re.search(value, text, re.MULTILINE), f"every count of storage is reported: {field}"
     for name in HELP:
-        assert text.count(f"# TYPE {name} ") == text.count(f"# HELP {name} ") == 1, "one group a name"
+        assert text.count(f"# TYPE {name} ") == text.count(f"# HELP {name} ") == 1, (
+            "one group a name"
+        )
 
 
 @pytest.mark.costly
@@ -57,7 +74,9 @@ def test_what_is_served_is_read_back(label):
 class TestServer:
     def test_it_serves_fresh_figures_until_closed(self):
         batches, before = iter(range(5, 100)), threading.active_count()
-        with MetricsServer(lambda: loader_metrics(Stats(batches=next(batches)), {}), port=0) as server:
+        with MetricsServer(
+            lambda: loader_metrics(Stats(batches=next(batches)), {}), port=0
+        ) as server:
             for expected in (5, 6):
                 with urllib.request.urlopen(server.url, timeout=10) as answer:
                     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")

@@ -30,7 +30,9 @@ def run(source, *stages, **options):
 
 
 def thread_names():
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("test-"))
+    return sorted(
+        thread.name for thread in threading.enumerate() if thread.name.startswith("test-")
+    )
 
 
 def wait_until(condition):
@@ -65,7 +67,8 @@ class TestOrder:
         self, num_items, threads, group, in_bursts
     ):
         stages = [
-            Stage(f"s{n}", jitter, count, capacity, in_bursts=in_bursts) for n, (count, capacity) in enumerate(threads)
+            Stage(f"s{n}", jitter, count, capacity, in_bursts=in_bursts)
+            for n, (count, capacity) in enumerate(threads)
         ]
         expected = list(range(num_items))
         if group is not None:
@@ -74,7 +77,9 @@ class TestOrder:
         assert run(range(num_items), *stages) == expected
         assert thread_names() == []
 
-    @given(changes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=12))
+    @given(
+        changes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=12)
+    )
     @settings(max_examples=25, deadline=None)
     def test_nor_does_changing_them_while_it_runs(self, changes):
         stages = [Stage("a", jitter, 2, 2, in_bursts=True), Stage("b", jitter, 1, 3)]
@@ -87,7 +92,9 @@ class TestOrder:
             pipeline.set_capacity("b", threads)
         assert got == list(range(60))
         assert thread_names() == []
-        assert pipeline.clocks()[0].items == 60, "every item is counted once, over threads that came and went"
+        assert pipeline.clocks()[0].items == 60, (
+            "every item is counted once, over threads that came and went"
+        )
 
     def test_no_more_is_started_than_the_links_have_room_for(self):
         pulled = []
@@ -127,7 +134,11 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("raised", "error", "words"),
         [
-            (ChecksumError("differs", key="k"), ChecksumError, "sample k"),  # errors of ours pass as they are
+            (
+                ChecksumError("differs", key="k"),
+                ChecksumError,
+                "sample k",
+            ),  # errors of ours pass as they are
             (SystemExit(3), StageError, "SystemExit"),
             (StopIteration(), StageError, "StopIteration"),
         ],
@@ -137,10 +148,13 @@ class TestFailures:
             run(range(3), Stage("a", lambda _: raise_(raised), 2, 2))
 
     def test_an_exception_takes_its_items_place_and_tells_stage_item_and_line(self):
-        pipeline = Pipeline(iter(range(5)), [Stage("a", lambda v: refuse(v) if v == 3 else v, 3, 4)], name="test")
+        pipeline = Pipeline(
+            iter(range(5)), [Stage("a", lambda v: refuse(v) if v == 3 else v, 3, 4)], name="test"
+        )
         got = []
         with pytest.raises(
-            StageError, match=r"stage 'a' failed on 3: RefusalError: not 3 \(.*test_stages\.py:\d+ in refuse\)"
+            StageError,
+            match=r"stage 'a' failed on 3: RefusalError: not 3 \(.*test_stages\.py:\d+ in refuse\)",
         ) as caught:
             got.extend(pipeline)
             got += list(pipeline)
@@ -150,7 +164,9 @@ class TestFailures:
         assert thread_names() == []
 
     def test_items_before_it_are_handed_out(self):
-        pipeline = Pipeline(iter(range(9)), [Stage("a", lambda v: refuse(v) if v == 3 else v, 3, 9)], name="test")
+        pipeline = Pipeline(
+            iter(range(9)), [Stage("a", lambda v: refuse(v) if v == 3 else v, 3, 9)], name="test"
+        )
         got = []
         with pytest.raises(StageError):
             for value in pipeline:
@@ -166,7 +182,10 @@ class TestFailures:
             run(source(), Stage("a", int, 2, 2))
 
     def test_a_group_with_a_failure_in_it_fails_as_one(self):
-        stages = [Stage("a", lambda v: refuse(v) if v == 4 else v, 2, 3), Stage("g", list, 1, 2, group=3)]
+        stages = [
+            Stage("a", lambda v: refuse(v) if v == 4 else v, 2, 3),
+            Stage("g", list, 1, 2, group=3),
+        ]
         pipeline = Pipeline(iter(range(9)), stages, name="test")
         assert next(pipeline) == [0, 1, 2]
         with pytest.raises(StageError, match="on 4"):
@@ -191,7 +210,9 @@ class TestFailures:
 class TestClocks:
     def test_what_is_under_way_counts(self):
         gate = threading.Event()
-        pipeline = Pipeline(iter(range(3)), [Stage("slow", lambda v: gate.wait(200), 1, 1)], name="test")
+        pipeline = Pipeline(
+            iter(range(3)), [Stage("slow", lambda v: gate.wait(200), 1, 1)], name="test"
+        )
         wait_until(lambda: pipeline.clocks()[0].busy_s > 0.01)
         first = pipeline.clocks()[0]
         second = pipeline.clocks()[0]
@@ -199,7 +220,9 @@ class TestClocks:
         assert second.busy_s > first.busy_s
         gate.set()
         pipeline.close()
-        assert pipeline.clocks()[0].busy_s == pipeline.clocks()[0].busy_s, "a closed pipeline's clocks stand still"
+        assert pipeline.clocks()[0].busy_s == pipeline.clocks()[0].busy_s, (
+            "a closed pipeline's clocks stand still"
+        )
 
     def test_starved_blocked_and_waited(self):
         def late():
@@ -219,13 +242,16 @@ class TestClocks:
         run(range(10), *stages, observer=lambda *reported: seen.append(reported))
         assert all(begin <= end for _, _, _, begin, end in seen)
         assert sorted((stage, item, batch) for stage, item, batch, _, _ in seen) == sorted(
-            [("a", n, n // 4) for n in range(10)] + [(stage, n, n) for stage in ("g", "t", "wait") for n in range(3)]
+            [("a", n, n // 4) for n in range(10)]
+            + [(stage, n, n) for stage in ("g", "t", "wait") for n in range(3)]
         )
 
 
 class TestEnding:
     def test_close_in_the_middle_is_prompt_and_may_be_repeated(self):
-        pipeline = Pipeline(itertools.count(), [Stage("a", jitter, 3, 2), Stage("b", jitter, 2, 2)], name="test")
+        pipeline = Pipeline(
+            itertools.count(), [Stage("a", jitter, 3, 2), Stage("b", jitter, 2, 2)], name="test"
+        )
         next(pipeline)
         assert len(thread_names()) == 5
         pipeline.close()
@@ -268,7 +294,9 @@ class TestEnding:
     def test_a_thread_that_does_not_end_is_named_in_the_log(self, monkeypatch, caplog):
         monkeypatch.setattr("fuelrail.pipeline.runtime.stages._JOIN_TIMEOUT_S", 0.05)
         gate = threading.Event()
-        pipeline = Pipeline(iter(range(3)), [Stage("a", lambda v: gate.wait(200), 1, 1)], name="test")
+        pipeline = Pipeline(
+            iter(range(3)), [Stage("a", lambda v: gate.wait(200), 1, 1)], name="test"
+        )
         wait_until(lambda: pipeline.clocks()[0].busy_s > 0)
         pipeline.close()
         assert "test-a-0" in caplog.text
@@ -289,8 +317,11 @@ class TestEnding:
 def _python(code):
     return subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
-        capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
 
 
 SETUP = """
@@ -361,9 +392,11 @@ except KeyboardInterrupt:
     print(threading.active_count())
 """
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
+        )
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
@@ -379,7 +412,10 @@ class TestForeignCode:
             if stage == "double" and item == 2:
                 raise RefusalError("full disk")
 
-        stages = [Stage("double", lambda value: 2 * value, 2, 2), Stage("pass", lambda value: value, 1, 1)]
+        stages = [
+            Stage("double", lambda value: 2 * value, 2, 2),
+            Stage("pass", lambda value: value, 1, 1),
+        ]
         pipeline = Pipeline(iter(range(5)), stages, name="test", observer=observer)
         assert [next(pipeline), next(pipeline)] == [0, 2]
         with pytest.raises(
@@ -403,7 +439,9 @@ class TestForeignCode:
             if stage == "wait":
                 raise RefusalError("here")
 
-        with pytest.raises(StageError, match="the observer failed at stage 'wait': RefusalError: here"):
+        with pytest.raises(
+            StageError, match="the observer failed at stage 'wait': RefusalError: here"
+        ):
             run(range(3), Stage("pass", lambda value: value, 1, 1), observer=observer)
         assert thread_names() == []
 
@@ -416,5 +454,7 @@ class TestForeignCode:
         def fail(item):
             raise Mute
 
-        with pytest.raises(StageError, match=r"failed on a Mute without a text.*: Mute: a Mute without a text"):
+        with pytest.raises(
+            StageError, match=r"failed on a Mute without a text.*: Mute: a Mute without a text"
+        ):
             run([Mute(), Mute()], Stage("fail", fail, 1, 1, group))

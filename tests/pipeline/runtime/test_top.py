@@ -35,7 +35,10 @@ def at(second, waiting):
         StageClock("decode", 2, 20 * second, 1.9 * second, 0.1 * second, 0.0, 6, 8),
         StageClock("collate", 1, 5 * second, 0.1 * second, 0.9 * second, 0.0, 0, 2),
     )
-    return loader_metrics(Stats(stages, 5 * second, 20 * second, 120 * second, waiting * second, second), {"rank": "2"})
+    return loader_metrics(
+        Stats(stages, 5 * second, 20 * second, 120 * second, waiting * second, second),
+        {"rank": "2"},
+    )
 
 
 def view(waiting):
@@ -44,7 +47,12 @@ def view(waiting):
 
 def test_rates_and_shares_are_those_of_the_interval():
     seen = view(0.4)
-    assert (seen.rank, seen.batches_per_s, seen.samples_per_s, seen.images_per_s) == ("2", 5, 20, 120)
+    assert (seen.rank, seen.batches_per_s, seen.samples_per_s, seen.images_per_s) == (
+        "2",
+        5,
+        20,
+        120,
+    )
     assert seen.waiting == pytest.approx(0.4)
     assert seen.stages[0] == ("decode", 2, 20, pytest.approx(0.95), pytest.approx(0.05), 0, 6, 8)
     assert seen.bottleneck == "decode"
@@ -61,7 +69,10 @@ def test_what_is_drawn():
     console = Console(file=io.StringIO(), width=120)
     console.print(top.draw([view(0.4), view(0.0)]))
     text = console.file.getvalue()
-    assert "rank 2   5.0 batches/s   20.0 samples/s   120 images/s   trainer fed 60 %   held up by decode" in text
+    assert (
+        "rank 2   5.0 batches/s   20.0 samples/s   120 images/s   trainer fed 60 %   held up by decode"
+        in text
+    )
     assert "trainer fed 100 %\n" in text
     assert "########.. 6/8" in text
 

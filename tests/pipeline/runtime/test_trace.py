@@ -21,11 +21,21 @@ def test_every_item_of_every_stage_is_there_with_its_batch(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     work = [event for event in events if event["ph"] == "X"]
     assert sorted((e["name"], e["args"]["item"], e["args"]["batch"]) for e in work) == sorted(
-        [("decode", n, n // 3) for n in range(9)] + [(name, n, n) for name in ("collate", "wait") for n in range(3)]
+        [("decode", n, n // 3) for n in range(9)]
+        + [(name, n, n) for name in ("collate", "wait") for n in range(3)]
     )
-    assert all(event["dur"] >= 0 and event["ts"] > 1e15 for event in work), "microseconds since 1970"
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {names[event["tid"]] for event in work} <= {"test-decode-0", "test-decode-1", "test-collate-0", "MainThread"}
+    assert all(event["dur"] >= 0 and event["ts"] > 1e15 for event in work), (
+        "microseconds since 1970"
+    )
+    names = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    assert {names[event["tid"]] for event in work} <= {
+        "test-decode-0",
+        "test-decode-1",
+        "test-collate-0",
+        "MainThread",
+    }
     assert {"fuelrail rank 3"} == {e["args"]["name"] for e in events if e["name"] == "process_name"}
 
 
@@ -63,7 +73,9 @@ def test_it_keeps_to_the_trace_event_format(tmp_path):
             assert event["dur"] >= 0
             slices.setdefault(place, []).append((event["ts"], event["ts"] + event["dur"]))
         else:
-            arrows.setdefault((event["cat"], event["name"], event["id"]), []).append((event["ts"], kind, place))
+            arrows.setdefault((event["cat"], event["name"], event["id"]), []).append(
+                (event["ts"], kind, place)
+            )
             assert event.get("bp", "e") == "e"
             assert ("bp" in event) == (kind == "f")
     for track in slices.values():
@@ -74,7 +86,9 @@ def test_it_keeps_to_the_trace_event_format(tmp_path):
         steps.sort()
         assert [kind for _, kind, _ in steps] == ["s", *"t" * (len(steps) - 2), "f"]
         for ts, _, place in steps:
-            assert any(begin <= ts < end or begin == ts for begin, end in slices[place]), "an arrow is tied to work"
+            assert any(begin <= ts < end or begin == ts for begin, end in slices[place]), (
+                "an arrow is tied to work"
+            )
     assert len(arrows) == 3
 
 

@@ -26,7 +26,10 @@ from fuelrail.pipeline.sample.arrays import (
     write_tensors,
 )
 
-DTYPES = [np.dtype(code) for code in ("?", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")]
+DTYPES = [
+    np.dtype(code)
+    for code in ("?", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")
+]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 ARRAYS = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, SHAPES))
 TENSORS = st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=8), ARRAYS, max_size=5)
@@ -46,21 +49,30 @@ def test_bytes_are_those_of_the_library_in_any_order_and_are_read_back(named) ->
     assert all(same(found[name], array) for name, array in named.items())
 
 
-@given(st.dictionaries(st.text("abc", max_size=3), ARRAYS, min_size=1, max_size=4), st.integers(1, 3))
+@given(
+    st.dictionaries(st.text("abc", max_size=3), ARRAYS, min_size=1, max_size=4), st.integers(1, 3)
+)
 def test_stacked_records_are_those_written_one_by_one(named, num_records) -> None:
-    records = [{name: np.roll(array, shift) for name, array in named.items()} for shift in range(num_records)]
+    records = [
+        {name: np.roll(array, shift) for name, array in named.items()}
+        for shift in range(num_records)
+    ]
     stacked = {name: np.stack([record[name] for record in records]) for name in named}
     assert write_stacked(stacked) == [write_tensors(record) for record in records]
 
 
-@given(st.lists(st.integers(0, 4), max_size=4), st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4))
+@given(
+    st.lists(st.integers(0, 4), max_size=4),
+    st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4),
+)
 def test_parts_are_those_written_one_by_one(counts, dtypes) -> None:
     shapes = [(), (3,), (2, 2), (0,)]
     named = {
         f"a{at}": np.arange(sum(counts) * math.prod(shape)).reshape(-1, *shape).astype(dtype)
-        if shape != (0,) else np.zeros((sum(counts), 0), dtype)
+        if shape != (0,)
+        else np.zeros((sum(counts), 0), dtype)
         for at, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=False))
-    }  # fmt: skip
+    }
     ends = np.cumsum([0, *counts]).tolist()
     cut = [{name: array[a:b] for name, array in named.items()} for a, b in itertools.pairwise(ends)]
     assert write_parts(named, counts) == [write_tensors(record) for record in cut]
@@ -91,7 +103,9 @@ def test_equal_headers_are_parsed_once() -> None:
         read_layout(a).views(b + b"x")
     long = write_tensors({f"n{i}": np.array([i]) for i in range(200)})
     assert read_layout(long) is not read_layout(long)  # what is kept is bounded
-    assert {name: int(array[0]) for name, array in read_tensors(long).items()} == {f"n{i}": i for i in range(200)}
+    assert {name: int(array[0]) for name, array in read_tensors(long).items()} == {
+        f"n{i}": i for i in range(200)
+    }
 
 
 STRUCTURED = np.dtype([("x", "<f4"), ("ring", "u1"), ("t", "<i8")])
@@ -119,7 +133,11 @@ def test_npy_is_a_read_only_view() -> None:
     assert not read_npy(bytearray(data)).flags.writeable
 
 
-@given(hnp.array_dtypes(hnp.integer_dtypes()), hnp.array_shapes(min_dims=0, max_dims=6, min_side=0), st.booleans())
+@given(
+    hnp.array_dtypes(hnp.integer_dtypes()),
+    hnp.array_shapes(min_dims=0, max_dims=6, min_side=0),
+    st.booleans(),
+)
 @example(np.dtype("<f4"), (), False)
 @example(np.dtype("<f2"), (3, 4), True)
 @example(np.dtype("<M8[ns]"), (1, 2, 3), True)
@@ -133,7 +151,9 @@ def test_what_numpy_writes_is_read_as_numpy_reads_it(dtype, shape, fortran) -> N
         with pytest.raises(SchemaError):
             read_npy(buffer.getvalue())
     if buffer.getvalue()[6] == 1:
-        assert same(read_npy(buffer.getvalue(), any_order=True), np.load(io.BytesIO(buffer.getvalue())))
+        assert same(
+            read_npy(buffer.getvalue(), any_order=True), np.load(io.BytesIO(buffer.getvalue()))
+        )
 
 
 def test_a_dtype_is_evaluated_again_where_the_interpreter_fails() -> None:

@@ -31,9 +31,15 @@ PICTURE = natural(49, 35)
 
 def exif(order: str, orientation: int, kind: int = 3) -> bytes:
     mark = {"<": b"II*\0", ">": b"MM\0*"}[order]
-    value = struct.pack(order + "HH", orientation, 0) if kind == 3 else struct.pack(order + "I", orientation)
+    value = (
+        struct.pack(order + "HH", orientation, 0)
+        if kind == 3
+        else struct.pack(order + "I", orientation)
+    )
     entry = struct.pack(order + "HHI", 0x0112, kind, 1) + value
-    return b"Exif\0\0" + mark + struct.pack(order + "IH", 8, 1) + entry + struct.pack(order + "I", 0)
+    return (
+        b"Exif\0\0" + mark + struct.pack(order + "IH", 8, 1) + entry + struct.pack(order + "I", 0)
+    )
 
 
 def chunk(name: bytes, data: bytes = b"") -> bytes:
@@ -58,7 +64,9 @@ def edited(encoded: bytes, marker: int, offset: int, new: bytes) -> bytes:
 def test_jpeg_headers_are_read(options: dict, subsampling: str) -> None:
     encoded = encode(PICTURE, **options)
     info = probe(encoded)
-    assert info == ImageInfo(49, 35, "jpeg", 3, 8, subsampling, False, 0, 1, info.frame_at, info.scan_at)
+    assert info == ImageInfo(
+        49, 35, "jpeg", 3, 8, subsampling, False, 0, 1, info.frame_at, info.scan_at
+    )
     assert encoded[info.frame_at : info.frame_at + 2] == b"\xff\xc0"
     assert encoded[info.scan_at - 14 : info.scan_at - 12] == b"\xff\xda"
 
@@ -73,7 +81,8 @@ def test_gray_cmyk_progressive_and_restarts_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "name"), [(0x21, "4:2:2"), (0x12, "4:4:0"), (0x41, "4:1:1"), (0x42, "4:1:0"), (0x33, "other")]
+    ("value", "name"),
+    [(0x21, "4:2:2"), (0x12, "4:4:0"), (0x41, "4:1:1"), (0x42, "4:1:0"), (0x33, "other")],
 )
 def test_sampling_factors_have_names(value: int, name: str) -> None:
     # The luma's factors in the frame header: marker, length 2, precision 1, size 4, count 1, id 1.
@@ -89,17 +98,22 @@ def test_exif_orientation_of_both_byte_orders(order: str, orientation: int) -> N
 @pytest.mark.parametrize(
     "broken",
     [
-        exif("<", 9), exif("<", 0), exif("<", 6)[:16], b"Exif\0\0XX*\0" + b"\0" * 20,
+        exif("<", 9),
+        exif("<", 0),
+        exif("<", 6)[:16],
+        b"Exif\0\0XX*\0" + b"\0" * 20,
         b"Exif\0\0II*\0\xff\xff\xff\xff" + b"\0" * 8,
     ],
-)  # fmt: skip
+)
 def test_broken_exif_counts_as_none(broken: bytes) -> None:
     assert probe(encode(PICTURE, exif=broken)).orientation == 1
 
 
 @pytest.mark.parametrize(("color_type", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
 def test_png_headers_are_read(color_type: int, channels: int) -> None:
-    assert probe(png(49, 35, 8, color_type)) == ImageInfo(49, 35, "png", channels, 8, "", False, 0, 1)
+    assert probe(png(49, 35, 8, color_type)) == ImageInfo(
+        49, 35, "png", channels, 8, "", False, 0, 1
+    )
 
 
 SOF = 0xC0
@@ -117,17 +131,32 @@ TWO = b"\xff\xc0" + struct.pack(">HBHHB", 14, 8, 8, 8, 2) + b"\x01\x11\0\x02\x11
         (b"\xff\xd8\xff\xe0\x00\x01\x00\x00", "segment 0xffe0 at byte 2 claims 1 bytes"),
         (b"\xff\xd8\xff\xe0\xff\xff\x00\x00", "claims 65535 bytes"),
         (b"\xff\xd8\xff\xda\x00\x04\x00\x00", "pixel data start without a frame header"),
-        (b"\xff\xd8\xff\xc0\x00\x05\x08\x00\x10\xff\xda\x00\x04\x00\x00", "frame header of 5 bytes"),
+        (
+            b"\xff\xd8\xff\xc0\x00\x05\x08\x00\x10\xff\xda\x00\x04\x00\x00",
+            "frame header of 5 bytes",
+        ),
         (edited(encode(PICTURE), SOF, 2, b"\x0c"), "12-bit JPEG is not supported: re-encode"),
         (edited(encode(PICTURE), SOF, 3, b"\0\0"), "size of 49x0 pixels"),
         (edited(encode(PICTURE), SOF, 5, b"\0\0"), "size of 0x35 pixels"),
         (edited(encode(PICTURE), SOF, 9, b"\x05"), "sampling factors 05 11 11"),
-        (edited(encode(PICTURE), SOF, 3, b"\xff\xff\xff\xff"), f"65535x65535 pixels is over the limit of {MAX_PIXELS}"),
+        (
+            edited(encode(PICTURE), SOF, 3, b"\xff\xff\xff\xff"),
+            f"65535x65535 pixels is over the limit of {MAX_PIXELS}",
+        ),
         (encode(PICTURE).replace(b"\xff\xc0", b"\xff\xc3", 1), "lossless JPEG is not supported"),
-        (encode(PICTURE).replace(b"\xff\xc0", b"\xff\xc9", 1), "arithmetic-coded JPEG is not supported"),
-        (png(49, 35, 16, 2), "PNG of 16 bits and colour type 2 is not supported: 8-bit gray and RGB are"),
+        (
+            encode(PICTURE).replace(b"\xff\xc0", b"\xff\xc9", 1),
+            "arithmetic-coded JPEG is not supported",
+        ),
+        (
+            png(49, 35, 16, 2),
+            "PNG of 16 bits and colour type 2 is not supported: 8-bit gray and RGB are",
+        ),
         (png(49, 35, 8, 3), "PNG of 8 bits and colour type 3"),
-        (png(49, 35, 8, 2)[:28] + b"\2" + png(49, 35, 8, 2)[29:], "PNG header is broken: its methods are 00 00 02"),
+        (
+            png(49, 35, 8, 2)[:28] + b"\2" + png(49, 35, 8, 2)[29:],
+            "PNG header is broken: its methods are 00 00 02",
+        ),
         (png(0, 35, 8, 2), "PNG header gives a size of 0x35"),
         (png(9, 5, 8, 2)[:30], "PNG of 30 bytes ends inside its header"),
         (png(60000, 60000, 8, 2), "60000x60000 pixels is over the limit"),
@@ -136,9 +165,12 @@ TWO = b"\xff\xc0" + struct.pack(">HBHHB", 14, 8, 8, 8, 2) + b"\x01\x11\0\x02\x11
         (b"\0" * 30, "image starts with zero bytes"),
         (b"\xff\xd8" + TWO + b"\xff\xda\0\x04\0\0", "2 components is not supported"),
         (b"\xff\xd8" + TWO + TWO + b"\xff\xda\0\x04\0\0", "a second frame header"),
-        (encode(PICTURE, progressive=True) + b"\xff\xda\0\x02" * 200, f"more than {MAX_SCANS}: refused as hostile"),
+        (
+            encode(PICTURE, progressive=True) + b"\xff\xda\0\x02" * 200,
+            f"more than {MAX_SCANS}: refused as hostile",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_taken_is_named(encoded: bytes, message: str) -> None:
     with pytest.raises(ImageError, match=message):
         probe(encoded)
@@ -158,7 +190,9 @@ def test_scans_times_pixels_are_limited() -> None:
     for width, height, num_scans in ((8000, 8000, 12), (3840, 2160, MAX_SCANS)):
         assert probe(with_scans(with_size(progressive, width, height), num_scans)).progressive
     hostile = with_scans(with_size(progressive, 8000, 8000), 95)
-    with pytest.raises(ImageError, match=f"8000x8000 pixels has 95 scans; .* at most {MAX_SCANNED_PIXELS}"):
+    with pytest.raises(
+        ImageError, match=f"8000x8000 pixels has 95 scans; .* at most {MAX_SCANNED_PIXELS}"
+    ):
         probe(hostile)
 
 
@@ -169,7 +203,9 @@ def test_baseline_files_of_many_scans_are_limited_too() -> None:
     assert probe(one_by_one).width == 8000
     with pytest.raises(ImageError, match="8000x8000 pixels has 95 scans"):
         probe(with_scans(one_by_one, 95))
-    assert probe(with_scans(encoded, 95)).width == 8000  # decoders refuse a scan after one of all components
+    assert (
+        probe(with_scans(encoded, 95)).width == 8000
+    )  # decoders refuse a scan after one of all components
 
 
 def with_pixel_data(encoded: bytes, packed: bytes) -> bytes:
@@ -182,13 +218,18 @@ def with_pixel_data(encoded: bytes, packed: bytes) -> bytes:
         (lambda raw: zlib.compress(raw + b"\0"), "more data than its 49x35 pixels"),
         (lambda raw: zlib.compress(raw + bytes(64 << 20)), "more data than its 49x35 pixels"),
         (lambda raw: zlib.compress(raw) + b"x", "more data than its 49x35 pixels"),
-        (lambda raw: zlib.compress(raw[:-1]), "PNG has 5179 of 5180 bytes of pixel data: the file was cut"),
+        (
+            lambda raw: zlib.compress(raw[:-1]),
+            "PNG has 5179 of 5180 bytes of pixel data: the file was cut",
+        ),
         (lambda raw: zlib.compress(raw)[:-4], "the file was cut"),
         (lambda raw: b"xx" + zlib.compress(raw), "its pixel data are broken"),
         (lambda raw: b"", "PNG has 0 of 5180 bytes"),
     ],
 )
-def test_png_data_are_as_many_as_the_header_says(change, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_png_data_are_as_many_as_the_header_says(
+    change, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     raw = b"".join(b"\0" + row.tobytes() for row in PICTURE)
     encoded = encode(PICTURE, "png")
     hostile = with_pixel_data(encoded, change(raw))
@@ -219,8 +260,14 @@ def test_interlaced_pngs_are_unpacked(wh: tuple[int, int]) -> None:
     picture = natural(*wh)
     raw = bytearray()
     for left, top, step_x, step_y in (
-        (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2),
-    ):  # fmt: skip
+        (0, 0, 8, 8),
+        (4, 0, 8, 8),
+        (0, 4, 4, 8),
+        (2, 0, 4, 4),
+        (0, 2, 2, 4),
+        (1, 0, 2, 2),
+        (0, 1, 1, 2),
+    ):
         part = picture[top::step_y, left::step_x]
         raw += b"".join(b"\0" + row.tobytes() for row in part if len(row))
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 1)
@@ -259,7 +306,10 @@ def test_png_checksums() -> None:
         unpack_png(encoded[:-12])
 
 
-@given(st.binary(max_size=300), st.sampled_from([b"", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", encode(PICTURE)[:150]]))
+@given(
+    st.binary(max_size=300),
+    st.sampled_from([b"", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", encode(PICTURE)[:150]]),
+)
 @settings(max_examples=300)
 def test_any_bytes_are_read_or_refused(tail: bytes, head: bytes) -> None:
     try:
@@ -283,5 +333,7 @@ def test_backends_are_chosen_by_name() -> None:
     if importlib.util.find_spec("nvidia") is None:
         with pytest.raises(ConfigError, match=r"pip install 'fuelrail\[dali\]'"):
             make_decoder("dali")
-    with pytest.raises(ConfigError, match=f"decoder='gpu' must be one of auto, {', '.join(BACKENDS)}"):
+    with pytest.raises(
+        ConfigError, match=f"decoder='gpu' must be one of auto, {', '.join(BACKENDS)}"
+    ):
         make_decoder("gpu")

@@ -49,17 +49,34 @@ def boxes(count: int = 4) -> Boxes:
 def meta(**changes) -> Meta:
     camera = CameraMeta(token="t", timestamp_ns=1, width=160, height=90)
     whole = Meta(
-        schema=SCHEMA, dataset="d", key="clip-0-000001", sample_token="s", clip_id="clip-0", clip_token="c",
-        clip_name="Clip 0", log_id="log", vehicle="car", frame_idx=1, num_frames=3, prev_key="clip-0-000000",
-        next_key=None, timestamp_ns=1_533_151_603_547_590_000, is_key_frame=True, split="train",
-        cameras=dict.fromkeys(CAMERAS, camera), tags={"night": True, "where": {"city": "ü"}}, stats={"num_boxes": 2},
-    )  # fmt: skip
+        schema=SCHEMA,
+        dataset="d",
+        key="clip-0-000001",
+        sample_token="s",
+        clip_id="clip-0",
+        clip_token="c",
+        clip_name="Clip 0",
+        log_id="log",
+        vehicle="car",
+        frame_idx=1,
+        num_frames=3,
+        prev_key="clip-0-000000",
+        next_key=None,
+        timestamp_ns=1_533_151_603_547_590_000,
+        is_key_frame=True,
+        split="train",
+        cameras=dict.fromkeys(CAMERAS, camera),
+        tags={"night": True, "where": {"city": "ü"}},
+        stats={"num_boxes": 2},
+    )
     return msgspec.structs.replace(whole, **changes)
 
 
 def same_bits(a: Geometry | Boxes, b: Geometry | Boxes) -> bool:
     pairs = [(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)]
-    return all(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in pairs)
+    return all(
+        x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in pairs
+    )
 
 
 class TestMeta:
@@ -79,7 +96,9 @@ class TestMeta:
 
 
 class TestArrays:
-    @pytest.mark.parametrize("record", [geometry(), boxes(), boxes(0)], ids=["geometry", "boxes", "no boxes"])
+    @pytest.mark.parametrize(
+        "record", [geometry(), boxes(), boxes(0)], ids=["geometry", "boxes", "no boxes"]
+    )
     def test_round_trip_is_exact_nan_included(self, record) -> None:
         assert same_bits(decode_arrays(encode_arrays(record), type(record)), record)
 
@@ -95,11 +114,26 @@ class TestArrays:
         ("change", "words"),
         [
             ({"cam_valid": np.ones(2, np.int64)}, "'cam_valid' is int64[2]; wanted uint8[2]"),
-            ({"cam_valid": np.ones((2, 1), np.uint8)}, "'cam_valid' is uint8[2, 1]; wanted uint8[2]"),
-            ({"cam_timestamp_ns": np.ones(3, np.int64)}, "'cam_timestamp_ns' is int64[3]; wanted int64[2]"),
-            ({"intrinsics": np.ones((2, 3, 4))}, "'intrinsics' is float64[2, 3, 4]; wanted float64[2, 3, 3]"),
-            ({"ego2global": np.eye(4)[None]}, "'ego2global' is float64[1, 4, 4]; wanted float64[4, 4]"),
-            ({"lidar2ego": np.ones((2, 4, 4))}, "'lidar_ego2global' is float64[1, 4, 4]; wanted float64[2, 4, 4]"),
+            (
+                {"cam_valid": np.ones((2, 1), np.uint8)},
+                "'cam_valid' is uint8[2, 1]; wanted uint8[2]",
+            ),
+            (
+                {"cam_timestamp_ns": np.ones(3, np.int64)},
+                "'cam_timestamp_ns' is int64[3]; wanted int64[2]",
+            ),
+            (
+                {"intrinsics": np.ones((2, 3, 4))},
+                "'intrinsics' is float64[2, 3, 4]; wanted float64[2, 3, 3]",
+            ),
+            (
+                {"ego2global": np.eye(4)[None]},
+                "'ego2global' is float64[1, 4, 4]; wanted float64[4, 4]",
+            ),
+            (
+                {"lidar2ego": np.ones((2, 4, 4))},
+                "'lidar_ego2global' is float64[1, 4, 4]; wanted float64[2, 4, 4]",
+            ),
             ({"dist": np.float64(0)}, "'dist' is float64[]"),
             ({"dist": np.zeros((2, 14), ">f8")}, "'dist' is >f8[2, 14]"),
         ],
@@ -110,7 +144,9 @@ class TestArrays:
             encode_arrays(wrong)
         assert words in str(caught.value)
         if ">f8" not in words:  # stored, there is but one byte order
-            data = write_tensors({f.name: np.asarray(getattr(wrong, f.name)) for f in fields(wrong)})
+            data = write_tensors(
+                {f.name: np.asarray(getattr(wrong, f.name)) for f in fields(wrong)}
+            )
             with pytest.raises(SchemaError) as caught:
                 decode_arrays(data, Geometry)
             assert words in str(caught.value)
@@ -134,9 +170,15 @@ class TestPoints:
     @given(hnp.arrays("<f4", st.tuples(st.integers(0, 20), st.integers(0, 6))))
     def test_round_trip_is_exact(self, points) -> None:
         found = decode_points(encode_points(points))
-        assert (found.dtype, found.shape, found.tobytes()) == (points.dtype, points.shape, points.tobytes())
+        assert (found.dtype, found.shape, found.tobytes()) == (
+            points.dtype,
+            points.shape,
+            points.tobytes(),
+        )
 
-    @pytest.mark.parametrize("points", [np.zeros((2, 5)), np.zeros(5, "f4"), np.zeros((1, 2, 3), "f4")])
+    @pytest.mark.parametrize(
+        "points", [np.zeros((2, 5)), np.zeros(5, "f4"), np.zeros((1, 2, 3), "f4")]
+    )
     def test_other_arrays_are_refused_both_ways(self, points) -> None:
         with pytest.raises(SchemaError, match="wanted float32"):
             encode_points(points)
@@ -146,11 +188,17 @@ class TestPoints:
 
 def members(**changes: bytes) -> dict[str, bytes]:
     return {
-        META: encode_meta(meta()), GEOMETRY: encode_arrays(geometry()), BOXES: encode_arrays(boxes()),
-        "cam_front.jpg": b"jpeg", "cam_back.png": b"png",
+        META: encode_meta(meta()),
+        GEOMETRY: encode_arrays(geometry()),
+        BOXES: encode_arrays(boxes()),
+        "cam_front.jpg": b"jpeg",
+        "cam_back.png": b"png",
         "lidar_top.npy": encode_points(np.ones((3, 5), np.float32)),
-        "x_note.json": b"not JSON", "x_array.npy": b"not an array", "odd.bin": b"odd", **changes,
-    }  # fmt: skip
+        "x_note.json": b"not JSON",
+        "x_array.npy": b"not an array",
+        "odd.bin": b"odd",
+        **changes,
+    }
 
 
 class TestSample:
@@ -162,7 +210,11 @@ class TestSample:
         assert same_bits(sample.boxes, boxes())
         assert list(sample.images.items()) == [("cam_front", b"jpeg"), ("cam_back", b"png")]
         assert sample.points["lidar_top"].shape == (3, 5)
-        assert sample.extra == {"x_note.json": b"not JSON", "x_array.npy": b"not an array", "odd.bin": b"odd"}
+        assert sample.extra == {
+            "x_note.json": b"not JSON",
+            "x_array.npy": b"not an array",
+            "odd.bin": b"odd",
+        }
         assert repr(sample).endswith(
             "images cam_front, cam_back; 4 boxes; 3 points of lidar_top; x_note.json; x_array.npy; odd.bin)"
         )
@@ -188,7 +240,9 @@ class TestSample:
         assert str(caught.value).startswith(f"{meta().key}.{name}: ")
 
     def test_the_metadata_of_another_sample_is_refused(self) -> None:
-        with pytest.raises(SchemaError, match=r"clip-9\.meta\.json: key 'clip-0-000001' is not the sample's key"):
+        with pytest.raises(
+            SchemaError, match=r"clip-9\.meta\.json: key 'clip-0-000001' is not the sample's key"
+        ):
             decode_sample("clip-9", members())
 
 
@@ -208,7 +262,9 @@ class TestGeometry:
     def test_the_lidar_is_seen_through_its_own_time(self) -> None:
         rig = geometry()
         moved = replace(
-            rig, lidar_ego2global=rig.lidar_ego2global @ rigid(np.array([1.0, 0, 0, 0.1]), np.ones(3))[None]
+            rig,
+            lidar_ego2global=rig.lidar_ego2global
+            @ rigid(np.array([1.0, 0, 0, 0.1]), np.ones(3))[None],
         )
         for g in (rig, moved):
             point = np.array([5.0, 2.0, -1.0, 1.0])
@@ -230,17 +286,30 @@ class TestGeometry:
     def test_stacked_samples_have_the_same_matrices_to_the_bit(self) -> None:
         rng = np.random.default_rng(3)
         turns = rigid(rng.normal(size=(6, 4)), rng.normal(size=(6, 3)) * 1000)
-        single = [replace(geometry(), ego2global=turn, cam_ego2global=turn @ turns[: len(CAMERAS)]) for turn in turns]
-        methods = (Geometry.cam2keyego, Geometry.ego2cam, Geometry.ego2img, Geometry.lidar2keyego, Geometry.lidar2img)
+        single = [
+            replace(geometry(), ego2global=turn, cam_ego2global=turn @ turns[: len(CAMERAS)])
+            for turn in turns
+        ]
+        methods = (
+            Geometry.cam2keyego,
+            Geometry.ego2cam,
+            Geometry.ego2img,
+            Geometry.lidar2keyego,
+            Geometry.lidar2img,
+        )
         stacked, windows = Geometry.stack(single), Geometry.stack(single, 2, 3)
         for method in methods:
             expected = np.stack([method(one) for one in single])
             np.testing.assert_array_equal(method(stacked), expected)
-            np.testing.assert_array_equal(method(windows), expected.reshape(2, 3, *expected.shape[1:]))
+            np.testing.assert_array_equal(
+                method(windows), expected.reshape(2, 3, *expected.shape[1:])
+            )
         assert windows.cam_valid.shape == (2, 3, len(CAMERAS))
         key = windows.ego2global[:, 2]
         for at in range(3):
-            wanted = np.stack([replace(single[3 * b + at], ego2global=key[b]).cam2keyego() for b in range(2)])
+            wanted = np.stack(
+                [replace(single[3 * b + at], ego2global=key[b]).cam2keyego() for b in range(2)]
+            )
             np.testing.assert_array_equal(windows.cam2keyego(key[:, None])[:, at], wanted)
 
     def test_stacked_samples_keep_the_lidars_that_all_have(self) -> None:
@@ -271,7 +340,10 @@ class TestBoxes:
         some = replace(make_boxes(rng, 3), rotation_wxyz=rng.normal(size=(3, 4)).astype(np.float32))
         corners = some.corners().astype(np.float64)
         np.testing.assert_allclose(corners.mean(1), some.boxes3d[:, :3], atol=1e-4)
-        edges = [np.linalg.norm(corners[:, a] - corners[:, b], axis=-1) for a, b in ((0, 4), (0, 2), (0, 1))]
+        edges = [
+            np.linalg.norm(corners[:, a] - corners[:, b], axis=-1)
+            for a, b in ((0, 4), (0, 2), (0, 1))
+        ]
         np.testing.assert_allclose(np.stack(edges, -1), some.boxes3d[:, 3:6], rtol=1e-4)
 
     def test_no_boxes_have_no_corners(self) -> None:
@@ -285,40 +357,62 @@ class TestNuScenes:
     @pytest.fixture
     def tables(self) -> dict[str, list[dict]]:
         folder = shared_data("nuscenes-mini") / "v1.0-derived"
-        return {name: json.loads((folder / f"{name}.json").read_text()) for name in
-                ("calibrated_sensor", "ego_pose", "sample_data", "sensor")}  # fmt: skip
+        return {
+            name: json.loads((folder / f"{name}.json").read_text())
+            for name in ("calibrated_sensor", "ego_pose", "sample_data", "sensor")
+        }
 
     def test_every_calibration_and_pose_is_rigid(self, tables) -> None:
         rows = tables["calibrated_sensor"] + tables["ego_pose"]
-        matrices = rigid(np.array([r["rotation"] for r in rows]), np.array([r["translation"] for r in rows]))
+        matrices = rigid(
+            np.array([r["rotation"] for r in rows]), np.array([r["translation"] for r in rows])
+        )
         rotations = matrices[:, :3, :3]
-        np.testing.assert_allclose(rotations @ np.swapaxes(rotations, 1, 2), np.tile(np.eye(3), (len(rows), 1, 1)),
-                                   atol=1e-14)  # fmt: skip
+        np.testing.assert_allclose(
+            rotations @ np.swapaxes(rotations, 1, 2),
+            np.tile(np.eye(3), (len(rows), 1, 1)),
+            atol=1e-14,
+        )
         np.testing.assert_allclose(np.linalg.det(rotations), 1, atol=1e-12)
         np.testing.assert_allclose(invert_rigid(matrices), np.linalg.inv(matrices), atol=1e-9)
 
     def test_matrices_are_those_of_the_devkit(self, tables) -> None:
-        devkit = pytest.importorskip("nuscenes.utils.geometry_utils", reason="nuscenes-devkit is not installed")
+        devkit = pytest.importorskip(
+            "nuscenes.utils.geometry_utils", reason="nuscenes-devkit is not installed"
+        )
         quaternion = pytest.importorskip("pyquaternion").Quaternion
         for row in tables["calibrated_sensor"] + tables["ego_pose"]:
             oracle = devkit.transform_matrix(row["translation"], quaternion(row["rotation"]))
             ours = rigid(np.array(row["rotation"]), np.array(row["translation"]))
             np.testing.assert_allclose(ours, oracle, atol=1e-12)
-            inverse = devkit.transform_matrix(row["translation"], quaternion(row["rotation"]), inverse=True)
+            inverse = devkit.transform_matrix(
+                row["translation"], quaternion(row["rotation"]), inverse=True
+            )
             np.testing.assert_allclose(invert_rigid(ours), inverse, atol=1e-9)
 
     def test_cameras_look_where_their_names_say(self, tables) -> None:
         channel = {row["token"]: row["channel"] for row in tables["sensor"]}
         bearing_deg = {
-            "CAM_FRONT": 0, "CAM_FRONT_LEFT": 55, "CAM_BACK_LEFT": 110, "CAM_BACK": 180, "CAM_BACK_RIGHT": -110,
+            "CAM_FRONT": 0,
+            "CAM_FRONT_LEFT": 55,
+            "CAM_BACK_LEFT": 110,
+            "CAM_BACK": 180,
+            "CAM_BACK_RIGHT": -110,
             "CAM_FRONT_RIGHT": -55,
-        }  # fmt: skip
+        }
         seen = set()
         for row in tables["calibrated_sensor"]:
             name = channel[row["sensor_token"]]
             if name in bearing_deg:
-                axis = rotation_matrices(np.array(row["rotation"])) @ [0, 0, 1]  # a camera looks along its z
-                off = np.angle(np.exp(1j * (np.arctan2(axis[1], axis[0]) - np.radians(bearing_deg[name]))), deg=True)
+                axis = rotation_matrices(np.array(row["rotation"])) @ [
+                    0,
+                    0,
+                    1,
+                ]  # a camera looks along its z
+                off = np.angle(
+                    np.exp(1j * (np.arctan2(axis[1], axis[0]) - np.radians(bearing_deg[name]))),
+                    deg=True,
+                )
                 assert abs(off) < 10, name
                 seen.add(name)
         assert seen == set(bearing_deg)

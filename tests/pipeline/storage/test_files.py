@@ -56,7 +56,9 @@ def test_too_many_open_files_says_the_limit_and_the_cure(tmp_path) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
     try:
-        with pytest.raises(OSError, match=r"as many open files as it may, 1: allow 1024 or more \(`ulimit -n"):
+        with pytest.raises(
+            OSError, match=r"as many open files as it may, 1: allow 1024 or more \(`ulimit -n"
+        ):
             open_file(tmp_path / "a")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -69,15 +71,23 @@ def kinds(place: Path) -> dict[str, Path]:
     made["device"].symlink_to("/dev/zero")
     made["out"].symlink_to("/etc/hostname")
     made["loop"].symlink_to("loop")
-    with contextlib.chdir(place), socket.socket(socket.AF_UNIX) as bound:  # its path has 107 bytes at most
+    with (
+        contextlib.chdir(place),
+        socket.socket(socket.AF_UNIX) as bound,
+    ):  # its path has 107 bytes at most
         bound.bind("socket")
     return made
 
 
 def test_other_kinds_of_files_are_refused_at_once(tmp_path) -> None:
     for name, place in kinds(tmp_path).items():
-        says = {"folder": "is a folder, not a file", **dict.fromkeys(("device", "out", "loop"), "leads out of")}
-        with pytest.raises(PermissionError, match=says.get(name, "is not a regular file")):  # is not tried again
+        says = {
+            "folder": "is a folder, not a file",
+            **dict.fromkeys(("device", "out", "loop"), "leads out of"),
+        }
+        with pytest.raises(
+            PermissionError, match=says.get(name, "is not a regular file")
+        ):  # is not tried again
             open_file(place)
     with pytest.raises(FileNotFoundError):
         open_file(tmp_path / "nothing")
@@ -85,21 +95,57 @@ def test_other_kinds_of_files_are_refused_at_once(tmp_path) -> None:
 
 KEY = "clip-0000-000001"
 COMMANDS = (
-    "verify DS", "verify --deep DS", "inspect DS", f"inspect DS {KEY}", "log DS", "diff DS GOOD", "diff GOOD DS",
-    f"view DS {KEY} --output out/a.png", "view DS --layers teacher=LAYER --output out/b.png",
-    f"view GOOD {KEY} --layers teacher=LAYER --output out/c.png", "reshard DS out/whole",
-    "reshard --append OTHER DS out/appended", "order describe DS --global-batch=1", "tag DS", "verify LAYER",
-    "verify --deep LAYER", "inspect LAYER", f"inspect LAYER {KEY}", "diff LAYER LAYER", "log LAYER",
-    "layer rebase LAYER DS out/rebased", "layer rebase LAYER GOOD out/again",
-)  # fmt: skip
-OF_DATASET = ("dataset.json", "shards.arrow", "index.arrow", "keys.arrow", "blocks.sha256", "attributes.parquet",
-              "train-000000.tar", "train-000000.idx", "tags.json")  # fmt: skip
-OF_LAYER = ("dataset.json", "shards.arrow", "index.arrow", "keys.arrow", "blocks.sha256", "attributes.parquet",
-            "rows.npy", "layer-000000.tar", "layer-000000.idx")  # fmt: skip
+    "verify DS",
+    "verify --deep DS",
+    "inspect DS",
+    f"inspect DS {KEY}",
+    "log DS",
+    "diff DS GOOD",
+    "diff GOOD DS",
+    f"view DS {KEY} --output out/a.png",
+    "view DS --layers teacher=LAYER --output out/b.png",
+    f"view GOOD {KEY} --layers teacher=LAYER --output out/c.png",
+    "reshard DS out/whole",
+    "reshard --append OTHER DS out/appended",
+    "order describe DS --global-batch=1",
+    "tag DS",
+    "verify LAYER",
+    "verify --deep LAYER",
+    "inspect LAYER",
+    f"inspect LAYER {KEY}",
+    "diff LAYER LAYER",
+    "log LAYER",
+    "layer rebase LAYER DS out/rebased",
+    "layer rebase LAYER GOOD out/again",
+)
+OF_DATASET = (
+    "dataset.json",
+    "shards.arrow",
+    "index.arrow",
+    "keys.arrow",
+    "blocks.sha256",
+    "attributes.parquet",
+    "train-000000.tar",
+    "train-000000.idx",
+    "tags.json",
+)
+OF_LAYER = (
+    "dataset.json",
+    "shards.arrow",
+    "index.arrow",
+    "keys.arrow",
+    "blocks.sha256",
+    "attributes.parquet",
+    "rows.npy",
+    "layer-000000.tar",
+    "layer-000000.idx",
+)
 
 
 def epoch(place: Path, **options: Any) -> None:
-    with contextlib.closing(make_loader(str(place), 1, image=ImageAugment(height=32, width=64), **options)) as loader:
+    with contextlib.closing(
+        make_loader(str(place), 1, image=ImageAugment(height=32, width=64), **options)
+    ) as loader:
         for _ in loader:
             pass
 
@@ -122,7 +168,9 @@ READERS: dict[str, Callable[[], object]] = {
     },
     "loader, filtered": partial(epoch, "DS", order=OrderSpec(filter="night")),
     **{
-        f"loader, {name}": partial(epoch, place, layers={"teacher": {"path": "LAYER", "missing": "mask"}}, order=order)
+        f"loader, {name}": partial(
+            epoch, place, layers={"teacher": {"path": "LAYER", "missing": "mask"}}, order=order
+        )
         for name, place, order in (
             ("LAYER of DS", "DS", None),
             ("LAYER of GOOD", "GOOD", None),
@@ -198,8 +246,14 @@ def whole(tmp_path_factory) -> Path:
             for sample in parts.samples:
                 sample.key = sample.row.key.replace("clip", "other")
                 sample.members[META].raw = sample.members[META].raw.replace(b"clip-00", b"other-00")
-            parts.edit_rows = lambda rows: [row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows]
-        for source, name, size in (("small", "GOOD", None), ("another", "OTHER", None), ("small", "PACKED", 4096)):
+            parts.edit_rows = lambda rows: [
+                row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows
+            ]
+        for source, name, size in (
+            ("small", "GOOD", None),
+            ("another", "OTHER", None),
+            ("small", "PACKED", 4096),
+        ):
             reshard(place / source, place / name, dictionary_bytes=size)
         shutil.copytree(place / "GOOD", place / "DS")
         (place / "DS" / "tags.json").write_text('["v1"]')
@@ -212,14 +266,24 @@ def whole(tmp_path_factory) -> Path:
     return place
 
 
-FILES = [*(("DS", name) for name in OF_DATASET), ("DS", "zstd.dict"), *(("LAYER", name) for name in OF_LAYER)]
+FILES = [
+    *(("DS", name) for name in OF_DATASET),
+    ("DS", "zstd.dict"),
+    *(("LAYER", name) for name in OF_LAYER),
+]
 CASES = [(folder, name, kind) for kind in ("fifo", "folder", "link out") for folder, name in FILES]
-EVERY = 1 if os.environ.get("FUELRAIL_ATTACK") == "all" else 8  # of the cases: each takes five seconds
+EVERY = (
+    1 if os.environ.get("FUELRAIL_ATTACK") == "all" else 8
+)  # of the cases: each takes five seconds
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("folder", "name", "kind"), CASES[::EVERY], ids=["-".join(one) for one in CASES[::EVERY]])
-def test_no_command_or_reader_waits_for_or_follows_a_file_that_is_none(whole, tmp_path, folder, name, kind) -> None:
+@pytest.mark.parametrize(
+    ("folder", "name", "kind"), CASES[::EVERY], ids=["-".join(one) for one in CASES[::EVERY]]
+)
+def test_no_command_or_reader_waits_for_or_follows_a_file_that_is_none(
+    whole, tmp_path, folder, name, kind
+) -> None:
     """A link leads to a good copy outside of the folder, and the kernel says whether anybody opened that."""
     place, outside = tmp_path / "place", tmp_path / "outside"
     shutil.copytree(whole, place)
@@ -242,4 +306,6 @@ def test_no_command_or_reader_waits_for_or_follows_a_file_that_is_none(whole, tm
         with pytest.raises(ManifestError, match=r"dataset\.json' cannot be read: it is "):
             verify(place / folder, deep=False, num_threads=1)
     elif name != "tags.json":
-        assert name in {fault.file for fault in verify(place / folder, deep=False, num_threads=1).faults}
+        assert name in {
+            fault.file for fault in verify(place / folder, deep=False, num_threads=1).faults
+        }

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import ChecksumError, IndexFileError
 from fuelrail.pipeline.storage import retry
-from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries, fault_of, read_checked, redacted
+from fuelrail.pipeline.storage.retry import (
+    Fault,
+    RetryPolicy,
+    call_with_retries,
+    fault_of,
+    read_checked,
+    redacted,
+)
 
 yarl = pytest.importorskip("yarl")
 aiohttp = pytest.importorskip("aiohttp")
@@ -21,11 +28,16 @@ obstore = pytest.importorskip("obstore.exceptions")
 
 def http(status: int) -> Exception:
     url = yarl.URL("http://host/a?sig=deadbeef")
-    return aiohttp.ClientResponseError(aiohttp.RequestInfo(url, "GET", None, url), (), status=status, message="no")
+    return aiohttp.ClientResponseError(
+        aiohttp.RequestInfo(url, "GET", None, url), (), status=status, message="no"
+    )
 
 
 def boto(status: int, code: str) -> Exception:
-    response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": code, "Message": "no"}}
+    response = {
+        "ResponseMetadata": {"HTTPStatusCode": status},
+        "Error": {"Code": code, "Message": "no"},
+    }
     return botocore.ClientError(response, "GetObject")
 
 
@@ -38,24 +50,46 @@ def s3fs_error(status: int) -> Exception:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (http(404), "missing"), (http(410), "missing"), (FileNotFoundError("x"), "missing"),
-        (boto(404, "NoSuchKey"), "missing"), (obstore.NotFoundError("x"), "missing"),
-        (http(403), "refused"), (http(401), "refused"), (PermissionError("x"), "refused"),
-        (botocore.NoCredentialsError(), "refused"), (obstore.PermissionDeniedError("x"), "refused"),
-        (obstore.UnauthenticatedError("x"), "refused"), (s3fs_error(403), "refused"),
-        (http(400), "invalid"), (ValueError("x"), "invalid"), (TypeError("x"), "invalid"),
-        (botocore.ParamValidationError(report="x"), "invalid"), (aiohttp.InvalidURL("http://"), "invalid"),
-        (http(416), "cut"), (s3fs_error(416), "cut"),
-        (http(429), "throttled"), (http(503), "throttled"), (boto(503, "SlowDown"), "throttled"),
-        (obstore.GenericError("Server returned non-2xx status code: 503 Service Unavailable"), "throttled"),
-        (http(500), "transient"), (http(502), "transient"), (http(408), "transient"), (s3fs_error(500), "transient"),
+        (http(404), "missing"),
+        (http(410), "missing"),
+        (FileNotFoundError("x"), "missing"),
+        (boto(404, "NoSuchKey"), "missing"),
+        (obstore.NotFoundError("x"), "missing"),
+        (http(403), "refused"),
+        (http(401), "refused"),
+        (PermissionError("x"), "refused"),
+        (botocore.NoCredentialsError(), "refused"),
+        (obstore.PermissionDeniedError("x"), "refused"),
+        (obstore.UnauthenticatedError("x"), "refused"),
+        (s3fs_error(403), "refused"),
+        (http(400), "invalid"),
+        (ValueError("x"), "invalid"),
+        (TypeError("x"), "invalid"),
+        (botocore.ParamValidationError(report="x"), "invalid"),
+        (aiohttp.InvalidURL("http://"), "invalid"),
+        (http(416), "cut"),
+        (s3fs_error(416), "cut"),
+        (http(429), "throttled"),
+        (http(503), "throttled"),
+        (boto(503, "SlowDown"), "throttled"),
+        (
+            obstore.GenericError("Server returned non-2xx status code: 503 Service Unavailable"),
+            "throttled",
+        ),
+        (http(500), "transient"),
+        (http(502), "transient"),
+        (http(408), "transient"),
+        (s3fs_error(500), "transient"),
         (obstore.GenericError("error sending request: connection refused"), "transient"),
-        (TimeoutError(), "transient"), (ConnectionResetError("x"), "transient"),
+        (TimeoutError(), "transient"),
+        (ConnectionResetError("x"), "transient"),
         (OSError(errno.ESTALE, "x"), "transient"),
-        (aiohttp.ServerDisconnectedError(), "transient"), (aiohttp.ClientPayloadError("400 of 500 bytes"), "transient"),
-        (botocore.EndpointConnectionError(endpoint_url="x"), "transient"), (EOFError(), "transient"),
+        (aiohttp.ServerDisconnectedError(), "transient"),
+        (aiohttp.ClientPayloadError("400 of 500 bytes"), "transient"),
+        (botocore.EndpointConnectionError(endpoint_url="x"), "transient"),
+        (EOFError(), "transient"),
     ],
-)  # fmt: skip
+)
 def test_faults_are_distinguished(error, kind):
     fault = fault_of(error)
     assert fault.kind == kind
@@ -64,14 +98,21 @@ def test_faults_are_distinguished(error, kind):
 
 def test_a_cause_that_says_more_counts():
     payload = aiohttp.ClientPayloadError("Response payload is not completed")
-    payload.__cause__ = aiohttp.http_exceptions.ContentLengthError("Not enough data")  # its code is 400
+    payload.__cause__ = aiohttp.http_exceptions.ContentLengthError(
+        "Not enough data"
+    )  # its code is 400
     assert fault_of(payload).kind == "transient"
 
 
 def test_no_secret_gets_into_a_text():
-    options = {"key": "AKIAEXAMPLE", "client_kwargs": {"aws_session_token": "t0k3n/xyz", "verify": True}, "n": ["abcd"]}
+    options = {
+        "key": "AKIAEXAMPLE",
+        "client_kwargs": {"aws_session_token": "t0k3n/xyz", "verify": True},
+        "n": ["abcd"],
+    }
     text = redacted(
-        "GET https://user:pass@host/a?X-Amz-Signature=deadbeef failed for AKIAEXAMPLE with t0k3n/xyz, abcd", options
+        "GET https://user:pass@host/a?X-Amz-Signature=deadbeef failed for AKIAEXAMPLE with t0k3n/xyz, abcd",
+        options,
     )
     for secret in ("AKIAEXAMPLE", "t0k3n", "pass", "deadbeef", "abcd", "user"):
         assert secret not in text
@@ -85,7 +126,9 @@ def test_delays_are_jittered_and_capped(failures, draw):
     policy = RetryPolicy(first_delay_s=0.1, max_delay_s=5.0)
     delay = policy.delay_s(failures, draw)
     assert 0 <= delay <= min(5.0, 0.1 * 2.0 ** min(failures - 1, 60))
-    assert policy.delay_s(failures, 0.5) == pytest.approx(0.5 * min(5.0, 0.1 * 2.0 ** min(failures - 1, 60)))
+    assert policy.delay_s(failures, 0.5) == pytest.approx(
+        0.5 * min(5.0, 0.1 * 2.0 ** min(failures - 1, 60))
+    )
 
 
 class TestCalls:
@@ -99,7 +142,12 @@ class TestCalls:
                 raise errors.pop()
             return 7
 
-        assert call_with_retries(work, self.POLICY, lambda fault, pause: calls.append((fault.kind, pause is None))) == 7
+        assert (
+            call_with_retries(
+                work, self.POLICY, lambda fault, pause: calls.append((fault.kind, pause is None))
+            )
+            == 7
+        )
         assert calls == [("transient", False), ("transient", False)]
 
     def test_what_cannot_be_helped_is_reported_at_once(self):
@@ -114,7 +162,9 @@ class TestCalls:
 
     def test_the_deadline_ends_it(self, monkeypatch):
         pauses, now_s = [], [0.0]
-        clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s))
+        clock = SimpleNamespace(
+            monotonic=lambda: now_s[0], sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s)
+        )
         monkeypatch.setattr(retry, "time", clock)
 
         def work() -> None:
@@ -144,7 +194,11 @@ class TestReadChecked:
 
     @pytest.mark.parametrize(
         ("answers", "num_reads"),
-        [([b"right"], 1), ([b"a", b"b", b"c", b"d", b"e", b"right"], 6), ([b"a", b"b", b"a", b"right"], 4)],
+        [
+            ([b"right"], 1),
+            ([b"a", b"b", b"c", b"d", b"e", b"right"], 6),
+            ([b"a", b"b", b"a", b"right"], 4),
+        ],
     )
     def test_bytes_that_change_are_read_again(self, answers, num_reads) -> None:
         left = iter(answers)

@@ -11,15 +11,25 @@ from numpy.testing import assert_allclose
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.ego import IDENTITY, BevAugment, BevMap
 
-BEVDET = BevAugment(train=True, rotate_deg=(-22.5, 22.5), scale=(0.95, 1.05), flip_x_prob=0.5, flip_y_prob=0.5)
-BEVFUSION = BevAugment(train=True, rotate_deg=(-45, 45), scale=(0.9, 1.1), flip_x_prob=0.5, translate_std_m=0.5)
+BEVDET = BevAugment(
+    train=True, rotate_deg=(-22.5, 22.5), scale=(0.95, 1.05), flip_x_prob=0.5, flip_y_prob=0.5
+)
+BEVFUSION = BevAugment(
+    train=True, rotate_deg=(-45, 45), scale=(0.9, 1.1), flip_x_prob=0.5, translate_std_m=0.5
+)
 
 maps = st.builds(
-    BevMap, rotation_rad=st.floats(-4, 4), scale=st.floats(0.5, 2), flip_x=st.booleans(), flip_y=st.booleans(),
+    BevMap,
+    rotation_rad=st.floats(-4, 4),
+    scale=st.floats(0.5, 2),
+    flip_x=st.booleans(),
+    flip_y=st.booleans(),
     translation_m=st.tuples(*[st.floats(-5, 5)] * 3),
-)  # fmt: skip
+)
 boxes = st.lists(
-    st.tuples(*[st.floats(-60, 60)] * 3, *[st.floats(0.2, 12)] * 3, st.floats(-3.1, 3.1)), min_size=1, max_size=4
+    st.tuples(*[st.floats(-60, 60)] * 3, *[st.floats(0.2, 12)] * 3, st.floats(-3.1, 3.1)),
+    min_size=1,
+    max_size=4,
 ).map(lambda rows: np.array(rows, np.float32))
 
 
@@ -30,7 +40,9 @@ def homogeneous(points: np.ndarray) -> np.ndarray:
 def rigid(yaw: float, pitch: float, place: tuple[float, float, float]) -> np.ndarray:
     matrix = np.eye(4)
     cy, sy, cp, sp = math.cos(yaw), math.sin(yaw), math.cos(pitch), math.sin(pitch)
-    matrix[:3, :3] = np.array([[cy, -sy, 0], [sy, cy, 0], [0, 0, 1]]) @ np.array([[cp, 0, sp], [0, 1, 0], [-sp, 0, cp]])
+    matrix[:3, :3] = np.array([[cy, -sy, 0], [sy, cy, 0], [0, 0, 1]]) @ np.array(
+        [[cp, 0, sp], [0, 1, 0], [-sp, 0, cp]]
+    )
     matrix[:3, 3] = place
     return matrix
 
@@ -46,7 +58,9 @@ def test_the_matrix_is_rotation_then_scale_then_flip_then_translation(bev: BevMa
 
 
 @given(maps, boxes, st.tuples(*[st.floats(-20, 20)] * 3))
-def test_velocities_are_the_motion_of_moved_points(bev: BevMap, rows: np.ndarray, velocity: tuple) -> None:
+def test_velocities_are_the_motion_of_moved_points(
+    bev: BevMap, rows: np.ndarray, velocity: tuple
+) -> None:
     step_s = 0.5
     before = rows[:, :3].astype(np.float64)
     later = before + np.array(velocity) * step_s
@@ -56,11 +70,15 @@ def test_velocities_are_the_motion_of_moved_points(bev: BevMap, rows: np.ndarray
 
 
 def test_unknown_velocities_stay_unknown() -> None:
-    assert np.isnan(BEVDET.draw(seed=0, epoch=0, sample=0).vectors(np.full((2, 3), np.nan, np.float32))).all()
+    assert np.isnan(
+        BEVDET.draw(seed=0, epoch=0, sample=0).vectors(np.full((2, 3), np.nan, np.float32))
+    ).all()
 
 
 @given(maps, st.floats(-3, 3), st.floats(-0.2, 0.2), st.tuples(*[st.floats(-3, 3)] * 3))
-def test_points_stay_in_the_lidars_frame_and_meet_the_boxes(bev: BevMap, yaw: float, pitch: float, place) -> None:
+def test_points_stay_in_the_lidars_frame_and_meet_the_boxes(
+    bev: BevMap, yaw: float, pitch: float, place
+) -> None:
     lidar2ego = rigid(yaw, pitch, place)
     points = np.random.default_rng(0).uniform(-50, 50, (20, 5)).astype(np.float32)
     moved = bev.points(points, lidar2ego)
@@ -74,14 +92,20 @@ def test_points_stay_in_the_lidars_frame_and_meet_the_boxes(bev: BevMap, yaw: fl
 @given(maps)
 def test_pixels_do_not_move_when_the_world_does(bev: BevMap) -> None:
     # ego2img' = ego2img B^-1 sees a moved point on the same pixel, and at the same depth.
-    ego2img = np.array([[816.0, -1266.0, 0, 4], [491.0, 0, -1266.0, 9], [1.0, 0, 0, -1.7], [0, 0, 0, 1]])
+    ego2img = np.array(
+        [[816.0, -1266.0, 0, 4], [491.0, 0, -1266.0, 9], [1.0, 0, 0, -1.7], [0, 0, 0, 1]]
+    )
     points = homogeneous(np.random.default_rng(0).uniform((5, -10, -2), (60, 10, 3), (9, 3)))
-    assert_allclose((points @ bev.matrix.T) @ (ego2img @ bev.inverse).T, points @ ego2img.T, atol=1e-6)
+    assert_allclose(
+        (points @ bev.matrix.T) @ (ego2img @ bev.inverse).T, points @ ego2img.T, atol=1e-6
+    )
 
 
 def test_draws_depend_on_their_address_alone() -> None:
     assert BEVDET.draw(seed=1, epoch=2, sample=3) == BEVDET.draw(seed=1, epoch=2, sample=3)
-    drawn = {BEVDET.draw(seed=s, epoch=e, sample=n) for s in range(2) for e in range(2) for n in range(5)}
+    drawn = {
+        BEVDET.draw(seed=s, epoch=e, sample=n) for s in range(2) for e in range(2) for n in range(5)
+    }
     assert len(drawn) == 20
     assert BEVDET.evaluation().draw(seed=1, epoch=2, sample=3) is IDENTITY
     assert np.array_equal(IDENTITY.matrix, np.eye(4))
@@ -93,7 +117,13 @@ def test_golden_draw() -> None:
     assert_allclose((bev.rotation_rad, bev.scale, *bev.translation_m), GOLDEN, atol=1e-12)
 
 
-GOLDEN = (0.5620387287347193, 0.9126701224883373, 0.15163613568344697, 0.3731408149327013, -0.5071918509166676)
+GOLDEN = (
+    0.5620387287347193,
+    0.9126701224883373,
+    0.15163613568344697,
+    0.3731408149327013,
+    -0.5071918509166676,
+)
 
 
 def test_draws_cover_their_ranges() -> None:

@@ -17,10 +17,17 @@ from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 
 RIG = [(1600, 900)] * 6
 BEVDET = ImageAugment(
-    height=256, width=704, train=True, resize="width", resize_jitter=(-0.06, 0.11), flip_prob=0.5,
+    height=256,
+    width=704,
+    train=True,
+    resize="width",
+    resize_jitter=(-0.06, 0.11),
+    flip_prob=0.5,
     rotate_deg=(-5.4, 5.4),
-)  # fmt: skip
-STREAMPETR = ImageAugment(height=256, width=704, train=True, resize_range=(0.38, 0.55), flip_prob=0.5, scope="sample")
+)
+STREAMPETR = ImageAugment(
+    height=256, width=704, train=True, resize_range=(0.38, 0.55), flip_prob=0.5, scope="sample"
+)
 
 
 def bevdet_reference(wh: tuple[int, int], draws: np.ndarray) -> ImageMap:
@@ -49,15 +56,21 @@ def test_training_draws_are_bevdets(seed: int, epoch: int, sample: int) -> None:
 
 
 GOLDEN = (
-    -0.4776217442587879, 0.0219154441297672, 731.7326916192371,
-    0.021931371051373133, 0.47727488750914465, -191.75472305442082,
-)  # fmt: skip
+    -0.4776217442587879,
+    0.0219154441297672,
+    731.7326916192371,
+    0.021931371051373133,
+    0.47727488750914465,
+    -191.75472305442082,
+)
 
 
 def test_golden_draw() -> None:
     # Frozen with the random stream: the map of one camera of one sample of one epoch.
     image_map = BEVDET.draw(RIG, seed=7, epoch=3, sample=12345)[1]
-    assert image_map == BEVDET.draw(RIG, seed=7, epoch=3, sample=12345, cameras=[1, 5, 0, 2, 3, 4])[0]
+    assert (
+        image_map == BEVDET.draw(RIG, seed=7, epoch=3, sample=12345, cameras=[1, 5, 0, 2, 3, 4])[0]
+    )
     assert_allclose(image_map.coefficients, GOLDEN, rtol=0, atol=1e-9)
 
 
@@ -86,14 +99,44 @@ def test_scope_says_who_shares_a_draw() -> None:
         (ImageAugment(height=256, width=704, resize="width"), (1600, 900), (704, 396), (0, 140)),
         (ImageAugment(height=256, width=704), (1550, 2048), (704, 930), (0, 674)),  # portrait
         (ImageAugment(height=480, width=480, crop_x="center"), (1600, 900), (853, 480), (186, 0)),
-        (ImageAugment(height=256, width=704, resize=0.48), (1600, 900), (768, 432), (32, 176)),  # bevfusion
-        (ImageAugment(height=480, width=800, resize=0.5, crop_y="top"), (1600, 900), (800, 450), (0, 0)),
-        (ImageAugment(height=256, width=704, resize="contain", crop_y="top"), (1550, 2048), (193, 256), (0, 0)),
+        (
+            ImageAugment(height=256, width=704, resize=0.48),
+            (1600, 900),
+            (768, 432),
+            (32, 176),
+        ),  # bevfusion
+        (
+            ImageAugment(height=480, width=800, resize=0.5, crop_y="top"),
+            (1600, 900),
+            (800, 450),
+            (0, 0),
+        ),
+        (
+            ImageAugment(height=256, width=704, resize="contain", crop_y="top"),
+            (1550, 2048),
+            (193, 256),
+            (0, 0),
+        ),
         (ImageAugment(height=256, width=704, resize="stretch"), (1600, 900), (704, 256), (0, 0)),
-        (ImageAugment(height=256, width=704, crop_bottom=(0.0, 0.2)), (1600, 900), (704, 396), (0, 100)),
+        (
+            ImageAugment(height=256, width=704, crop_bottom=(0.0, 0.2)),
+            (1600, 900),
+            (704, 396),
+            (0, 100),
+        ),
         (ImageAugment(height=256, width=704, crop_y="center"), (1600, 900), (704, 396), (0, 70)),
-        (ImageAugment(height=300, width=500, resize=1.0, crop_y="random"), (600, 400), (600, 400), (50, 50)),
-        (ImageAugment(height=300, width=500, resize=1.0, crop_x="left", crop_y="top"), (600, 400), (600, 400), (0, 0)),
+        (
+            ImageAugment(height=300, width=500, resize=1.0, crop_y="random"),
+            (600, 400),
+            (600, 400),
+            (50, 50),
+        ),
+        (
+            ImageAugment(height=300, width=500, resize=1.0, crop_x="left", crop_y="top"),
+            (600, 400),
+            (600, 400),
+            (0, 0),
+        ),
     ],
 )
 def test_evaluation_sizes_and_crops(
@@ -117,7 +160,12 @@ def test_evaluation_is_not_random_and_never_flips_or_turns() -> None:
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(0, 10**6))
 @settings(max_examples=60)
 def test_any_image_size_gives_a_map_of_the_final_size(width: int, height: int, sample: int) -> None:
-    for augment in (BEVDET, STREAMPETR, BEVDET.evaluation(), ImageAugment(height=64, width=64, resize="contain")):
+    for augment in (
+        BEVDET,
+        STREAMPETR,
+        BEVDET.evaluation(),
+        ImageAugment(height=64, width=64, resize="contain"),
+    ):
         (image_map,) = augment.draw([(width, height)], seed=3, epoch=1, sample=sample)
         assert image_map.out_wh == (augment.width, augment.height)
         assert image_map.source_wh == (width, height)
@@ -139,7 +187,9 @@ def test_legacy_matrices_follow_the_factor_and_pixels_the_truth(resize, train: b
     for sample in range(5):
         for wh in ((1600, 900), (1597, 901)):
             draws = [
-                ImageAugment(**settings_, geometry=geometry).draw([wh], seed=0, epoch=0, sample=sample)[0]
+                ImageAugment(**settings_, geometry=geometry).draw(
+                    [wh], seed=0, epoch=0, sample=sample
+                )[0]
                 for geometry in ("exact", "legacy_mmdet3d")
             ]
             exact, legacy = draws
@@ -151,7 +201,9 @@ def test_legacy_matrices_follow_the_factor_and_pixels_the_truth(resize, train: b
             assert factor == pytest.approx(0.48 if resize == 0.48 else min(1.0, factor), abs=1e-12)
             # Off by the half pixel, the cut to integers and, flipped, by one pixel: never by more than two.
             corners = np.array([(0, 0, 1), (wh[0] - 1, wh[1] - 1, 1)], float).T
-            assert 0.0 < np.abs((exact.centre_matrix() - legacy.centre_matrix()) @ corners).max() < 2.0
+            assert (
+                0.0 < np.abs((exact.centre_matrix() - legacy.centre_matrix()) @ corners).max() < 2.0
+            )
     # Building on keeps the truth alone.
     assert legacy.flip().published is None
     assert legacy.of_rows(10, 100).published is None

@@ -55,7 +55,11 @@ def oracle(wh: tuple[int, int], operations: list[tuple]) -> np.ndarray:
         else:
             angle = math.radians(arguments[0])
             turn = np.array(
-                [[math.cos(angle), math.sin(angle), 0.0], [-math.sin(angle), math.cos(angle), 0.0], [0.0, 0.0, 1.0]]
+                [
+                    [math.cos(angle), math.sin(angle), 0.0],
+                    [-math.sin(angle), math.cos(angle), 0.0],
+                    [0.0, 0.0, 1.0],
+                ]
             )
             step = translation(width / 2, height / 2) @ turn @ translation(-width / 2, -height / 2)
         total = step @ total
@@ -67,7 +71,9 @@ def test_operations_compose_as_matrices(wh, operations):
     image_map = build(wh, operations)
     edge = oracle(wh, operations)
     assert_allclose(image_map.matrix, edge[:2], rtol=1e-9, atol=1e-9)
-    assert_allclose(image_map.centre_matrix(), translation(-0.5, -0.5) @ edge @ translation(0.5, 0.5), atol=1e-9)
+    assert_allclose(
+        image_map.centre_matrix(), translation(-0.5, -0.5) @ edge @ translation(0.5, 0.5), atol=1e-9
+    )
     a, b, tx, c, d, ty = image_map.inverse_coefficients()
     inverse = np.array([[a, b, tx], [c, d, ty], [0.0, 0.0, 1.0]])
     assert_allclose(inverse @ edge, np.eye(3), atol=1e-6)
@@ -81,7 +87,9 @@ def test_operations_compose_as_matrices(wh, operations):
 @given(
     st.tuples(_size, _size),
     st.lists(_operation, max_size=4),
-    st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.floats(0.5, 80)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.floats(0.5, 80)), min_size=1, max_size=5
+    ),
 )
 def test_points_project_where_the_map_takes_their_pixel(wh, operations, points):
     image_map = build(wh, operations)
@@ -210,11 +218,18 @@ def test_the_map_is_the_product_that_the_documents_state():
     """Resize, crop, flip u' = W - 1 - u, rotation about ((W - 1) / 2, (H - 1) / 2): pixel centres at whole numbers."""
     wide, high, left, top = 80, 50, 7, 9
     settings = ImageAugment(height=32, width=64)
-    found = settings._map((160, 100), (0.5, 0.5), (wide, high), (left, top), flip=True, degrees=30.0).centre_matrix()
+    found = settings._map(
+        (160, 100), (0.5, 0.5), (wide, high), (left, top), flip=True, degrees=30.0
+    ).centre_matrix()
     u, v = 23.0, 41.0
     u, v = (u + 0.5) * wide / 160 - 0.5 - left, (v + 0.5) * high / 100 - 0.5 - top
     u = 64 - 1 - u
     x, y, angle = u - (64 - 1) / 2, v - (32 - 1) / 2, math.radians(30.0)
     # Counter-clockwise as seen: v points down, so what is right of the pivot comes to lie above it.
-    right, down = x * math.cos(angle) + y * math.sin(angle), y * math.cos(angle) - x * math.sin(angle)
-    assert_allclose((found @ (23.0, 41.0, 1.0))[:2], ((64 - 1) / 2 + right, (32 - 1) / 2 + down), atol=1e-9)
+    right, down = (
+        x * math.cos(angle) + y * math.sin(angle),
+        y * math.cos(angle) - x * math.sin(angle),
+    )
+    assert_allclose(
+        (found @ (23.0, 41.0, 1.0))[:2], ((64 - 1) / 2 + right, (32 - 1) / 2 + down), atol=1e-9
+    )

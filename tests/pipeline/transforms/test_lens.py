@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from fuelrail.loaders.decode.lens import rectified_camera
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.transforms.lens import Lens, bent, read_lens, rectified_places, source_places, straight
+from fuelrail.pipeline.transforms.lens import (
+    Lens,
+    bent,
+    read_lens,
+    rectified_places,
+    source_places,
+    straight,
+)
 
 K = np.array([[620.0, 0.0, 790.0], [0.0, 622.0, 455.0], [0.0, 0.0, 1.0]])
 WH = (1600, 900)
@@ -30,10 +37,11 @@ def lens_of(model, *coefficients, camera=K):
 
 PAIRS = {
     "f-theta and the fisheye": (
-        lens_of("ftheta", 0, 1, 0, FISHEYE[0], 0, FISHEYE[1]), lens_of("kannala_brandt", *FISHEYE)
+        lens_of("ftheta", 0, 1, 0, FISHEYE[0], 0, FISHEYE[1]),
+        lens_of("kannala_brandt", *FISHEYE),
     ),
     "Mei and the pinhole": (lens_of("mei", 0, *RADTAN), lens_of("opencv_radtan", *RADTAN)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -44,20 +52,29 @@ def test_a_lens_that_opencv_has_is_as_opencv_has_it(name):
         source_places(moved, own, (704, 256)), source_places(moved, theirs, (704, 256)), strict=True
     ):
         np.testing.assert_allclose(mine, other, atol=1e-3)
-    grid = np.stack(np.meshgrid(np.linspace(200, 1400, 13), np.linspace(100, 800, 9)), -1).reshape(-1, 2)
+    grid = np.stack(np.meshgrid(np.linspace(200, 1400, 13), np.linspace(100, 800, 9)), -1).reshape(
+        -1, 2
+    )
     tight = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 200, 1e-12)
     undo = cv2.fisheye.undistortPoints if theirs.kind == "fisheye" else cv2.undistortPoints
-    wanted = undo(grid[:, None], K, np.array(theirs.coefficients), R=np.eye(3), P=K, criteria=tight)[:, 0]
+    wanted = undo(
+        grid[:, None], K, np.array(theirs.coefficients), R=np.eye(3), P=K, criteria=tight
+    )[:, 0]
     np.testing.assert_allclose(rectified_places(grid, own), wanted, atol=1e-6)
     for alpha in (0.0, 1.0):
         if theirs.kind == "pinhole":  # the fisheye's own rule is another
-            np.testing.assert_allclose(rectified_camera(own, WH, alpha), rectified_camera(theirs, WH, alpha), rtol=0.01)
+            np.testing.assert_allclose(
+                rectified_camera(own, WH, alpha), rectified_camera(theirs, WH, alpha), rtol=0.01
+            )
 
 
 @given(
-    st.lists(st.floats(-0.02, 0.02), min_size=4, max_size=4), st.floats(0.0, 1.0), st.floats(-3.1, 3.1),
-    st.floats(0.0, 1.3), st.sampled_from(["ftheta", "mei"]),
-)  # fmt: skip
+    st.lists(st.floats(-0.02, 0.02), min_size=4, max_size=4),
+    st.floats(0.0, 1.0),
+    st.floats(-3.1, 3.1),
+    st.floats(0.0, 1.3),
+    st.sampled_from(["ftheta", "mei"]),
+)
 def test_there_and_back_is_where_it_began(values, xi, turn, theta, kind):
     coefficients = (0.0, 1.0, *values) if kind == "ftheta" else (xi, *(0.2 * one for one in values))
     lens = lens_of(kind, *coefficients)
@@ -72,7 +89,9 @@ def test_the_centre_and_what_lies_behind_have_places():
         assert np.isfinite(rectified_places(np.array([[0.0, 0.0], [1e4, -1e4]]), lens)).all()
         # A small step at the centre is as long in the straightened image as in the stored one.
         step = np.array([[K[0, 2], K[1, 2]], [K[0, 2] + 0.01, K[1, 2]]])
-        np.testing.assert_allclose(np.diff(rectified_places(step, lens), axis=0), [[0.01, 0.0]], atol=1e-5)
+        np.testing.assert_allclose(
+            np.diff(rectified_places(step, lens), axis=0), [[0.01, 0.0]], atol=1e-5
+        )
 
 
 def test_mei_is_the_projection_from_a_point_above_the_sphere():
@@ -88,7 +107,9 @@ def test_mei_is_the_projection_from_a_point_above_the_sphere():
 
 
 def test_f_theta_is_that_of_the_physical_ai_developer_kit():
-    models = pytest.importorskip("physical_ai_av.utils.camera_models", reason="pip install physical_ai_av")
+    models = pytest.importorskip(
+        "physical_ai_av.utils.camera_models", reason="pip install physical_ai_av"
+    )
     forward = [0.0, 930.0, 4.0, -21.0, 3.0]  # pixels per radian^n, as its calibration has them
     row = {
         "width": 1920,
@@ -100,7 +121,9 @@ def test_f_theta_is_that_of_the_physical_ai_developer_kit():
     theta = np.linspace(0.0, 1.2, 400)
     radius = np.polynomial.Polynomial(forward)(theta)
     back = np.polynomial.Polynomial.fit(radius, theta, 4).convert().coef
-    kit = models.FThetaCameraModel.from_camera_row({**row, **{f"bw_poly_{n}": k for n, k in enumerate(back)}})
+    kit = models.FThetaCameraModel.from_camera_row(
+        {**row, **{f"bw_poly_{n}": k for n, k in enumerate(back)}}
+    )
     camera = np.array([[930.0, 0, 961.3], [0, 930.0, 542.7], [0, 0, 1]])
     lens = lens_of("ftheta", *(k / 930.0 for k in forward), camera=camera)
     rng = np.random.default_rng(2)
@@ -111,13 +134,18 @@ def test_f_theta_is_that_of_the_physical_ai_developer_kit():
     mine = straight((found - camera[:2, 2]) / 930.0, lens)
     # Its polynomial back is a fit: its own way there and back is off by as much.
     off = np.linalg.norm(kit.ray2pixel(kit_rays) - found, axis=1).max()
-    assert np.linalg.norm((kit_rays[:, :2] / kit_rays[:, 2:] - mine) * 930.0, axis=1).max() < 20 * off + 1e-3
+    assert (
+        np.linalg.norm((kit_rays[:, :2] / kit_rays[:, 2:] - mine) * 930.0, axis=1).max()
+        < 20 * off + 1e-3
+    )
     np.testing.assert_allclose(mine, rays[:, :2], atol=1e-9)
 
 
 def test_what_is_shown_with_alpha():
     lens = lens_of("ftheta", 0.0, 1.0, 0.0, -0.05)
-    corners = np.array([[0.0, 0.0], [WH[0] - 1.0, 0.0], [0.0, WH[1] - 1.0], [WH[0] - 1.0, WH[1] - 1.0]])
+    corners = np.array(
+        [[0.0, 0.0], [WH[0] - 1.0, 0.0], [0.0, WH[1] - 1.0], [WH[0] - 1.0, WH[1] - 1.0]]
+    )
     whole = dataclasses.replace(lens, rectified=rectified_camera(lens, WH, 1.0))
     assert (rectified_places(corners, whole) >= -1e-6).all()
     assert (rectified_places(corners, whole) <= np.array(WH) - 1 + 1e-6).all()

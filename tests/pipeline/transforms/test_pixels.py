@@ -7,7 +7,12 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.pixels import NO_CHANGE, PixelAugment, PixelChange
 
 BEVFORMER = PixelAugment(
-    train=True, brightness=32, contrast=(0.5, 1.5), saturation=(0.5, 1.5), hue_deg=18, swap_channels=True
+    train=True,
+    brightness=32,
+    contrast=(0.5, 1.5),
+    saturation=(0.5, 1.5),
+    hue_deg=18,
+    swap_channels=True,
 )
 STREAMPETR = PixelAugment(train=True, grid_mask_prob=0.7)
 
@@ -23,9 +28,11 @@ def draw_many(augment: PixelAugment, count: int = 2000) -> list[PixelChange]:
 def test_distortions_cover_their_ranges_each_with_its_probability() -> None:
     changes = draw_many(BEVFORMER)
     for name, neutral, low, high in (
-        ("brightness", 0.0, -32, 32), ("contrast", 1.0, 0.5, 1.5), ("saturation", 1.0, 0.5, 1.5),
+        ("brightness", 0.0, -32, 32),
+        ("contrast", 1.0, 0.5, 1.5),
+        ("saturation", 1.0, 0.5, 1.5),
         ("hue_deg", 0.0, -18, 18),
-    ):  # fmt: skip
+    ):
         values = np.array([getattr(change, name) for change in changes])
         assert 0.45 < (values != neutral).mean() < 0.55, name
         assert low <= values.min() < low + (high - low) / 50
@@ -33,8 +40,12 @@ def test_distortions_cover_their_ranges_each_with_its_probability() -> None:
     assert 0.45 < np.mean([change.contrast_first for change in changes]) < 0.55
     orders = {change.order for change in changes}
     assert len(orders) == 6
-    assert 0.38 < np.mean([change.order != (0, 1, 2) for change in changes]) < 0.46  # 1 in 6 orders is none
-    switches = np.array([[c.brightness != 0, c.contrast != 1, c.saturation != 1, c.hue_deg != 0] for c in changes])
+    assert (
+        0.38 < np.mean([change.order != (0, 1, 2) for change in changes]) < 0.46
+    )  # 1 in 6 orders is none
+    switches = np.array(
+        [[c.brightness != 0, c.contrast != 1, c.saturation != 1, c.hue_deg != 0] for c in changes]
+    )
     assert np.abs(np.corrcoef(switches.T) - np.eye(4)).max() < 0.08
 
 
@@ -64,10 +75,14 @@ def test_draws_depend_on_their_address_alone() -> None:
 def test_golden_draw() -> None:
     # Frozen with the random stream.
     (change,) = BEVFORMER.draw(256, seed=7, epoch=3, sample=12345, cameras=(1,))
-    assert change == PixelChange(-10.924618453950593, 1.0, 1.0280184916642785, 0.0, False, (0, 1, 2), None)
+    assert change == PixelChange(
+        -10.924618453950593, 1.0, 1.0280184916642785, 0.0, False, (0, 1, 2), None
+    )
 
 
-@pytest.mark.parametrize("augment", [BEVFORMER.evaluation(), PixelAugment(train=True), PixelAugment()])
+@pytest.mark.parametrize(
+    "augment", [BEVFORMER.evaluation(), PixelAugment(train=True), PixelAugment()]
+)
 def test_nothing_changes_where_nothing_is_asked(augment: PixelAugment) -> None:
     assert augment.changes_nothing
     assert augment.draw(256, seed=1, epoch=2, sample=3, cameras=range(6)) == [NO_CHANGE] * 6

@@ -18,9 +18,27 @@ def test_golden_values() -> None:
     # Frozen: runs in the world resume on these numbers. If this fails, augmentation of every old run changes.
     got = uniforms(7, 3, 12345, (0, 5, ALL_CAMERAS), "image-augment", 5)
     assert got.tolist() == [
-        [0.5036406581986539, 0.2256841167584196, 0.042610640220525964, 0.5107070380834474, 0.4871414526653386],
-        [0.3844064320496867, 0.8951036399638768, 0.761004471233019, 0.5025152702829443, 0.46405933013660183],
-        [0.4057798742867943, 0.34301015948353597, 0.5506692180306191, 0.5390269746235546, 0.9090256456053564],
+        [
+            0.5036406581986539,
+            0.2256841167584196,
+            0.042610640220525964,
+            0.5107070380834474,
+            0.4871414526653386,
+        ],
+        [
+            0.3844064320496867,
+            0.8951036399638768,
+            0.761004471233019,
+            0.5025152702829443,
+            0.46405933013660183,
+        ],
+        [
+            0.4057798742867943,
+            0.34301015948353597,
+            0.5506692180306191,
+            0.5390269746235546,
+            0.9090256456053564,
+        ],
     ]
     # The ninth value comes from the second block.
     assert uniforms(0, 0, 0, (0,), "x", 9)[0, 8] == 0.41058997102063555
@@ -29,13 +47,22 @@ def test_golden_values() -> None:
     ]
 
 
-@given(INT64, INT64, INT64, st.lists(INT64, max_size=3), st.sampled_from(["some-stream", "s"]), st.integers(1, 20))
+@given(
+    INT64,
+    INT64,
+    INT64,
+    st.lists(INT64, max_size=3),
+    st.sampled_from(["some-stream", "s"]),
+    st.integers(1, 20),
+)
 def test_is_what_the_definition_says(seed, epoch, sample, cameras, stream, count) -> None:
     got = uniforms(seed, epoch, sample, cameras, stream, count)
     assert (got.shape, got.dtype) == ((len(cameras), count), np.float64)
     for camera, row in zip(cameras, got, strict=True):
         for i, value in enumerate(row):
-            address = b"".join(x.to_bytes(8, "little", signed=True) for x in (seed, epoch, sample, camera, i // 8))
+            address = b"".join(
+                x.to_bytes(8, "little", signed=True) for x in (seed, epoch, sample, camera, i // 8)
+            )
             digest = hashlib.blake2b(address, digest_size=64, person=stream.encode()).digest()
             (word,) = struct.unpack_from("<Q", digest, 8 * (i % 8))
             assert value == (word >> 11) / 2**53

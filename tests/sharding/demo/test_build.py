@@ -102,7 +102,9 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         ("size", (8, 90), r"\(width, height\) in pixels, from \(64, 36\) to \(4096, 2304\)"),
     ],
 )
-def test_worlds_that_cannot_be_are_refused(field: str, value: object, message: str, tmp_path: Path) -> None:
+def test_worlds_that_cannot_be_are_refused(
+    field: str, value: object, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=rf"{field}={re.escape(repr(value))} must be {message}"):
         SynthOptions(**{field: value})
     with pytest.raises(ConfigError, match=field):
@@ -114,10 +116,25 @@ def test_the_command_makes_a_world_and_then_says_that_it_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "world")
-    words = ["synth", out, "--seed", "3", "--clips", "1", "--frames", "2", "--size", "160x90", "--workers", "1"]
+    words = [
+        "synth",
+        out,
+        "--seed",
+        "3",
+        "--clips",
+        "1",
+        "--frames",
+        "2",
+        "--size",
+        "160x90",
+        "--workers",
+        "1",
+    ]
     assert main(words) == 0
     said = capsys.readouterr()
-    assert said.out.startswith(f"wrote: {out}, v1.0-mini, seed 3: 1 clips of 2 keyframes, 12 images, 3 lidar sweeps")
+    assert said.out.startswith(
+        f"wrote: {out}, v1.0-mini, seed 3: 1 clips of 2 keyframes, 12 images, 3 lidar sweeps"
+    )
     assert said.err == ""
     assert main(words) == 0
     assert capsys.readouterr().out.startswith("already complete: ")
@@ -133,8 +150,20 @@ def test_the_command_makes_a_world_and_then_says_that_it_is_there(
 
 
 def test_ctrl_c_while_it_renders_ends_with_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fuelrail", "synth", str(tmp_path / "world"), "--size", "64x64", "--workers", "2"]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "fuelrail",
+        "synth",
+        str(tmp_path / "world"),
+        "--size",
+        "64x64",
+        "--workers",
+        "2",
+    ]
+    process = subprocess.Popen(
+        command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     while process.poll() is None and not any(tmp_path.glob(".world.partial-*/samples/CAM_FRONT/*")):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does

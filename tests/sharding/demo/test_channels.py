@@ -33,7 +33,14 @@ from support.synth_channels import (
 
 pytestmark = pytest.mark.slow
 
-WORLD: dict[str, Any] = {"seed": 5, "clips": 1, "frames": 3, "size": (64, 36), "lidar_sweeps": 1, "workers": 1}
+WORLD: dict[str, Any] = {
+    "seed": 5,
+    "clips": 1,
+    "frames": 3,
+    "size": (64, 36),
+    "lidar_sweeps": 1,
+    "workers": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +85,9 @@ def test_cells_of_a_class_lie_in_its_boxes(dataset) -> None:
     places = np.array(EXTENT_M[:3]) + (cells + 0.5) * CELL_M
     turn = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))
     offset = np.einsum("mji,pmj->pmi", turn, places[:, None] - boxes.boxes3d[:, :3])
-    near = (np.abs(offset) <= boxes.boxes3d[:, 3:6] / 2 + CELL_M).all(-1)  # a point may be in the corner of its cell
+    near = (np.abs(offset) <= boxes.boxes3d[:, 3:6] / 2 + CELL_M).all(
+        -1
+    )  # a point may be in the corner of its cell
     same = boxes.label + FIRST_CLASS == grid[tuple(cells.T)][:, None]
     assert (near & same).any(1).all()
     assert (grid == STATIC).sum() > 2000
@@ -87,11 +96,16 @@ def test_cells_of_a_class_lie_in_its_boxes(dataset) -> None:
 def one_box(**values: Any) -> Boxes:
     found = {
         "boxes3d": np.array([[10.0, 4.0, 0.6, 4.4, 1.9, 1.6, 0.0]], np.float32),
-        "rotation_wxyz": np.array([[1.0, 0, 0, 0]], np.float32), "velocity": np.array([[10.0, 0, 0]], np.float32),
-        "label": np.array([3], np.int16), "instance_id": np.array([1], np.int64),
-        "num_lidar_pts": np.array([1], np.int32), "num_radar_pts": np.array([0], np.int32),
-        "visibility": np.array([4], np.int8), "attribute": np.array([-1], np.int16), "valid": np.array([1], np.uint8),
-    }  # fmt: skip
+        "rotation_wxyz": np.array([[1.0, 0, 0, 0]], np.float32),
+        "velocity": np.array([[10.0, 0, 0]], np.float32),
+        "label": np.array([3], np.int16),
+        "instance_id": np.array([1], np.int64),
+        "num_lidar_pts": np.array([1], np.int32),
+        "num_radar_pts": np.array([0], np.int32),
+        "visibility": np.array([4], np.int8),
+        "attribute": np.array([-1], np.int16),
+        "valid": np.array([1], np.uint8),
+    }
     return Boxes(**{**found, **values})
 
 
@@ -107,12 +121,20 @@ def test_what_moved_on_leaves_no_trail() -> None:
 
 @pytest.mark.parametrize(
     "ego",
-    [BevMap(flip_y=True), BevMap(flip_x=True), BevMap(flip_x=True, flip_y=True), BevMap(rotation_rad=math.pi / 2)],
+    [
+        BevMap(flip_y=True),
+        BevMap(flip_x=True),
+        BevMap(flip_x=True, flip_y=True),
+        BevMap(rotation_rad=math.pi / 2),
+    ],
 )
 def test_an_augmented_grid_is_that_of_augmented_points_and_boxes(dataset, ego) -> None:
     sample = dataset[1]
     lidar2ego = sample.geometry.lidar2keyego(0)
-    points = sample.points["lidar_top"][:, :3].astype(np.float64) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
+    points = (
+        sample.points["lidar_top"][:, :3].astype(np.float64) @ lidar2ego[:3, :3].T
+        + lidar2ego[:3, 3]
+    )
     age_s, boxes = np.zeros(len(points)), sample.boxes
     moved_boxes = dataclasses.replace(
         boxes,
@@ -136,7 +158,9 @@ def test_tokens_say_what_is_around_the_nearest_cells_first() -> None:
     assert tokens[0] == TOKENS.vocabulary.size - 1
     assert tokens[1:].max() < tokens[0]
     global2ego = invert_rigid(clip.ego2global(moment))
-    middles = np.stack(np.meshgrid(np.arange(32), np.arange(32), indexing="ij"), -1).reshape(-1, 2) - 15.5
+    middles = (
+        np.stack(np.meshgrid(np.arange(32), np.arange(32), indexing="ij"), -1).reshape(-1, 2) - 15.5
+    )
     middles = middles[np.argsort((middles**2).sum(1), kind="stable")] * 3.2
     places = [
         (global2ego[:3, :3] @ solid.centre + global2ego[:3, 3])[:2]

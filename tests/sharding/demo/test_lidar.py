@@ -37,7 +37,9 @@ def test_points_lie_on_the_ground_or_on_something(index: int) -> None:
     assert 15_000 < len(points) <= NUM_RINGS * NUM_COLUMNS
     assert np.isfinite(points).all()
     assert set(np.unique(points[:, 4])) <= set(range(NUM_RINGS))
-    assert ((points[:, 3] >= 0) & (points[:, 3] <= 255) & (points[:, 3] == np.rint(points[:, 3]))).all()
+    assert (
+        (points[:, 3] >= 0) & (points[:, 3] <= 255) & (points[:, 3] == np.rint(points[:, 3]))
+    ).all()
     places = _global(clip, capture_us, points)
     explained = np.abs(places[:, 2]) < 0.03
     assert 0.3 < explained.mean() < 0.95
@@ -67,10 +69,14 @@ def test_nobody_near_has_its_points_outside_its_box() -> None:
     # Taking one car away takes exactly the points in its box away (others may appear behind it).
     clip, solids, capture_us = _sweep(0)
     places = _global(clip, capture_us, cast(clip, solids, capture_us))
-    counted = [(points_in_box(places, solid), solid) for solid in solids if solid.kind == "vehicle.car"]
+    counted = [
+        (points_in_box(places, solid), solid) for solid in solids if solid.kind == "vehicle.car"
+    ]
     count, solid = max(counted, key=lambda pair: pair[0])
     assert count > 100
-    without = _global(clip, capture_us, cast(clip, [one for one in solids if one is not solid], capture_us))
+    without = _global(
+        clip, capture_us, cast(clip, [one for one in solids if one is not solid], capture_us)
+    )
     assert points_in_box(without, solid) == 0
     kept = {tuple(place) for place in without}
     assert sum(tuple(place) not in kept for place in places) == count

@@ -34,7 +34,9 @@ def _shot(index: int, channel: str, frame: int = 2) -> _Shot:
     clip = make_clip(SPEC, index)
     capture = [one for one in captures(SPEC, clip) if one.is_key_frame][frame]
     camera = next(one for one in clip.rig.cameras if one.channel == channel)
-    return _Shot(clip, camera, clip.solids(capture.timestamp_us), capture.timestamp_us - camera.lead_us)
+    return _Shot(
+        clip, camera, clip.solids(capture.timestamp_us), capture.timestamp_us - camera.lead_us
+    )
 
 
 def _owners(shot: _Shot) -> np.ndarray:
@@ -47,7 +49,9 @@ def _projected_corners(shot: _Shot, solid: Solid) -> np.ndarray | None:
     length, width, height = solid.size_lwh
     c, s = np.cos(solid.yaw_rad), np.sin(solid.yaw_rad)
     x, y, z = np.array(np.meshgrid([-0.5, 0.5], [-0.5, 0.5], [-0.5, 0.5])).reshape(3, 8)
-    corners = np.array([c * x * length - s * y * width, s * x * length + c * y * width, z * height, np.zeros(8)])
+    corners = np.array(
+        [c * x * length - s * y * width, s * x * length + c * y * width, z * height, np.zeros(8)]
+    )
     corners = corners + np.array([[*solid.centre, 1.0]]).T
     global2cam = invert_rigid(shot.clip.ego2global(shot.exposure_us) @ shot.camera.sensor2ego)
     seen = (global2cam @ corners)[:3]
@@ -115,7 +119,9 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
         assert columns.min() - low[0] < 2 + slack * size[0], solid.kind
         assert high[0] - columns.max() < 2 + slack * size[0], solid.kind
         share = len(rows) / _hull_mask(shot, corners, 0.0).sum()
-        least = 0.04 if solid.kind == "bicycle" else 0.18 if slack > 0.2 else 0.6  # one sees through spokes and frame
+        least = (
+            0.04 if solid.kind == "bicycle" else 0.18 if slack > 0.2 else 0.6
+        )  # one sees through spokes and frame
         assert share > least, (solid.kind, share)
         num_checked += 1
     assert num_checked >= 8

@@ -23,7 +23,11 @@ Tables = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def tables(small_world: Path) -> Tables:
     folder = small_world / VERSION
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem != "splits"}
+    return {
+        path.stem: json.loads(path.read_text())
+        for path in folder.glob("*.json")
+        if path.stem != "splits"
+    }
 
 
 def test_all_thirteen_are_there_and_tokens_are_unique(tables: Tables) -> None:
@@ -37,7 +41,11 @@ def test_all_thirteen_are_there_and_tokens_are_unique(tables: Tables) -> None:
 def test_chains_go_both_ways_in_time(tables: Tables, name: str) -> None:
     rows = {row["token"]: row for row in tables[name]}
     times = {row["token"]: row["timestamp"] for row in tables["sample"]}
-    groups = {"sample": "scene_token", "sample_data": "calibrated_sensor_token", "sample_annotation": "instance_token"}
+    groups = {
+        "sample": "scene_token",
+        "sample_data": "calibrated_sensor_token",
+        "sample_annotation": "instance_token",
+    }
 
     def time_of(row: dict[str, Any]) -> int:
         found: int = row["timestamp"] if "timestamp" in row else times[row["sample_token"]]
@@ -79,7 +87,9 @@ def test_instances_count_their_annotations(tables: Tables) -> None:
     assert sum(row["num_lidar_pts"] > 0 for row in annotations.values()) > 0.7 * len(annotations)
 
 
-@pytest.mark.parametrize(("num_clips", "expected"), [(1, ([0], [])), (2, ([0], [1])), (5, ([0, 1, 2, 4], [3]))])
+@pytest.mark.parametrize(
+    ("num_clips", "expected"), [(1, ([0], [])), (2, ([0], [1])), (5, ([0, 1, 2, 4], [3]))]
+)
 def test_splits_are_by_clip(num_clips: int, expected: tuple[list[int], list[int]]) -> None:
     found = splits(SynthOptions(clips=num_clips, frames=1))
     assert found == {
@@ -96,7 +106,9 @@ def devkit(small_world: Path) -> Any:
         return module.NuScenes(VERSION, str(small_world), verbose=False)
 
 
-@pytest.mark.filterwarnings("ignore:.*utcfromtimestamp:DeprecationWarning")  # the devkit's own, from Python 3.12 on
+@pytest.mark.filterwarnings(
+    "ignore:.*utcfromtimestamp:DeprecationWarning"
+)  # the devkit's own, from Python 3.12 on
 def test_the_devkit_opens_it(devkit: Any, capsys: pytest.CaptureFixture[str]) -> None:
     devkit.list_scenes()
     listed = capsys.readouterr().out
@@ -121,7 +133,9 @@ def test_the_devkit_projects_boxes_as_the_matrices_say(devkit: Any) -> None:
         _, boxes, intrinsic = devkit.get_sample_data(token)
         row = devkit.get("sample_data", token)
         sensor2ego = matrix(devkit.get("calibrated_sensor", row["calibrated_sensor_token"]))
-        global2sensor = np.linalg.inv(matrix(devkit.get("ego_pose", row["ego_pose_token"])) @ sensor2ego)
+        global2sensor = np.linalg.inv(
+            matrix(devkit.get("ego_pose", row["ego_pose_token"])) @ sensor2ego
+        )
         for box in boxes:
             annotation = devkit.get("sample_annotation", box.token)
             w, l, h = annotation["size"]  # noqa: E741
@@ -140,7 +154,8 @@ def test_the_devkit_projects_boxes_as_the_matrices_say(devkit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "level"), [(0.0, "1"), (0.4, "1"), (0.41, "2"), (0.61, "3"), (0.8, "3"), (0.81, "4"), (1.0, "4")]
+    ("share", "level"),
+    [(0.0, "1"), (0.4, "1"), (0.41, "2"), (0.61, "3"), (0.8, "3"), (0.81, "4"), (1.0, "4")],
 )
 def test_levels_end_where_nuscenes_says(share: float, level: str) -> None:
     assert visibility_level(share) == level
@@ -160,4 +175,6 @@ def test_lidar_counts_are_the_devkits(devkit: Any) -> None:
         assert cloud.points.shape[1] > 10_000
         assert len(boxes) == len(sample["anns"])
         counted = [int(points_in_box(box, cloud.points[:3]).sum()) for box in boxes]
-        assert counted == [devkit.get("sample_annotation", box.token)["num_lidar_pts"] for box in boxes]
+        assert counted == [
+            devkit.get("sample_annotation", box.token)["num_lidar_pts"] for box in boxes
+        ]

@@ -97,19 +97,27 @@ def test_cameras_look_where_their_names_say_and_scale_with_the_image() -> None:
         bearings[camera.channel] = math.degrees(math.atan2(forward[1], forward[0]))
         assert abs(forward[2]) < 0.03
     expected = {
-        "CAM_FRONT": 0, "CAM_FRONT_RIGHT": -55, "CAM_FRONT_LEFT": 55, "CAM_BACK": 180, "CAM_BACK_LEFT": 108,
+        "CAM_FRONT": 0,
+        "CAM_FRONT_RIGHT": -55,
+        "CAM_FRONT_LEFT": 55,
+        "CAM_BACK": 180,
+        "CAM_BACK_LEFT": 108,
         "CAM_BACK_RIGHT": -110,
-    }  # fmt: skip
+    }
     for channel, degrees in expected.items():
         assert abs((bearings[channel] - degrees + 180) % 360 - 180) < 3, channel
-    resize = np.array([[0.5, 0, -0.25], [0, 0.5, -0.25], [0, 0, 1]])  # centre-origin pixels, factor one half
+    resize = np.array(
+        [[0.5, 0, -0.25], [0, 0.5, -0.25], [0, 0, 1]]
+    )  # centre-origin pixels, factor one half
     for large, small in zip(full.cameras, half.cameras, strict=True):
         np.testing.assert_allclose(small.intrinsics, resize @ large.intrinsics, atol=1e-6)
         np.testing.assert_array_equal(small.sensor2ego, large.sensor2ego)
 
 
 @given(st.floats(0, 5), st.floats(-math.pi, math.pi))
-def test_overlap_of_turned_rectangles_agrees_with_sampled_points(distance: float, yaw: float) -> None:
+def test_overlap_of_turned_rectangles_agrees_with_sampled_points(
+    distance: float, yaw: float
+) -> None:
     first = corners(np.zeros(1), np.zeros(1), np.zeros(1), 4.0, 2.0)
     second = corners(np.full(1, distance), np.zeros(1), np.full(1, yaw), 3.0, 1.0)
     u, v = np.meshgrid(np.linspace(-0.499, 0.499, 60), np.linspace(-0.499, 0.499, 60))
@@ -131,20 +139,28 @@ def test_each_pixel_shows_what_its_ray_meets_first() -> None:
     draw = np.random.default_rng(0)
     seen = set()
     for u, v in zip(draw.integers(0, 160, 400), draw.integers(0, 90, 400), strict=True):
-        ray = cam2global[:3, :3] @ np.linalg.inv(camera.intrinsics) @ (u * 10 + 4.5, v * 10 + 4.5, 1.0)
+        ray = (
+            cam2global[:3, :3]
+            @ np.linalg.inv(camera.intrinsics)
+            @ (u * 10 + 4.5, v * 10 + 4.5, 1.0)
+        )
         _, solid = first_met(cam2global[:3, 3], ray, solids, 0.3)
         assert found[v, u] == (-1 if solid is None else solid.actor)
         seen.add(found[v, u])
     assert len(seen) > 5
 
 
-def _ahead(clip: SynthClip, metres: float, left: float, actor: int, size: tuple[float, float, float]) -> Solid:
+def _ahead(
+    clip: SynthClip, metres: float, left: float, actor: int, size: tuple[float, float, float]
+) -> Solid:
     (x, y, _), _ = clip.ego(clip.start_us)
     forward = clip.ego2global(clip.start_us)[:3, 0]
     side = np.array([-forward[1], forward[0]])
     place = np.array([x, y]) + metres * forward[:2] + left * side
     yaw = float(np.arctan2(forward[1], forward[0]))
-    return Solid("vehicle.bus.rigid", actor, (place[0], place[1], size[2] / 2), yaw, size, (9, 9, 9), 0)
+    return Solid(
+        "vehicle.bus.rigid", actor, (place[0], place[1], size[2] / 2), yaw, size, (9, 9, 9), 0
+    )
 
 
 @pytest.mark.costly
@@ -157,4 +173,6 @@ def test_what_is_hidden_is_not_seen() -> None:
     assert visible_shares(clip, behind, clip.start_us) == {0: 0.0, 1: 1.0}
     half = [_ahead(clip, 30.0, 0.0, 0, large), _ahead(clip, 15.0, 0.8, 1, (2.0, 1.6, 3.0))]
     assert 0.3 < visible_shares(clip, half, clip.start_us)[0] < 0.7
-    assert visible_shares(clip, half[::-1], clip.start_us) == pytest.approx(visible_shares(clip, half, clip.start_us))
+    assert visible_shares(clip, half[::-1], clip.start_us) == pytest.approx(
+        visible_shares(clip, half, clip.start_us)
+    )

@@ -47,14 +47,18 @@ def test_a_ctrl_c_while_locks_of_results_are_held_ends_the_run(dataroot, tmp_pat
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"--engine ray needs ray, .*: pip install 'fuelrail\[ray\]'"):
+    with pytest.raises(
+        ConfigError, match=r"--engine ray needs ray, .*: pip install 'fuelrail\[ray\]'"
+    ):
         make_engine(EngineOptions(engine="ray"))
 
 
 @pytest.fixture
 def job(tmp_path):
     (tmp_path / "source").mkdir()
-    return write_job(tmp_path / "out" / ".fuelrail", str(tmp_path / "out"), str(tmp_path / "source"))
+    return write_job(
+        tmp_path / "out" / ".fuelrail", str(tmp_path / "out"), str(tmp_path / "source")
+    )
 
 
 def test_in_a_shared_folder_they_are_there(job):
@@ -68,12 +72,16 @@ def test_a_node_that_does_not_see_the_output_says_so(job, tmp_path):
     says = r"node 1\.2\.3\.4 cannot read the output folder .*a file system that all nodes share.*or at a URL"
     with pytest.raises(DatasetError, match=says):
         inputs_here(elsewhere, "run1", "1.2.3.4")
-    with pytest.raises(DatasetError, match=says):  # a folder of the same name, of another machine or run
+    with pytest.raises(
+        DatasetError, match=says
+    ):  # a folder of the same name, of another machine or run
         inputs_here(job, "run2", "1.2.3.4")
 
 
 def test_a_node_that_does_not_see_the_source_says_so(job, tmp_path):
     share_inputs(job, "run1")
-    elsewhere = dataclasses.replace(job, source=job.source._replace(location=str(tmp_path / "elsewhere")))
+    elsewhere = dataclasses.replace(
+        job, source=job.source._replace(location=str(tmp_path / "elsewhere"))
+    )
     with pytest.raises(ConfigError, match=r"node 1\.2\.3\.4 cannot read the source .*elsewhere"):
         inputs_here(elsewhere, "run1", "1.2.3.4")

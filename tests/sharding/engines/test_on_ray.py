@@ -43,12 +43,16 @@ def cluster():
 
 
 def test_three_nodes_give_the_same_bytes(source, expected, cluster, tmp_path):
-    outcome = shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS)
+    outcome = shard_nuscenes(
+        source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS
+    )
     assert digests(tmp_path / "out") == expected
     assert outcome.num_written == outcome.manifest.num_shards > 6
 
 
-def test_nodes_that_die_in_the_middle_cost_time_only(source, expected, cluster, tmp_path, monkeypatch):
+def test_nodes_that_die_in_the_middle_cost_time_only(
+    source, expected, cluster, tmp_path, monkeypatch
+):
     # More tasks are under way than the one node that is left asks for.
     monkeypatch.setattr(ray, "_LOOK_S", 0.0)
 
@@ -61,27 +65,54 @@ def test_nodes_that_die_in_the_middle_cost_time_only(source, expected, cluster, 
                 cluster.tell("kill")
 
     killer = Killer()
-    shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), progress=killer, **OPTIONS)
+    shard_nuscenes(
+        source.root,
+        tmp_path / "out",
+        engine=RayEngine(cluster.address, 0),
+        progress=killer,
+        **OPTIONS,
+    )
     for _ in range(killer.num_killed):
         cluster.tell("add")
     assert killer.num_killed == 2
     assert digests(tmp_path / "out") == expected
 
 
-def test_a_cluster_without_a_node_for_the_tasks_is_not_waited_for_for_ever(source, cluster, tmp_path, monkeypatch):
+def test_a_cluster_without_a_node_for_the_tasks_is_not_waited_for_for_ever(
+    source, cluster, tmp_path, monkeypatch
+):
     monkeypatch.setattr(ray, "TASK_MEMORY_BYTES", 1 << 50)
     monkeypatch.setattr(ray, "NO_NODE_S", 0.5)
     monkeypatch.setattr(ray, "_LOOK_S", 0.1)
-    with pytest.raises(FuelrailError, match=r"no node with 1 CPU and [\d,]+ memory for 0 s, which each task needs"):
-        shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS)
+    with pytest.raises(
+        FuelrailError, match=r"no node with 1 CPU and [\d,]+ memory for 0 s, which each task needs"
+    ):
+        shard_nuscenes(
+            source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS
+        )
 
 
-def test_a_driver_that_is_killed_continues_with_the_same_command(source, expected, cluster, tmp_path):
+def test_a_driver_that_is_killed_continues_with_the_same_command(
+    source, expected, cluster, tmp_path
+):
     out = tmp_path / "out"
-    words = ("--seed", "7", "--shard-size", "30000", "--splits", "train=0.75,val=0.25", "--engine", "ray")
-    command = shard_command(f"nuscenes:{source.root}", out, *words, "--ray-address", cluster.address)
+    words = (
+        "--seed",
+        "7",
+        "--shard-size",
+        "30000",
+        "--splits",
+        "train=0.75,val=0.25",
+        "--engine",
+        "ray",
+    )
+    command = shard_command(
+        f"nuscenes:{source.root}", out, *words, "--ray-address", cluster.address
+    )
     variables = {**environment(), "RAY_USAGE_STATS_ENABLED": "0"}
-    run = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = subprocess.Popen(
+        command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 280
     while len(list(out.glob("*.tar"))) < 2 and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)

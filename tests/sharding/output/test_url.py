@@ -13,7 +13,13 @@ import pytest
 
 from fuelrail import ImageAugment
 from fuelrail.__main__ import main
-from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, DatasetNotReadyError, SourceError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetError,
+    DatasetExistsError,
+    DatasetNotReadyError,
+    SourceError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER
 from fuelrail.sharding.append import append
@@ -26,7 +32,15 @@ from fuelrail.sharding.verify.dataset import verify
 from support.cloud_emulators import emulated
 from support.loaders import make_loader
 from support.s3_server import s3_server
-from support.sharding import Interrupt, digests, environment, reshard, shard_command, shard_nuscenes, write_job
+from support.sharding import (
+    Interrupt,
+    digests,
+    environment,
+    reshard,
+    shard_command,
+    shard_nuscenes,
+    write_job,
+)
 
 pytestmark = pytest.mark.network
 
@@ -88,7 +102,9 @@ def test_verify_at_a_url(source, bucket, url, capsys, tmp_path):
     manifest = shard_nuscenes(source.root, url, **OPTIONS).manifest
     assert main(["verify", url, "--deep"]) == 0
     assert f"{url}: 16 samples in {manifest.num_shards} shards" in capsys.readouterr().out
-    first, second, third = (shard.name for shard in open_dataset(url, cache_dir=tmp_path / "cache").shards[:3])
+    first, second, third = (
+        shard.name for shard in open_dataset(url, cache_dir=tmp_path / "cache").shards[:3]
+    )
     data = bytearray(bucket.cat_file(f"{url}/{first}"))
     data[700] ^= 1
     bucket.pipe_file(f"{url}/{first}", bytes(data))
@@ -96,7 +112,9 @@ def test_verify_at_a_url(source, bucket, url, capsys, tmp_path):
     bucket.pipe_file(f"{url}/{third.removesuffix('.tar')}.idx", b"damaged")
     assert main(["verify", url]) == 1
     said = capsys.readouterr().out
-    assert f"{first}, offset 0, sample {open_dataset(url).index.row(0).key}: checksum mismatch" in said
+    assert (
+        f"{first}, offset 0, sample {open_dataset(url).index.row(0).key}: checksum mismatch" in said
+    )
     assert f"{second}: cannot be read: No such file or directory" in said
     assert f"{third.removesuffix('.tar')}.idx: has 7 bytes" in said
     assert main(["verify", url, "--repair", f"nuscenes:{source.root}"]) == 2
@@ -109,13 +127,24 @@ def test_verify_at_a_url(source, bucket, url, capsys, tmp_path):
 
 @pytest.mark.process
 def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket, url, tmp_path):
-    words = ("--seed", "7", "--shard-size", "50000", "--splits", "train=0.75,val=0.25", "--workers", "2")
+    words = (
+        "--seed",
+        "7",
+        "--shard-size",
+        "50000",
+        "--splits",
+        "train=0.75,val=0.25",
+        "--workers",
+        "2",
+    )
     command = shard_command(f"nuscenes:{source.root}", url, *words)
     run = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 280
     prefix = url.removeprefix("s3://")
     while time.monotonic() < deadline and run.poll() is None:
-        run.send_signal(signal.SIGSTOP)  # while it is looked at: on a busy machine it would finish meanwhile
+        run.send_signal(
+            signal.SIGSTOP
+        )  # while it is looked at: on a busy machine it would finish meanwhile
         bucket.invalidate_cache()
         if len(bucket.glob(f"{prefix}/{WORK_FOLDER}/records/*.tag")) >= 2:
             break
@@ -125,16 +154,24 @@ def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket
     assert run.wait() == -signal.SIGKILL
     bucket.invalidate_cache()
     assert not bucket.exists(f"{url}/dataset.json")
-    assert bucket.exists(f"{url}/{WORK_FOLDER}/lock.json")  # of a dead process, on this machine: no waiting
+    assert bucket.exists(
+        f"{url}/{WORK_FOLDER}/lock.json"
+    )  # of a dead process, on this machine: no waiting
     with pytest.raises(DatasetNotReadyError):
         open_dataset(url, cache_dir=tmp_path / "cache")
     # An upload that the dead run was in the middle of, and one that is none of its business.
-    bucket.call_s3("create_multipart_upload", Bucket="drives", Key=f"{prefix.partition('/')[2]}/train-000001.tar")
+    bucket.call_s3(
+        "create_multipart_upload",
+        Bucket="drives",
+        Key=f"{prefix.partition('/')[2]}/train-000001.tar",
+    )
     foreign = bucket.call_s3("create_multipart_upload", Bucket="drives", Key="other/thing")
     sealed = {
         path: bucket.info(path)["LastModified"]
         for path in bucket.glob(f"{prefix}/*.tar")
-        if bucket.exists(f"{prefix}/{WORK_FOLDER}/records/{path.rpartition('/')[2].removesuffix('.tar')}.tag")
+        if bucket.exists(
+            f"{prefix}/{WORK_FOLDER}/records/{path.rpartition('/')[2].removesuffix('.tar')}.tag"
+        )
     }
     assert sealed
     time.sleep(1.1)  # times of modification are in seconds
@@ -144,10 +181,14 @@ def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket
     assert all(bucket.info(path)["LastModified"] == written for path, written in sealed.items())
     assert fetched(bucket, url, tmp_path / "got") == expected
     assert [upload["Key"] for upload in uploads(bucket)] == ["other/thing"]
-    bucket.call_s3("abort_multipart_upload", Bucket="drives", Key="other/thing", UploadId=foreign["UploadId"])
+    bucket.call_s3(
+        "abort_multipart_upload", Bucket="drives", Key="other/thing", UploadId=foreign["UploadId"]
+    )
 
 
-def test_finished_shards_are_believed_by_their_seal_or_read(source, expected, bucket, url, tmp_path, monkeypatch):
+def test_finished_shards_are_believed_by_their_seal_or_read(
+    source, expected, bucket, url, tmp_path, monkeypatch
+):
     with pytest.raises(KeyboardInterrupt):
         shard_nuscenes(source.root, url, progress=Interrupt(3), **OPTIONS)
     with pytest.raises(DatasetExistsError, match="seed: 7 there, 8 here"):
@@ -157,7 +198,9 @@ def test_finished_shards_are_believed_by_their_seal_or_read(source, expected, bu
     shards = sorted(bucket.glob(f"{url.removeprefix('s3://')}/*.tar"))
     assert len(shards) == 3
     records = f"{url}/{WORK_FOLDER}/records"
-    bucket.pipe_file(shards[0], bytes(bucket.info(shards[0])["size"]))  # another object of the same size
+    bucket.pipe_file(
+        shards[0], bytes(bucket.info(shards[0])["size"])
+    )  # another object of the same size
     bucket.rm_file(f"{records}/{shards[1].rpartition('/')[2].removesuffix('.tar')}.tag")
     read = []
     holds = url_output.UrlOutput.holds
@@ -170,7 +213,9 @@ def test_finished_shards_are_believed_by_their_seal_or_read(source, expected, bu
     outcome = shard_nuscenes(source.root, url, **OPTIONS)
     assert outcome.num_kept == 2
     # The third has a seal that fits: its bytes are not read.
-    assert {name for name in read if name.endswith(".tar")} == {path.rpartition("/")[2] for path in shards[:2]}
+    assert {name for name in read if name.endswith(".tar")} == {
+        path.rpartition("/")[2] for path in shards[:2]
+    }
     assert fetched(bucket, url, tmp_path / "got") == expected
 
 
@@ -216,7 +261,9 @@ def test_a_bucket_that_is_not_there_and_foreign_objects(source, bucket, url):
     bucket.pipe_file(f"{url}/thesis.tex", b"")
     with pytest.raises(DatasetExistsError, match=r"thesis\.tex"):
         shard_nuscenes(source.root, url, **OPTIONS)
-    with pytest.raises(DatasetError, match=r"output 's3://nowhere/x' cannot be written: the bucket is not there"):
+    with pytest.raises(
+        DatasetError, match=r"output 's3://nowhere/x' cannot be written: the bucket is not there"
+    ):
         shard_nuscenes(source.root, "s3://nowhere/x", **OPTIONS)
 
 
@@ -225,7 +272,9 @@ def test_a_source_at_a_url_gives_the_same_bytes(source, expected, bucket, url, t
     shard_nuscenes(f"{url}", tmp_path / "out", **OPTIONS)
     assert digests(tmp_path / "out") == expected
     bucket.rm_file(f"{url}/v1.0-mini/scene.json")
-    with pytest.raises(SourceError, match=rf"nuScenes tables in '{url}/v1\.0-mini': scene\.json missing"):
+    with pytest.raises(
+        SourceError, match=rf"nuScenes tables in '{url}/v1\.0-mini': scene\.json missing"
+    ):
         shard_nuscenes(url, tmp_path / "out2", **OPTIONS)
     with pytest.raises(ConfigError, match=r"has no nuScenes tables: no folder such as v1"):
         shard_nuscenes(f"{url}/samples", tmp_path / "out2", **OPTIONS)
@@ -239,7 +288,9 @@ def test_datasets_at_urls_are_merged_and_appended(source, dataroot, sharded, buc
     assert open_dataset(tmp_path / "local").manifest.num_samples == 18
 
 
-def test_a_node_with_another_file_system_fetches_the_inputs_of_its_tasks(source, bucket, url, tmp_path, monkeypatch):
+def test_a_node_with_another_file_system_fetches_the_inputs_of_its_tasks(
+    source, bucket, url, tmp_path, monkeypatch
+):
     work = tmp_path / "driver"
     job = write_job(work, url, str(source.root))
     share_inputs(job, "run1")
@@ -252,7 +303,9 @@ def test_a_node_with_another_file_system_fetches_the_inputs_of_its_tasks(source,
         assert here.plan_rows.read_bytes() == b"plan.npy"
         assert here.scan_table.is_relative_to(tmp_path / "node")
         assert here.scan_table.parent.name == run
-    assert [path.name for path in here.scan_table.parent.parent.iterdir() if path.is_dir()] == ["run2"]
+    assert [path.name for path in here.scan_table.parent.parent.iterdir() if path.is_dir()] == [
+        "run2"
+    ]
     forget_inputs(url)
     assert not here.scan_table.exists()
 
@@ -294,12 +347,20 @@ def test_a_whole_run_at_any_store(source, expected, store, tmp_path):
         fs.get_file(path, str(copy / path.rpartition("/")[2]))
     assert digests(copy) == expected
     image = ImageAugment(height=32, width=48)
-    options = {"split": "train", "cache_dir": tmp_path / "loader", "seed": 1, "num_workers": 1, "image": image}
+    options = {
+        "split": "train",
+        "cache_dir": tmp_path / "loader",
+        "seed": 1,
+        "num_workers": 1,
+        "image": image,
+    }
     with make_loader(out, 2, **options) as remote, make_loader(copy, 2, **options) as local:
         assert [batch["sample_key"] for batch in remote] == [batch["sample_key"] for batch in local]
 
 
-@pytest.mark.parametrize("store", ["gs", "az"], indirect=True)  # memory:// shows a file from when it is opened
+@pytest.mark.parametrize(
+    "store", ["gs", "az"], indirect=True
+)  # memory:// shows a file from when it is opened
 def test_what_fails_leaves_no_object(store):
     """A file that is half-written when something fails never gets its name."""
     out = open_output(f"{store}/out")

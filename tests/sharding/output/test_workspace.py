@@ -17,7 +17,11 @@ from fuelrail.sharding.planning.plan import PlannedShard
 from fuelrail.sharding.planning.recipe import make_recipe
 
 STATE = RunState(
-    recipe=make_recipe(), num_samples=3, num_clips=1, samples_sha256="ab", shards=[PlannedShard("train", 0, 0, 3)]
+    recipe=make_recipe(),
+    num_samples=3,
+    num_clips=1,
+    samples_sha256="ab",
+    shards=[PlannedShard("train", 0, 0, 3)],
 )
 
 
@@ -55,7 +59,9 @@ def test_the_lock_of_a_dead_process_is_stale(tmp_path):
         "(work.temporary / 'half').write_bytes(b'x')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    dead = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], env={**os.environ, "PYTHONPATH": _SRC})
+    dead = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")], env={**os.environ, "PYTHONPATH": _SRC}
+    )
     assert dead.returncode == -signal.SIGKILL
     assert (tmp_path / "out" / WORK_FOLDER / "tmp" / "half").exists()
     with workspace(tmp_path / "out") as work:
@@ -80,7 +86,10 @@ def test_a_recipe_of_another_version_is_not_guessed(tmp_path):
     with workspace(tmp_path) as work:
         work.start(STATE)
         (work.folder / "run.json").write_text('{"source": "nuscenes", "colour": 1}')
-    with workspace(tmp_path) as work, pytest.raises(DatasetExistsError, match="another version of fuelrail"):
+    with (
+        workspace(tmp_path) as work,
+        pytest.raises(DatasetExistsError, match="another version of fuelrail"),
+    ):
         work.state()
 
 

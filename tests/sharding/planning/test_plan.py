@@ -19,7 +19,11 @@ def clip_infos(lengths):
     starts = np.cumsum([0, *lengths])
     return [
         ClipInfo(
-            clip_id=f"clip-{n}", clip_name=f"Clip {n}", clip_token="", first_row=int(starts[n]), num_samples=length
+            clip_id=f"clip-{n}",
+            clip_name=f"Clip {n}",
+            clip_token="",
+            first_row=int(starts[n]),
+            num_samples=length,
         )
         for n, length in enumerate(lengths)
     ]
@@ -35,7 +39,9 @@ def plan_of(lengths, size=1000, **values):
     chosen = make_recipe(**values)
     clips_by_split = assign_splits(clip_infos(lengths), chosen, None)
     clip, frame, sizes = columns(lengths, size)
-    return make_plan(np.arange(len(clip)), clip, frame, sizes, clips_by_split, chosen), clips_by_split
+    return make_plan(
+        np.arange(len(clip)), clip, frame, sizes, clips_by_split, chosen
+    ), clips_by_split
 
 
 @settings(max_examples=50)
@@ -48,10 +54,14 @@ def plan_of(lengths, size=1000, **values):
 )
 def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_size, share):
     splits = {"train": share, "val": 1 - share}
-    plan, clips_by_split = plan_of(lengths, seed=seed, order=order, shard_size_bytes=shard_size, splits=splits)
+    plan, clips_by_split = plan_of(
+        lengths, seed=seed, order=order, shard_size_bytes=shard_size, splits=splits
+    )
     clip, frame, _ = columns(lengths)
     assert sorted(plan.rows.tolist()) == list(range(len(clip)))
-    assert sorted(n for clips in clips_by_split.values() for n in clips) == list(range(len(lengths)))
+    assert sorted(n for clips in clips_by_split.values() for n in clips) == list(
+        range(len(lengths))
+    )
     assert all(clips_by_split.values())
     at = 0
     numbers: dict[str, int] = {}
@@ -68,9 +78,13 @@ def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_s
         for unit in set(units):
             assert home.setdefault(unit, shard.stem) == shard.stem, "a unit is in two shards"
             inside = rows[[n for n, other in enumerate(units) if other == unit]]
-            assert np.array_equal(inside, np.arange(inside[0], inside[0] + len(inside))), "a unit out of order"
+            assert np.array_equal(inside, np.arange(inside[0], inside[0] + len(inside))), (
+                "a unit out of order"
+            )
             first = units.index(unit)
-            assert units[first : first + len(inside)] == [unit] * len(inside), "a unit is not adjacent"
+            assert units[first : first + len(inside)] == [unit] * len(inside), (
+                "a unit is not adjacent"
+            )
         at += shard.num_samples
     assert at == len(clip)
     assert list(numbers) == ["train", "val"]
@@ -81,8 +95,13 @@ def test_shards_are_as_few_as_the_size_allows_and_of_equal_size(sizes, target):
     clip, frame, _ = columns([len(sizes)])
     size_bytes = np.array(sizes, np.int64)
     rows = np.arange(len(sizes))
-    plan = make_plan(rows, clip, frame, size_bytes, {"train": [0]}, make_recipe(shard_size_bytes=target))
-    taken = [int(size_bytes[plan.rows[s.first_sample : s.first_sample + s.num_samples]].sum()) for s in plan.shards]
+    plan = make_plan(
+        rows, clip, frame, size_bytes, {"train": [0]}, make_recipe(shard_size_bytes=target)
+    )
+    taken = [
+        int(size_bytes[plan.rows[s.first_sample : s.first_sample + s.num_samples]].sum())
+        for s in plan.shards
+    ]
     assert len(taken) <= -(-sum(sizes) // target)
     assert max(taken) < target + max(sizes)
 
@@ -94,7 +113,9 @@ def test_the_order_depends_on_the_seed_and_is_pinned():
     plan, _ = plan_of([2, 1, 2, 1, 3], seed=7, order="clip")
     assert plan.rows.tolist() == [3, 4, 5, 6, 7, 8, 2, 0, 1]
     plan, _ = plan_of([30, 30], seed=7, splits={"train": ["clip-0"], "val": ["clip-1"]})
-    assert plan.rows[:30].tolist() != (plan.rows[30:] - 30).tolist(), "two splits are not shuffled alike"
+    assert plan.rows[:30].tolist() != (plan.rows[30:] - 30).tolist(), (
+        "two splits are not shuffled alike"
+    )
     orders = {tuple(plan_of([30], seed=seed)[0].rows.tolist()) for seed in range(20)}
     assert len(orders) == 20
 
@@ -141,13 +162,18 @@ def test_own_splits_of_the_source():
     with pytest.raises(ConfigError, match="none of the 4 clips is in one of the splits train"):
         assign_splits(clips, make_recipe(), {"train": ["nowhere"]})
     for name in ("Train", "../x", ""):
-        with pytest.raises(ConfigError, match=r"split name .* is not allowed; .* overrides the source's own"):
+        with pytest.raises(
+            ConfigError, match=r"split name .* is not allowed; .* overrides the source's own"
+        ):
             assign_splits(clips, make_recipe(), {name: ["Clip 0"]})
 
 
 def test_lists_of_the_user_must_be_right():
     clips = clip_infos([1, 1])
-    assert assign_splits(clips, make_recipe(splits={"a": ["clip-1"], "b": ["Clip 0"]}), None) == {"a": [1], "b": [0]}
+    assert assign_splits(clips, make_recipe(splits={"a": ["clip-1"], "b": ["Clip 0"]}), None) == {
+        "a": [1],
+        "b": [0],
+    }
     with pytest.raises(ConfigError, match="names clip 'clip-9', which is not in the source"):
         assign_splits(clips, make_recipe(splits={"a": ["clip-9"]}), None)
     with pytest.raises(ConfigError, match="'clip-1' is in two splits, a and b"):

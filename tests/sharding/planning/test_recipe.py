@@ -15,16 +15,22 @@ from fuelrail.sharding.planning.recipe import (
     unit_frames,
 )
 
-LIDAR = LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring"))
+LIDAR = LidarEntry(
+    channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring")
+)
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("256MB", 256_000_000), ("256MiB", 256 << 20), ("1.5 GiB", 3 << 29), ("4096", 4096), ("2kB", 2000),
+        ("256MB", 256_000_000),
+        ("256MiB", 256 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("4096", 4096),
+        ("2kB", 2000),
         ("1gb", 10**9),
     ],
-)  # fmt: skip
+)
 def test_sizes_have_units(text, size):
     assert parse_size(text) == size
 
@@ -62,13 +68,17 @@ def test_lists_of_clips_come_from_a_file(tmp_path):
     (tmp_path / "s.json").write_text('{"train": ["a", "b"], "val": ["c"]}')
     (tmp_path / "s.yaml").write_text("train: [a, b]\nval:\n- c\n")
     expected = {"train": ["a", "b"], "val": ["c"]}
-    assert parse_splits(str(tmp_path / "s.json")) == parse_splits(str(tmp_path / "s.yaml")) == expected
+    assert (
+        parse_splits(str(tmp_path / "s.json")) == parse_splits(str(tmp_path / "s.yaml")) == expected
+    )
     (tmp_path / "bad.json").write_text('{"train": 3}')
     with pytest.raises(ConfigError, match=r"bad\.json"):
         parse_splits(str(tmp_path / "bad.json"))
 
 
-@pytest.mark.parametrize(("order", "frames"), [("frame", 1), ("clip", 0), ("window:1", 1), ("window:40", 40)])
+@pytest.mark.parametrize(
+    ("order", "frames"), [("frame", 1), ("clip", 0), ("window:1", 1), ("window:40", 40)]
+)
 def test_order_units(order, frames):
     assert unit_frames(order) == frames
     assert make_recipe(order=order).order == order

@@ -33,7 +33,9 @@ def pose_columns(matrices) -> dict[str, list[float]]:
     """Make a pose as the dataset has it: quaternion and translation, a column for each number."""
     rows = np.array(matrices).reshape(-1, 4, 4)
     x, y, z, w = Rotation.from_matrix(rows[:, :3, :3]).as_quat().T
-    return dict(zip(POSE, [values.tolist() for values in (w, x, y, z, *rows[:, :3, 3].T)], strict=True))
+    return dict(
+        zip(POSE, [values.tolist() for values in (w, x, y, z, *rows[:, :3, 3].T)], strict=True)
+    )
 
 
 def write_table(path, columns) -> None:
@@ -44,23 +46,34 @@ def write_table(path, columns) -> None:
 def write_log(folder, clip, late_ns=0) -> None:
     """Write a clip of the world as one log; images are ``late_ns`` later."""
     first = clip.frames[0].images
-    write_table(folder / "calibration" / "intrinsics.feather", {
-        "sensor_name": list(first), "fx_px": [one.intrinsics[0, 0] for one in first.values()],
-        "fy_px": [one.intrinsics[1, 1] for one in first.values()],
-        "cx_px": [one.intrinsics[0, 2] for one in first.values()],
-        "cy_px": [one.intrinsics[1, 2] for one in first.values()],
-        **dict.fromkeys(("k1", "k2", "k3"), [-0.2] * len(first)),
-        "height_px": pa.array([one.size[1] for one in first.values()], pa.uint16()),
-        "width_px": pa.array([one.size[0] for one in first.values()], pa.uint16()),
-    })  # fmt: skip
+    write_table(
+        folder / "calibration" / "intrinsics.feather",
+        {
+            "sensor_name": list(first),
+            "fx_px": [one.intrinsics[0, 0] for one in first.values()],
+            "fy_px": [one.intrinsics[1, 1] for one in first.values()],
+            "cx_px": [one.intrinsics[0, 2] for one in first.values()],
+            "cy_px": [one.intrinsics[1, 2] for one in first.values()],
+            **dict.fromkeys(("k1", "k2", "k3"), [-0.2] * len(first)),
+            "height_px": pa.array([one.size[1] for one in first.values()], pa.uint16()),
+            "width_px": pa.array([one.size[0] for one in first.values()], pa.uint16()),
+        },
+    )
     mounts = {name: one.cam2ego for name, one in first.items()} | {"up_lidar": np.eye(4)}
-    write_table(folder / "calibration" / "egovehicle_SE3_sensor.feather",
-                {"sensor_name": list(mounts), **pose_columns(list(mounts.values()))})  # fmt: skip
-    poses = {one.timestamp_ns + late: one.ego2global for frame in clip.frames
-             for one, late in [(frame, 0), *((image, late_ns) for image in frame.images.values())]}  # fmt: skip
+    write_table(
+        folder / "calibration" / "egovehicle_SE3_sensor.feather",
+        {"sensor_name": list(mounts), **pose_columns(list(mounts.values()))},
+    )
+    poses = {
+        one.timestamp_ns + late: one.ego2global
+        for frame in clip.frames
+        for one, late in [(frame, 0), *((image, late_ns) for image in frame.images.values())]
+    }
     times = sorted(poses)
-    write_table(folder / "city_SE3_egovehicle.feather",
-                {"timestamp_ns": times, **pose_columns([poses[time] for time in times])})  # fmt: skip
+    write_table(
+        folder / "city_SE3_egovehicle.feather",
+        {"timestamp_ns": times, **pose_columns([poses[time] for time in times])},
+    )
     rows = []
     for frame in clip.frames:
         for name, image in frame.images.items():
@@ -69,23 +82,40 @@ def write_log(folder, clip, late_ns=0) -> None:
             path.write_bytes(image.jpeg)
         for sweep in frame.sweeps.values():
             x, y, z, intensity, ring = sweep.points.T
-            write_table(folder / "sensors" / "lidar" / f"{sweep.timestamp_ns}.feather", {
-                "x": x.astype(np.float16), "y": y.astype(np.float16), "z": z.astype(np.float16),
-                "intensity": intensity.astype(np.uint8), "laser_number": (ring % 64).astype(np.uint8),
-                "offset_ns": np.arange(len(x), dtype=np.int32) * 1000,
-            })  # fmt: skip
+            write_table(
+                folder / "sensors" / "lidar" / f"{sweep.timestamp_ns}.feather",
+                {
+                    "x": x.astype(np.float16),
+                    "y": y.astype(np.float16),
+                    "z": z.astype(np.float16),
+                    "intensity": intensity.astype(np.uint8),
+                    "laser_number": (ring % 64).astype(np.uint8),
+                    "offset_ns": np.arange(len(x), dtype=np.int32) * 1000,
+                },
+            )
         to_ego = np.linalg.inv(frame.ego2global)
         for box in frame.boxes:
             box2global = np.eye(4)
             box2global[:3, :3] = Rotation.from_euler("z", box.yaw).as_matrix()
             box2global[:3, 3] = box.centre
-            rows.append({
-                "timestamp_ns": frame.timestamp_ns, "track_uuid": box.track, "category": box.category,
-                **dict(zip(("length_m", "width_m", "height_m"), box.size_lwh.tolist(), strict=True)),
-                **{name: values[0] for name, values in pose_columns([to_ego @ box2global]).items()},
-                "num_interior_pts": box.num_points,
-            })  # fmt: skip
-    write_table(folder / "annotations.feather", {name: [row[name] for row in rows] for name in rows[0]})
+            rows.append(
+                {
+                    "timestamp_ns": frame.timestamp_ns,
+                    "track_uuid": box.track,
+                    "category": box.category,
+                    **dict(
+                        zip(("length_m", "width_m", "height_m"), box.size_lwh.tolist(), strict=True)
+                    ),
+                    **{
+                        name: values[0]
+                        for name, values in pose_columns([to_ego @ box2global]).items()
+                    },
+                    "num_interior_pts": box.num_points,
+                }
+            )
+    write_table(
+        folder / "annotations.feather", {name: [row[name] for row in rows] for name in rows[0]}
+    )
     (folder / "map").mkdir()
     (folder / "map" / f"log_map_archive_{clip.name}____PIT_city_31785.json").write_text("{}")
 
@@ -99,7 +129,9 @@ class TestArgoverse2(AtUrl, SourceSuite):
         world = super().world(**{"cameras": sizes, "lidars": ("lidar",), **changes})
         for _, _, frame in world.frames():
             for image in frame.images.values():  # at most 25 ms from the sweep, as at 20 Hz
-                image.timestamp_ns -= (image.timestamp_ns - frame.timestamp_ns) // 20_000_000 * 20_000_000
+                image.timestamp_ns -= (
+                    (image.timestamp_ns - frame.timestamp_ns) // 20_000_000 * 20_000_000
+                )
             for sweep in frame.sweeps.values():
                 sweep.lidar2ego = np.eye(4)
                 sweep.points[:, :3] = sweep.points[:, :3].astype(np.float16)
@@ -136,7 +168,9 @@ def one_log(tmp_path):
     root = tmp_path / "source"
     root.mkdir()
     suite.write(world, root)
-    return root / "train" / world.clips[0].name, SourceSpec("argoverse2", str(root), {"match": "nearest"})
+    return root / "train" / world.clips[0].name, SourceSpec(
+        "argoverse2", str(root), {"match": "nearest"}
+    )
 
 
 BOXES, POSES = "annotations.feather", "city_SE3_egovehicle.feather"
@@ -151,27 +185,48 @@ BAD = {
         r"frame \d+ has no image of ring_front_left",
     ),
     "empty table": (content(BOXES, b""), r"annotations\.feather' is empty"),
-    "cut table": (content(BOXES, lambda data: data[:-40]), r"annotations\.feather' cannot be read as feather"),
-    "LFS pointer": (content(BOXES, LFS_POINTER), r"annotations\.feather' is a git-LFS pointer"),
-    "column missing": (column(POSES, "qw", None), r"egovehicle\.feather' has no column 'qw'; it has timestamp_ns"),
-    "times as floats": (
-        column(BOXES, "timestamp_ns", pa.array([1.6e18] * 12)), r"column 'timestamp_ns' is double, expected int64"
+    "cut table": (
+        content(BOXES, lambda data: data[:-40]),
+        r"annotations\.feather' cannot be read as feather",
     ),
-    "no quaternion": (column(MOUNTS, "qw", pa.array([2.0] * 8)), r"SE3_sensor\.feather': row 0: .*unit length"),
-    "NaN": (column(LENSES, "fx_px", pa.array([np.nan] * 7)), r"ring_front_center: the camera is not calibrated"),
+    "LFS pointer": (content(BOXES, LFS_POINTER), r"annotations\.feather' is a git-LFS pointer"),
+    "column missing": (
+        column(POSES, "qw", None),
+        r"egovehicle\.feather' has no column 'qw'; it has timestamp_ns",
+    ),
+    "times as floats": (
+        column(BOXES, "timestamp_ns", pa.array([1.6e18] * 12)),
+        r"column 'timestamp_ns' is double, expected int64",
+    ),
+    "no quaternion": (
+        column(MOUNTS, "qw", pa.array([2.0] * 8)),
+        r"SE3_sensor\.feather': row 0: .*unit length",
+    ),
+    "NaN": (
+        column(LENSES, "fx_px", pa.array([np.nan] * 7)),
+        r"ring_front_center: the camera is not calibrated",
+    ),
     "two rows for a camera": (
-        column(LENSES, "sensor_name", pa.array([RING[0]] * 7)), r"has two rows for the sensor ring_front_center"
+        column(LENSES, "sensor_name", pa.array([RING[0]] * 7)),
+        r"has two rows for the sensor ring_front_center",
     ),
     "a camera without calibration": (
-        column(LENSES, "sensor_name", pa.array(list("abcdefg"))), r"has images of ring_front_center, but no row for it"
+        column(LENSES, "sensor_name", pa.array(list("abcdefg"))),
+        r"has images of ring_front_center, but no row for it",
     ),
-    "two boxes of a track": (column(BOXES, "track_uuid", pa.array(["a"] * 12)), r"has two rows for time and track"),
+    "two boxes of a track": (
+        column(BOXES, "track_uuid", pa.array(["a"] * 12)),
+        r"has two rows for time and track",
+    ),
     "poses that go back": (
         column(POSES, "timestamp_ns", lambda times: times.take(list(range(31, -1, -1)))),
         r"city_SE3_egovehicle\.feather': row 1 has the time \d+, not later",
     ),
-    "another name": (content("sensors/lidar/first.feather", b"x"), r"first\.feather' has no time in its name"),
-}  # fmt: skip
+    "another name": (
+        content("sensors/lidar/first.feather", b"x"),
+        r"first\.feather' has no time in its name",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -209,7 +264,9 @@ def test_forward_takes_the_first_image_of_each_sweep(tmp_path):
     assert info.num_samples == 4
     offsets = info.report.max_offset_ms
     for name, image in world.clips[0].frames[0].images.items():
-        assert offsets[name] == (image.timestamp_ns - world.clips[0].frames[0].timestamp_ns) / 1e6 + 30
+        assert (
+            offsets[name] == (image.timestamp_ns - world.clips[0].frames[0].timestamp_ns) / 1e6 + 30
+        )
 
 
 @pytest.mark.real
@@ -221,7 +278,8 @@ def test_a_real_log(tmp_path):
     shutil.copytree(real, log)
     time = int(next((real / "sensors" / "lidar").iterdir()).stem)
     lenses = {
-        row["sensor_name"]: row for row in feather.read_table(real / "calibration" / "intrinsics.feather").to_pylist()
+        row["sensor_name"]: row
+        for row in feather.read_table(real / "calibration" / "intrinsics.feather").to_pylist()
     }
     plain = {}
     for name in RING:
@@ -230,7 +288,10 @@ def test_a_real_log(tmp_path):
         (log / "sensors" / "cameras" / name).mkdir(parents=True)
         (log / "sensors" / "cameras" / name / f"{time + 20_000_000}.jpg").write_bytes(plain[size])
     report = fr.shard(
-        f"argoverse2:{tmp_path / 'source'}", tmp_path / "out", workers=1, options={"missing_camera": "drop"}
+        f"argoverse2:{tmp_path / 'source'}",
+        tmp_path / "out",
+        workers=1,
+        options={"missing_camera": "drop"},
     )
     assert report.num_samples == 1
     (sample,) = samples_of(tmp_path / "out").values()
@@ -238,18 +299,34 @@ def test_a_real_log(tmp_path):
     rows = feather.read_table(real / "city_SE3_egovehicle.feather").to_pylist()
     near = {row["timestamp_ns"]: row for row in rows}
     np.testing.assert_allclose(sample.geometry.ego2global, matrix(near[time]), atol=1e-9)
-    before = max((row for row in rows if row["timestamp_ns"] <= time + 20_000_000), key=lambda row: row["timestamp_ns"])
+    before = max(
+        (row for row in rows if row["timestamp_ns"] <= time + 20_000_000),
+        key=lambda row: row["timestamp_ns"],
+    )
     for at, name in enumerate(RING):
-        assert np.linalg.norm(sample.geometry.cam_ego2global[at][:3, 3] - matrix(before)[:3, 3]) < 0.1
+        assert (
+            np.linalg.norm(sample.geometry.cam_ego2global[at][:3, 3] - matrix(before)[:3, 3]) < 0.1
+        )
         k, row = sample.geometry.intrinsics[at], lenses[name]
-        assert [k[0, 0], k[1, 1], k[0, 2], k[1, 2]] == [row["fx_px"], row["fy_px"], row["cx_px"], row["cy_px"]]
+        assert [k[0, 0], k[1, 1], k[0, 2], k[1, 2]] == [
+            row["fx_px"],
+            row["fy_px"],
+            row["cx_px"],
+            row["cy_px"],
+        ]
         assert sample.geometry.img_wh[at].tolist() == [row["width_px"], row["height_px"]]
         assert np.isnan(sample.geometry.dist[at]).all(), "the images are rectified"
     mounts = feather.read_table(real / "calibration" / "egovehicle_SE3_sensor.feather").to_pylist()
     for row in mounts:
         if row["sensor_name"] in RING:
-            np.testing.assert_allclose(sample.geometry.cam2ego[RING.index(row["sensor_name"])], matrix(row), atol=1e-9)
-    boxes = [row for row in feather.read_table(real / "annotations.feather").to_pylist() if row["timestamp_ns"] == time]
+            np.testing.assert_allclose(
+                sample.geometry.cam2ego[RING.index(row["sensor_name"])], matrix(row), atol=1e-9
+            )
+    boxes = [
+        row
+        for row in feather.read_table(real / "annotations.feather").to_pylist()
+        if row["timestamp_ns"] == time
+    ]
     assert len(boxes) == len(sample.boxes.label) > 50
     for at, row in enumerate(boxes):
         wanted = [row[name] for name in ("tx_m", "ty_m", "tz_m", "length_m", "width_m", "height_m")]
@@ -258,7 +335,9 @@ def test_a_real_log(tmp_path):
         assert abs(np.angle(np.exp(1j * (sample.boxes.boxes3d[at, 6] - yaw)))) < 1e-4
         assert dataset.manifest.classes[sample.boxes.label[at]] == row["category"]
     sweep = feather.read_table(real / "sensors" / "lidar" / f"{time}.feather")
-    np.testing.assert_array_equal(sample.points["lidar"][:, 2], sweep["z"].to_numpy().astype(np.float32))
+    np.testing.assert_array_equal(
+        sample.points["lidar"][:, 2], sweep["z"].to_numpy().astype(np.float32)
+    )
 
 
 def matrix(row):
@@ -274,35 +353,54 @@ def test_the_vector_map_is_a_channel(tmp_path):
     place = world.clips[0].frames[0].ego2global
 
     def line(*in_ego):
-        points = np.c_[np.array(in_ego, float), np.zeros((len(in_ego), 1))] @ place[:3, :3].T + place[:3, 3]
+        points = (
+            np.c_[np.array(in_ego, float), np.zeros((len(in_ego), 1))] @ place[:3, :3].T
+            + place[:3, 3]
+        )
         return [dict(zip("xyz", point, strict=True)) for point in points.tolist()]
 
     shared = line((0, 2), (40, 2))
     lane = {"left_lane_mark_type": "SOLID_WHITE", "right_lane_mark_type": "NONE"}
     content = {
         "drivable_areas": {"1": {"area_boundary": line((-5, -5), (5, -5), (5, 5))}},
-        "pedestrian_crossings": {"2": {"edge1": line((10, -3), (10, 3)), "edge2": line((12, -3), (12, 3))}},
-        "lane_segments": {
-            "3": {**lane, "left_lane_boundary": shared, "right_lane_boundary": line((0, -2), (90, -2))},
-            "4": {**lane, "left_lane_boundary": line((0, 6), (40, 6)), "right_lane_boundary": shared,
-                  "right_lane_mark_type": "SOLID_WHITE"},
+        "pedestrian_crossings": {
+            "2": {"edge1": line((10, -3), (10, 3)), "edge2": line((12, -3), (12, 3))}
         },
-    }  # fmt: skip
+        "lane_segments": {
+            "3": {
+                **lane,
+                "left_lane_boundary": shared,
+                "right_lane_boundary": line((0, -2), (90, -2)),
+            },
+            "4": {
+                **lane,
+                "left_lane_boundary": line((0, 6), (40, 6)),
+                "right_lane_boundary": shared,
+                "right_lane_mark_type": "SOLID_WHITE",
+            },
+        },
+    }
     (file,) = (tmp_path / "source").rglob("log_map_archive*")
     file.write_text(json.dumps(content))
     spec = SourceSpec("argoverse2", str(tmp_path / "source"), {"match": "nearest", "map": True})
     TestArgoverse2().make(spec, tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
     (channel,) = dataset.manifest.extra_channels
-    samples = sorted(map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns)
+    samples = sorted(
+        map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns
+    )
     found = decode_values(samples[0].extra, (channel,), samples[0].key)["map"]
     assert np.bincount(found["line"]).tolist() == [4, 5, 2, 2, 2]
     first = np.flatnonzero(np.diff(found["line"], prepend=-1))
     assert found["layer"][first].tolist() == [0, 1, 2, 3, 2]
-    np.testing.assert_allclose(found["point"][4:9], [(10, -3), (10, 3), (12, 3), (12, -3), (10, -3)], atol=0.02)
+    np.testing.assert_allclose(
+        found["point"][4:9], [(10, -3), (10, 3), (12, 3), (12, -3), (10, -3)], atol=0.02
+    )
     np.testing.assert_allclose(found["point"][11:13], [(0, -2), (51.2, -2)], atol=0.02)  # cut
     file.write_text("{}")
-    with pytest.raises(SourceError, match="is not a vector map of Argoverse 2: Object missing required field"):
+    with pytest.raises(
+        SourceError, match="is not a vector map of Argoverse 2: Object missing required field"
+    ):
         TestArgoverse2().make(spec, tmp_path / "other")
     file.unlink()
     assert scan_source(spec).report.noted == {"logs without a vector map": 1}

@@ -31,16 +31,25 @@ FOLDER = Path(__file__).parents[3] / "configs" / "sources" / "arrow"
 NAMES = ["cat", "dog", "owl"]
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 TYPES = {
-    "image": IMAGE, "label": pa.int64(), "Caption": pa.string(), "words": pa.list_(pa.string()),
-    "box": pa.list_(pa.float32(), 4), "areas": pa.list_(pa.list_(pa.float32())), "score": pa.float64(),
-    "talk": pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())])), "sure": pa.bool_(),
-    "source": pa.dictionary(pa.int32(), pa.string()), "sound": IMAGE,
-}  # fmt: skip
+    "image": IMAGE,
+    "label": pa.int64(),
+    "Caption": pa.string(),
+    "words": pa.list_(pa.string()),
+    "box": pa.list_(pa.float32(), 4),
+    "areas": pa.list_(pa.list_(pa.float32())),
+    "score": pa.float64(),
+    "talk": pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())])),
+    "sure": pa.bool_(),
+    "source": pa.dictionary(pa.int32(), pa.string()),
+    "sound": IMAGE,
+}
 
 
 @pytest.fixture(autouse=True)
 def plugin(tmp_path_factory, monkeypatch):
-    place = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["entry-points"]["fuelrail.sources"]
+    place = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["entry-points"][
+        "fuelrail.sources"
+    ]
     folder = tmp_path_factory.mktemp("site")
     install_plugin(folder, "arrow", place["arrow"])
     monkeypatch.syspath_prepend(FOLDER)
@@ -48,7 +57,9 @@ def plugin(tmp_path_factory, monkeypatch):
 
 
 def picture(number, form="JPEG"):
-    pixels = np.random.default_rng(number).integers(0, 256, (24 + number % 3, 32, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(number).integers(
+        0, 256, (24 + number % 3, 32, 3), dtype=np.uint8
+    )
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, form)
     return file.getvalue()
@@ -56,22 +67,32 @@ def picture(number, form="JPEG"):
 
 def row(number):
     return {
-        "image": {"bytes": picture(number, "PNG" if number % 4 == 3 else "JPEG"), "path": f"{number}.jpg"},
-        "label": number % 3, "Caption": None if number == 5 else f"Straße {number}",
-        "words": [f"w{one}" for one in range(number % 3)], "box": [number, 1.5, 2, 3],
-        "areas": [[number, one] for one in range(number % 2)], "score": None if number == 6 else number / 7,
-        "talk": [{"from": "human", "value": f"question {number}"}], "sure": number % 2 == 0,
-        "source": "web" if number % 2 else "book", "sound": {"bytes": b"RIFF", "path": "a.wav"},
-    }  # fmt: skip
+        "image": {
+            "bytes": picture(number, "PNG" if number % 4 == 3 else "JPEG"),
+            "path": f"{number}.jpg",
+        },
+        "label": number % 3,
+        "Caption": None if number == 5 else f"Straße {number}",
+        "words": [f"w{one}" for one in range(number % 3)],
+        "box": [number, 1.5, 2, 3],
+        "areas": [[number, one] for one in range(number % 2)],
+        "score": None if number == 6 else number / 7,
+        "talk": [{"from": "human", "value": f"question {number}"}],
+        "sure": number % 2 == 0,
+        "source": "web" if number % 2 else "book",
+        "sound": {"bytes": b"RIFF", "path": "a.wav"},
+    }
 
 
 def stated():
     """What Hugging Face writes into the schema of its files."""
     features = {
-        "image": {"_type": "Image"}, "label": {"names": NAMES, "_type": "ClassLabel"}, "sound": {"_type": "Audio"},
+        "image": {"_type": "Image"},
+        "label": {"names": NAMES, "_type": "ClassLabel"},
+        "sound": {"_type": "Audio"},
         "words": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
         "talk": [{"from": {"dtype": "string", "_type": "Value"}}],
-    }  # fmt: skip
+    }
     return {"huggingface": json.dumps({"info": {"features": features}})}
 
 
@@ -120,9 +141,14 @@ def check(one, wanted):
     assert one.get("caption") == wanted["Caption"]
     assert one["words"] == wanted["words"]
     np.testing.assert_array_equal(one["box"], np.array(wanted["box"], np.float32))
-    np.testing.assert_array_equal(one["areas"]["values"], np.array(wanted["areas"], np.float32).reshape(-1, 2))
+    np.testing.assert_array_equal(
+        one["areas"]["values"], np.array(wanted["areas"], np.float32).reshape(-1, 2)
+    )
     assert json.loads(one["talk"]) == wanted["talk"]
-    assert (one["attributes"]["label"], one["attributes"]["score"]) == (wanted["label"], wanted["score"])
+    assert (one["attributes"]["label"], one["attributes"]["score"]) == (
+        wanted["label"],
+        wanted["score"],
+    )
     assert one["attributes"]["sure"] is wanted["sure"]
 
 
@@ -141,12 +167,16 @@ def test_samples_are_the_rows(tmp_path, form):
     dataset = fr.open(tmp_path / "out")
     assert list(dataset.manifest.classes) == NAMES
     assert {name: (one.num_samples, one.num_clips) for name, one in dataset.splits.items()} == {
-        "train": (10, 3), "val": (2, 1),
-    }  # fmt: skip
+        "train": (10, 3),
+        "val": (2, 1),
+    }
     found = by_token(tmp_path / "out")
     ending = "parquet" if form == "parquet" else "arrow"
-    places = [(0, 8, "data/train-00000-of-00002"), (8, 10, "data/train-00001-of-00002"),
-              (10, 12, "data/validation-00000-of-00001")]  # fmt: skip
+    places = [
+        (0, 8, "data/train-00000-of-00002"),
+        (8, 10, "data/train-00001-of-00002"),
+        (10, 12, "data/validation-00000-of-00001"),
+    ]
     names = [f"{name}.{ending}#{at}" for begin, end, name in places for at in range(end - begin)]
     assert found.keys() == set(names)
     for name, wanted in zip(names, rows, strict=True):
@@ -163,7 +193,12 @@ def test_samples_are_the_rows(tmp_path, form):
 @pytest.mark.costly
 def test_columns_may_be_those_of_a_manifest(tmp_path):
     rows = [
-        {"drive": f"d{number // 4}", "t": 1_600_000_000.0 + number / 2, "img": picture(number), "id": 100 + number}
+        {
+            "drive": f"d{number // 4}",
+            "t": 1_600_000_000.0 + number / 2,
+            "img": picture(number),
+            "id": 100 + number,
+        }
         for number in range(8)
     ]
     types = {"drive": pa.string(), "t": pa.float64(), "img": pa.large_binary(), "id": pa.int64()}
@@ -172,7 +207,9 @@ def test_columns_may_be_those_of_a_manifest(tmp_path):
         write(tmp_path / form, "rows", table(rows, types, {}), form, rows=3)
         shard(tmp_path / form, tmp_path / f"{form}-out", columns=names)
         dataset, found = fr.open(tmp_path / f"{form}-out"), by_token(tmp_path / f"{form}-out")
-        assert dataset.manifest.time_base == "unix" and set(dataset.table["clip_name"].to_pylist()) == {"d0", "d1"}
+        assert dataset.manifest.time_base == "unix" and set(
+            dataset.table["clip_name"].to_pylist()
+        ) == {"d0", "d1"}
         for number, one in enumerate(rows):
             sample = found[str(100 + number)]
             assert sample["front"] == one["img"]
@@ -183,7 +220,10 @@ class TestParquetWorld(SourceSuite):
     """The suite of all sources, on a manifest whose images are in its rows."""
 
     kind = "arrow"
-    options: ClassVar = {"boxes_in": "global", "lidar_columns": ["x", "y", "z", "intensity", "ring"]}
+    options: ClassVar = {
+        "boxes_in": "global",
+        "lidar_columns": ["x", "y", "z", "intensity", "ring"],
+    }
     reads_heads = False
     form = "parquet"
 
@@ -193,7 +233,10 @@ class TestParquetWorld(SourceSuite):
         (root / "frames.parquet").unlink()
         for at, name in enumerate(rows.column_names):
             if name.startswith("cam.") and name.endswith(".path"):
-                data = [None if path is None else (root / path).read_bytes() for path in rows.column(name).to_pylist()]
+                data = [
+                    None if path is None else (root / path).read_bytes()
+                    for path in rows.column(name).to_pylist()
+                ]
                 rows = rows.set_column(at, name.removesuffix(".path"), pa.array(data, pa.binary()))
         for path in root.rglob("*.jpg"):
             path.unlink()
@@ -206,17 +249,24 @@ class TestArrowWorld(TestParquetWorld):
 
 
 def test_paths_of_images_without_bytes_are_read_below_the_root(tmp_path):
-    rows = [{"image": {"bytes": None, "path": "a.jpg"}}, {"image": {"bytes": picture(1), "path": "gone.jpg"}}]
+    rows = [
+        {"image": {"bytes": None, "path": "a.jpg"}},
+        {"image": {"bytes": picture(1), "path": "gone.jpg"}},
+    ]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jpg").write_bytes(picture(0))
     for form in ("parquet", "file"):
         write(tmp_path / "in", "rows", table(rows, {"image": IMAGE}), form)
         shard(tmp_path / "in", tmp_path / form)
-        assert sorted(one["image"] for one in by_token(tmp_path / form).values()) == sorted([picture(0), picture(1)])
+        assert sorted(one["image"] for one in by_token(tmp_path / form).values()) == sorted(
+            [picture(0), picture(1)]
+        )
         (tmp_path / "in" / f"rows.{'parquet' if form == 'parquet' else 'arrow'}").unlink()
     rows[0]["image"]["path"] = "../a.jpg"
     write(tmp_path / "in", "rows", table(rows, {"image": IMAGE}))
-    with pytest.raises(SourceError, match=r"row 0, column path: '../a.jpg' is not inside the source"):
+    with pytest.raises(
+        SourceError, match=r"row 0, column path: '../a.jpg' is not inside the source"
+    ):
         scan(tmp_path / "in")
 
 
@@ -227,9 +277,13 @@ def test_damaged_images_follow_the_policy(tmp_path, form):
     rows[4]["image"] = {"bytes": b"", "path": None}
     rows[5]["image"] = None
     write(tmp_path, "train", table(rows), form)
-    with pytest.raises(SourceError, match=r"train.*(is neither JPEG nor PNG|is empty).*damaged_image=mask"):
+    with pytest.raises(
+        SourceError, match=r"train.*(is neither JPEG nor PNG|is empty).*damaged_image=mask"
+    ):
         scan(tmp_path, missing_camera="mask")
-    with pytest.raises(SourceError, match=r"images are damaged, more than the share of max_damaged=0\.1"):
+    with pytest.raises(
+        SourceError, match=r"images are damaged, more than the share of max_damaged=0\.1"
+    ):
         scan(tmp_path, damaged_image="drop", missing_camera="drop", max_damaged=0.1)
     found = scan(tmp_path, damaged_image="drop", missing_camera="drop", max_damaged=0.5)
     assert found.report.samples == 3 and found.report.damaged == {"image": 2}
@@ -258,7 +312,9 @@ def test_changed_bytes_end_in_one_sentence_or_in_other_values(tmp_path, form):
     for _ in range(40):
         data = bytearray(whole)
         for _ in range(rng.choice((1, 3, 20))):
-            at = rng.choice((rng.randrange(3000), len(data) - 1 - rng.randrange(3000), rng.randrange(len(data))))
+            at = rng.choice(
+                (rng.randrange(3000), len(data) - 1 - rng.randrange(3000), rng.randrange(len(data)))
+            )
             data[at] = rng.randrange(256)
         path.write_bytes(data)
         with contextlib.suppress(fr.FuelrailError):
@@ -273,7 +329,9 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with pa.ipc.new_file(str(path), table(rows).schema, options=options) as writer:
         writer.write_table(table(rows))
-    with pytest.raises(SourceError, match="record batches are compressed: write them without compression"):
+    with pytest.raises(
+        SourceError, match="record batches are compressed: write them without compression"
+    ):
         scan(tmp_path)
     write(tmp_path, "a", table(rows), "file")
     with pytest.raises(SourceError, match=r"has no column 'nothing'; it has image, label"):
@@ -309,13 +367,18 @@ def test_what_hugging_face_saves_is_read(tmp_path):
     hf = pytest.importorskip("datasets")
     features = hf.Features(
         {
-            "image": hf.Image(), "label": hf.ClassLabel(names=NAMES), "Caption": hf.Value("string"),
-            "words": hf.Sequence(hf.Value("string")), "box": hf.Sequence(hf.Value("float32"), length=4),
-            "areas": hf.Sequence(hf.Sequence(hf.Value("float32"))), "score": hf.Value("float64"),
-            "talk": [{"from": hf.Value("string"), "value": hf.Value("string")}], "sure": hf.Value("bool"),
+            "image": hf.Image(),
+            "label": hf.ClassLabel(names=NAMES),
+            "Caption": hf.Value("string"),
+            "words": hf.Sequence(hf.Value("string")),
+            "box": hf.Sequence(hf.Value("float32"), length=4),
+            "areas": hf.Sequence(hf.Sequence(hf.Value("float32"))),
+            "score": hf.Value("float64"),
+            "talk": [{"from": hf.Value("string"), "value": hf.Value("string")}],
+            "sure": hf.Value("bool"),
             "grid": hf.Array2D((2, 3), "int32"),
         }
-    )  # fmt: skip
+    )
     rows = [{**row(number), "grid": [[number, 1, 2], [3, 4, 5]]} for number in range(25)]
     columns = {name: [one[name] for one in rows] for name in features}
     saved = hf.Dataset.from_dict(columns, features=features)
@@ -328,13 +391,22 @@ def test_what_hugging_face_saves_is_read(tmp_path):
         shard(tmp_path / folder, tmp_path / f"{folder}-out")
         dataset, found = fr.open(tmp_path / f"{folder}-out"), by_token(tmp_path / f"{folder}-out")
         assert list(dataset.manifest.classes) == NAMES
-        assert {name: one.num_samples for name, one in dataset.splits.items()} == {"train": 20, "test": 5}
+        assert {name: one.num_samples for name, one in dataset.splits.items()} == {
+            "train": 20,
+            "test": 5,
+        }
         if folder == "disk":
             again = hf.load_from_disk(tmp_path / "disk")
         else:
-            files = {name: str(tmp_path / "hub" / f"{name}-00000-of-00001.parquet") for name in both}
+            files = {
+                name: str(tmp_path / "hub" / f"{name}-00000-of-00001.parquet") for name in both
+            }
             again = hf.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
-        theirs = [one for part in again.values() for one in part.cast_column("image", hf.Image(decode=False))]
+        theirs = [
+            one
+            for part in again.values()
+            for one in part.cast_column("image", hf.Image(decode=False))
+        ]
         of_caption = {one["attributes"]["score"]: one for one in found.values()}
         for one in theirs:
             sample = of_caption[one["score"]]
@@ -345,7 +417,9 @@ def test_what_hugging_face_saves_is_read(tmp_path):
 @pytest.mark.costly
 def test_lance_datasets_are_read_also_after_deletions(tmp_path):
     lance = pytest.importorskip("lance")
-    rows = [{"image": picture(number), "label": number % 3, "number": number} for number in range(40)]
+    rows = [
+        {"image": picture(number), "label": number % 3, "number": number} for number in range(40)
+    ]
     types = {"image": pa.large_binary(), "label": pa.int64(), "number": pa.int32()}
     place = tmp_path / "in" / "train.lance"
     lance.write_dataset(table(rows[:25], types, {}), place)

@@ -33,7 +33,9 @@ class Made(NamedTuple):
         return scan_source(SourceSpec(self.kind, str(self.root), options))
 
     def shard(self, out: Path, **options):
-        return fr.shard(f"{self.kind}:{self.root}", out, options=options, workers=1, splits={"train": 1.0})
+        return fr.shard(
+            f"{self.kind}:{self.root}", out, options=options, workers=1, splits={"train": 1.0}
+        )
 
 
 def _with_sizes(root: Path) -> None:
@@ -42,7 +44,9 @@ def _with_sizes(root: Path) -> None:
     for row in rows:
         for name in [name for name in row if name.startswith("cam.") and name.endswith(".path")]:
             with Pillow.open(root / row[name]) as picture:
-                row[name.replace("path", "width")], row[name.replace("path", "height")] = picture.size
+                row[name.replace("path", "width")], row[name.replace("path", "height")] = (
+                    picture.size
+                )
     (root / "frames.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -51,7 +55,11 @@ def made(request, tmp_path):
     root = tmp_path / "source"
     if request.param == "nuscenes":
         built = build_nuscenes(root, {"a": 4}, cameras=("CAM_FRONT", "CAM_BACK"), num_tracks=4)
-        name = sorted(row["filename"] for row in built.tables["sample_data"] if "/CAM_FRONT/" in row["filename"])[1]
+        name = sorted(
+            row["filename"]
+            for row in built.tables["sample_data"]
+            if "/CAM_FRONT/" in row["filename"]
+        )[1]
         return Made("nuscenes", root, root / name, "cam_front")
     root.mkdir()
     write_wide(make_world(1, lidars=()), root, "jsonl")
@@ -78,7 +86,9 @@ def _smaller(file: Path) -> None:
     [(_cut, "truncated JPEG"), (_pointer, "git-LFS pointer"), (_smaller, r"\d+ x \d+ px")],
     ids=["cut", "pointer", "smaller"],
 )
-def test_a_check_finds_what_the_run_would_stop_at(made: Made, tmp_path, spoil: Callable[[Path], None], match: str):
+def test_a_check_finds_what_the_run_would_stop_at(
+    made: Made, tmp_path, spoil: Callable[[Path], None], match: str
+):
     made.check()
     spoil(made.file)
     with pytest.raises(SourceError, match=rf"(?s){made.file.name}.*{match}"):
@@ -100,7 +110,9 @@ def test_damaged_images_are_masked_and_counted(made: Made, tmp_path, spoil: Call
     provenance = fr.open(tmp_path / "out").manifest.provenance
     assert provenance["scan"]["damaged"] == {made.channel: 1}
     assert provenance["recipe"]["source_options"]["damaged_image"] == "mask"
-    lacking = [one for one in samples_of(tmp_path / "out").values() if made.channel not in one.images]
+    lacking = [
+        one for one in samples_of(tmp_path / "out").values() if made.channel not in one.images
+    ]
     assert len(lacking) == 1
     assert lacking[0].geometry.cam_valid.sum() == len(lacking[0].geometry.cam_valid) - 1
     assert lacking[0].meta.sync["dropped"] == [made.channel]
@@ -108,7 +120,10 @@ def test_damaged_images_are_masked_and_counted(made: Made, tmp_path, spoil: Call
 
 def test_more_damaged_images_than_allowed_are_an_error(made: Made):
     _cut(made.file)
-    with pytest.raises(SourceError, match=rf"1 of \d+ images are damaged, more .*max_damaged=0.01: .*{made.file.name}"):
+    with pytest.raises(
+        SourceError,
+        match=rf"1 of \d+ images are damaged, more .*max_damaged=0.01: .*{made.file.name}",
+    ):
         made.check(damaged_image="mask")
 
 
@@ -125,7 +140,11 @@ def test_pixels_are_decoded_on_demand(made: Made):
 def test_options_on_damaged_images_are_no_part_of_a_recipe_without_them(made: Made, tmp_path):
     made.shard(tmp_path / "out")
     recipe = fr.open(tmp_path / "out").manifest.provenance["recipe"]
-    assert not [name for name in recipe["source_options"] if "damaged_image" in name or name == "check_images"]
+    assert not [
+        name
+        for name in recipe["source_options"]
+        if "damaged_image" in name or name == "check_images"
+    ]
 
 
 def test_a_frame_with_a_damaged_image_is_dropped(tmp_path):
@@ -142,7 +161,9 @@ def test_a_check_applies_the_rules_of_the_writer(tmp_path):
     for row in rows:
         row["cam.cam_left.dist_model"], row["cam.cam_left.dist"] = "fisheye_of_mine", [0.1, 0.2]
     (tmp_path / "frames.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(SourceError, match=r"(?s)4 faults.*dist_model of cam_left is 'fisheye_of_mine'; known: none"):
+    with pytest.raises(
+        SourceError, match=r"(?s)4 faults.*dist_model of cam_left is 'fisheye_of_mine'; known: none"
+    ):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
 
 

@@ -21,11 +21,15 @@ SPLITS = {"train": 0.75, "val": 0.25}
 
 @pytest.fixture(scope="module")
 def first(dataroot, sharded):
-    return sharded(dataroot("a4 b5 c3 d4"), splits=SPLITS, shard_size_bytes=40_000, license="CC0-1.0")
+    return sharded(
+        dataroot("a4 b5 c3 d4"), splits=SPLITS, shard_size_bytes=40_000, license="CC0-1.0"
+    )
 
 
 def attributes(out):
-    return pq.read_table(out / "attributes.parquet").drop_columns(["split"]).sort_by("key").to_pylist()
+    return (
+        pq.read_table(out / "attributes.parquet").drop_columns(["split"]).sort_by("key").to_pylist()
+    )
 
 
 @pytest.mark.costly
@@ -46,14 +50,28 @@ def test_there_and_back_gives_the_same_shards(first, tmp_path):
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_samples_are_the_same_in_another_order(first, tmp_path, num_workers):
     out = tmp_path / "out"
-    manifest = reshard(first, out, num_workers, seed=99, layout="none", order="window:2", shard_size_bytes=30_000)
+    manifest = reshard(
+        first, out, num_workers, seed=99, layout="none", order="window:2", shard_size_bytes=30_000
+    )
     assert verify(out, deep=True, num_threads=2).faults == []
     assert members_of(out) == members_of(first)
     assert attributes(out) == attributes(first)
     old = open_dataset(first).manifest
     assert open_dataset(out).index.strings("key") != open_dataset(first).index.strings("key")
-    assert {name: split.num_clips for name, split in manifest.splits.items()} == {"train": 3, "val": 1}
-    for name in ("cameras", "lidars", "classes", "attributes", "time_base", "ego_origin", "license", "name"):
+    assert {name: split.num_clips for name, split in manifest.splits.items()} == {
+        "train": 3,
+        "val": 1,
+    }
+    for name in (
+        "cameras",
+        "lidars",
+        "classes",
+        "attributes",
+        "time_base",
+        "ego_origin",
+        "license",
+        "name",
+    ):
         assert getattr(manifest, name) == getattr(old, name), name
     assert manifest.provenance["facts"]["provenance"] == old.provenance
     assert manifest.provenance["recipe"]["source_options"]["fingerprint"] == old.fingerprint

@@ -38,14 +38,24 @@ def scan(root, **options):
 
 
 def labels(dataset, split):
-    loaded = batches(dataset, 1, split=split, shuffle=False, attributes=["cls"], image={"height": 24, "width": 32})
+    loaded = batches(
+        dataset,
+        1,
+        split=split,
+        shuffle=False,
+        attributes=["cls"],
+        image={"height": 24, "width": 32},
+    )
     return {batch["sample_token"][0]: int(batch["cls"]) for batch in loaded}
 
 
 @pytest.mark.costly
 def test_folders_of_splits_and_classes(tmp_path):
     names = [
-        f"{split}/{name}/{at}.JPEG" for split in ("training", "val") for name in ("dog", "Cat", "bird") for at in "12"
+        f"{split}/{name}/{at}.JPEG"
+        for split in ("training", "val")
+        for name in ("dog", "Cat", "bird")
+        for at in "12"
     ]
     root = write(tmp_path / "images", names)
     (root / "val" / "empty").mkdir()
@@ -60,9 +70,17 @@ def test_folders_of_splits_and_classes(tmp_path):
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     dataset = fr.open(tmp_path / "out")
     assert dataset.manifest.classes == ("Cat", "bird", "dog", "empty")
-    assert not [name for name in dataset.table.column_names if name.startswith("num_") and name.endswith("dog")]
+    assert not [
+        name
+        for name in dataset.table.column_names
+        if name.startswith("num_") and name.endswith("dog")
+    ]
     for split, folder in (("train", "training"), ("val", "val")):
-        wanted = {name: dataset.manifest.classes.index(name.split("/")[1]) for name in names if name.startswith(folder)}
+        wanted = {
+            name: dataset.manifest.classes.index(name.split("/")[1])
+            for name in names
+            if name.startswith(folder)
+        }
         assert labels(dataset, split) == wanted
     (item,) = torch.utils.data.Subset(MapView(dataset, ["image"], attributes=["cls"]), [3])
     assert (item["cls"], item["image"].shape) == (dataset.table["cls"][3].as_py(), (3, 24, 32))
@@ -87,7 +105,12 @@ def test_folders_of_classes_and_of_names_that_are_splits(tmp_path):
     assert parse_source(f"imagefolder:{tmp_path / 'b'}", {}).kind == "imagefolder"
     with pytest.raises(ConfigError, match=r"looks like imagefolder:"):
         parse_source(str(tmp_path / "b"), {})
-    report = fr.shard(f"imagefolder:{tmp_path / 'a'}", tmp_path / "out", workers=1, splits={"train": 0.7, "val": 0.3})
+    report = fr.shard(
+        f"imagefolder:{tmp_path / 'a'}",
+        tmp_path / "out",
+        workers=1,
+        splits={"train": 0.7, "val": 0.3},
+    )
     assert (report.num_samples, report.num_clips) == (3, 3)
 
 
@@ -123,7 +146,10 @@ def undecodable(root):
         (lambda root: os.mkfifo(root / "cat" / "2.jpg"), r"cat/2.jpg' is a FIFO"),
         (lambda root: (root / "cat" / "2.jpg").write_bytes(b""), r"cat/2.jpg' is empty"),
         (lambda root: (root / "cat" / "2.jpg").write_bytes(b"GIF89a"), r"cat/2.jpg"),
-        (lambda root: (root / "cat" / "1.jpg").unlink(), r"has no clips; looked for .*in it is cat"),
+        (
+            lambda root: (root / "cat" / "1.jpg").unlink(),
+            r"has no clips; looked for .*in it is cat",
+        ),
         (lambda root: (root / "cat" / "1.jpg").rename(root / "1.jpg"), r"has no clips"),
     ],
 )
@@ -151,10 +177,17 @@ def test_pictures_of_every_form_and_size_are_in_one_batch(tmp_path):
         "b/rgb.jpg": (40, 40, 40),
         "b/rgba.png": (250, 120, 30),
     }
-    sizes = {"a/gray.jpg": (40, 60), "a/gray.png": (64, 48), "b/rgb.jpg": (100, 32), "b/rgba.png": (48, 64)}
+    sizes = {
+        "a/gray.jpg": (40, 60),
+        "a/gray.png": (64, 48),
+        "b/rgb.jpg": (100, 32),
+        "b/rgba.png": (48, 64),
+    }
     for name, (red, green, blue) in colours.items():
         pixels = np.full((*sizes[name], 4), (blue, green, red, 255), np.uint8)
-        form = {"gray": pixels[..., 0], "rgb": pixels[..., :3], "rgba": pixels}[name[2:].partition(".")[0]]
+        form = {"gray": pixels[..., 0], "rgb": pixels[..., :3], "rgba": pixels}[
+            name[2:].partition(".")[0]
+        ]
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         assert cv2.imwrite(str(tmp_path / "source" / name), form)
     fr.shard(f"imagefolder:{tmp_path / 'source'}", tmp_path / "out")
@@ -167,5 +200,7 @@ def test_pictures_of_every_form_and_size_are_in_one_batch(tmp_path):
 
 def test_one_image_is_a_dataset(tmp_path):
     fr.shard(f"imagefolder:{write(tmp_path / 'source', ['cat/only.jpg'])}", tmp_path / "out")
-    (batch,) = batches(tmp_path / "out", 1, shuffle=True, attributes=["cls"], image={"height": 24, "width": 32})
+    (batch,) = batches(
+        tmp_path / "out", 1, shuffle=True, attributes=["cls"], image={"height": 24, "width": 32}
+    )
     assert (batch["sample_token"], batch["cls"].tolist()) == (["cat/only.jpg"], [0])

@@ -66,17 +66,23 @@ class TestKittiObject(AtUrl, SourceSuite):
             _, _, frame = list(made.world.frames())[number]
             assert sample.meta.timestamp_ns == number + 1
             np.testing.assert_array_equal(sample.geometry.ego2global, np.eye(4))
-            np.testing.assert_array_equal(sample.points["velodyne"], frame.sweeps["velodyne"].points)
+            np.testing.assert_array_equal(
+                sample.points["velodyne"], frame.sweeps["velodyne"].points
+            )
             to_ego = np.linalg.inv(frame.ego2global)
             assert len(sample.boxes.label) == len(frame.boxes)
             for row, box in zip(sample.boxes.boxes3d, frame.boxes, strict=True):
-                np.testing.assert_allclose(row[:3], to_ego[:3, :3] @ box.centre + to_ego[:3, 3], atol=1e-4)
+                np.testing.assert_allclose(
+                    row[:3], to_ego[:3, :3] @ box.centre + to_ego[:3, 3], atol=1e-4
+                )
                 np.testing.assert_allclose(row[3:6], box.size_lwh, atol=1e-4)
                 nose = to_ego[:3, :3] @ (np.cos(box.yaw), np.sin(box.yaw), 0)
                 assert abs(row[6] - np.arctan2(nose[1], nose[0])) < 1e-3
             for at, image in enumerate(frame.images.values()):
                 np.testing.assert_allclose(sample.geometry.cam2ego[at], image.cam2ego, atol=1e-6)
-                np.testing.assert_allclose(sample.geometry.intrinsics[at], image.intrinsics, atol=1e-6)
+                np.testing.assert_allclose(
+                    sample.geometry.intrinsics[at], image.intrinsics, atol=1e-6
+                )
                 assert bytes(list(sample.images.values())[at]) == image.jpeg
 
     def test_what_is_wrong_is_named(self, tmp_path):
@@ -122,13 +128,23 @@ BAD = {
         r"calib_cam_to_cam\.txt' has no line 'P_rect_03:'; it has R_rect_00, P_rect_02",
     ),
     "a rotation that is none": (
-        first_line(VELO, "R: 2 0 0 0 2 0 0 0 2\nX: "), r"calib_velo_to_cam\.txt': .* is not a rotation"
+        first_line(VELO, "R: 2 0 0 0 2 0 0 0 2\nX: "),
+        r"calib_velo_to_cam\.txt': .* is not a rotation",
     ),
     "too few numbers": (first_line(VELO, "R: 1 0 0\nX: "), r"'R' is \[.*wanted are 9"),
     "no oxts": (gone("oxts/data"), r"oxts/data' has no rows of oxts"),
-    "oxts cut off": (content("oxts/data/0000000001.txt", b"49.0 8.4 11"), r"1\.txt' has not 30 finite numbers"),
-    "oxts not numbers": (content("oxts/data/0000000001.txt", b"nan " * 30), r"has not 30 finite numbers"),
-    "times that are none": (first_line("image_02/timestamps.txt", "noon\n"), r"image_02/timestamps\.txt': .*noon"),
+    "oxts cut off": (
+        content("oxts/data/0000000001.txt", b"49.0 8.4 11"),
+        r"1\.txt' has not 30 finite numbers",
+    ),
+    "oxts not numbers": (
+        content("oxts/data/0000000001.txt", b"nan " * 30),
+        r"has not 30 finite numbers",
+    ),
+    "times that are none": (
+        first_line("image_02/timestamps.txt", "noon\n"),
+        r"image_02/timestamps\.txt': .*noon",
+    ),
     "too few times": (
         content("image_03/timestamps.txt", b"2011-09-26 13:02:25.951199337\n"),
         r"image_03/timestamps\.txt' has 1 rows, the sensor has a file of number 3",
@@ -138,13 +154,21 @@ BAD = {
         r"oxts/data': row \d has the time \d+, not later",
     ),
     "no images": (gone(*SIZES), r"has no images in image_02 or image_03"),
-    "one image missing": (gone("image_02/data/0000000002.png"), r"frame 2 has no image of image_02"),
-    "LFS pointer as image": (
-        content("image_02/data/0000000002.png", LFS_POINTER * 6), r"image '.*image_02/data/0000000002\.png'"
+    "one image missing": (
+        gone("image_02/data/0000000002.png"),
+        r"frame 2 has no image of image_02",
     ),
-    "calibration that is not text": (content(VELO, b"R: \xff"), r"calib_velo_to_cam\.txt' is not text in UTF-8"),
+    "LFS pointer as image": (
+        content("image_02/data/0000000002.png", LFS_POINTER * 6),
+        r"image '.*image_02/data/0000000002\.png'",
+    ),
+    "calibration that is not text": (
+        content(VELO, b"R: \xff"),
+        r"calib_velo_to_cam\.txt' is not text in UTF-8",
+    ),
     "times that are not text": (
-        content("image_02/timestamps.txt", b"\xff\n"), r"image_02/timestamps\.txt' is not text in UTF-8"
+        content("image_02/timestamps.txt", b"\xff\n"),
+        r"image_02/timestamps\.txt' is not text in UTF-8",
     ),
     "tracklets of an unknown encoding": (
         content("tracklet_labels.xml", b"<?xml version='1.0' encoding='no-such'?><a/>"),
@@ -154,7 +178,7 @@ BAD = {
         content("tracklet_labels.xml", b"<boost_serialization><tracklets>"),
         r"tracklet_labels\.xml' is not as tracklets are",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -176,10 +200,14 @@ def test_a_cut_sweep_is_named(tmp_path):
 def test_holes_in_the_lidar_and_drives_without_tracklets(tmp_path):
     drive, spec = one_drive(tmp_path)
     (drive / "velodyne_points" / "data" / "0000000001.bin").unlink()
-    item = "<objectType>Car</objectType><h>1</h><w>1</w><l>1</l><first_frame>0</first_frame><poses/>"
+    item = (
+        "<objectType>Car</objectType><h>1</h><w>1</w><l>1</l><first_frame>0</first_frame><poses/>"
+    )
     (drive / "tracklet_labels.xml").write_text(f"<a><tracklets><item>{item}</item></tracklets></a>")
     info = scan_source(spec)
-    assert ("boxes.safetensors" in info.names, info.report.boxes) == (True, 0), "labelled, and no track has a pose"
+    assert ("boxes.safetensors" in info.names, info.report.boxes) == (True, 0), (
+        "labelled, and no track has a pose"
+    )
     (drive / "tracklet_labels.xml").unlink()
     info = scan_source(spec)
     assert info.report.masked == {"velodyne": {"no sweep": 1}}
@@ -188,7 +216,9 @@ def test_holes_in_the_lidar_and_drives_without_tracklets(tmp_path):
 
 def test_layouts_of_folders(tmp_path):
     drive, spec = one_drive(tmp_path)
-    assert scan_source(spec._replace(location=str(drive.parent))).num_samples == 4, "the folder of a date"
+    assert scan_source(spec._replace(location=str(drive.parent))).num_samples == 4, (
+        "the folder of a date"
+    )
     with pytest.raises(SourceError, match="is one drive; give the folder that holds it"):
         scan_source(spec._replace(location=str(drive)))
     root = tmp_path / "source"
@@ -233,8 +263,10 @@ def test_a_real_drive(tmp_path):
     assert report.num_samples == 1
     (sample,) = samples_of(tmp_path / "out").values()
     geometry = sample.geometry
-    calib = {path.stem: dict(line.split(": ", 1) for line in path.read_text().splitlines())
-             for path in root.rglob("calib_*.txt")}  # fmt: skip
+    calib = {
+        path.stem: dict(line.split(": ", 1) for line in path.read_text().splitlines())
+        for path in root.rglob("calib_*.txt")
+    }
 
     def numbers(file, key, *shape):
         return np.array(calib[file][key].split(), float).reshape(shape)
@@ -246,19 +278,35 @@ def test_a_real_drive(tmp_path):
     rect[:3, :3] = numbers("calib_cam_to_cam", "R_rect_00", 3, 3)
     points = np.concatenate([seen[:, :3].T, np.ones((1, len(seen)))])
     for at, name in enumerate(("image_02", "image_03", "image_00", "image_01")):
-        pixels = numbers("calib_cam_to_cam", f"P_rect_{name[-2:]}", 3, 4) @ rect @ moved("calib_velo_to_cam") @ points
+        pixels = (
+            numbers("calib_cam_to_cam", f"P_rect_{name[-2:]}", 3, 4)
+            @ rect
+            @ moved("calib_velo_to_cam")
+            @ points
+        )
         ours = np.linalg.inv(geometry.cam2ego[at]) @ geometry.lidar2ego[0] @ points
         ours = geometry.intrinsics[at] @ ours[:3]
         np.testing.assert_allclose(ours[:2] / ours[2], pixels[:2] / pixels[2], atol=0.1)
         text = (drive / name / "timestamps.txt").read_text().splitlines()[0]
-        assert geometry.cam_timestamp_ns[at] == np.datetime64(text.replace(" ", "T"), "ns").astype(np.int64)
-    lat, lon, alt, roll, pitch, yaw, north, east = map(float, next(drive.glob("oxts/data/*")).read_text().split()[:8])
+        assert geometry.cam_timestamp_ns[at] == np.datetime64(text.replace(" ", "T"), "ns").astype(
+            np.int64
+        )
+    lat, lon, alt, roll, pitch, yaw, north, east = map(
+        float, next(drive.glob("oxts/data/*")).read_text().split()[:8]
+    )
     assert [lat, lon, alt] == [49.015003823272, 8.4342971002335, 116.43032836914]
     speed = np.hypot(north, east)
-    late_s = (geometry.cam_timestamp_ns[0] - np.datetime64("2011-09-26T13:02:25.964389445", "ns").astype(int)) * 1e-9
-    np.testing.assert_allclose(np.linalg.norm(geometry.cam_ego2global[0][:2, 3]), -late_s * speed, atol=1e-4)
+    late_s = (
+        geometry.cam_timestamp_ns[0]
+        - np.datetime64("2011-09-26T13:02:25.964389445", "ns").astype(int)
+    ) * 1e-9
+    np.testing.assert_allclose(
+        np.linalg.norm(geometry.cam_ego2global[0][:2, 3]), -late_s * speed, atol=1e-4
+    )
     assert abs(np.arctan2(geometry.ego2global[1, 0], geometry.ego2global[0, 0]) - yaw) < 1e-3
-    np.testing.assert_allclose(geometry.ego2global[2, :2], [-np.sin(pitch), np.cos(pitch) * np.sin(roll)], atol=1e-3)
+    np.testing.assert_allclose(
+        geometry.ego2global[2, :2], [-np.sin(pitch), np.cos(pitch) * np.sin(roll)], atol=1e-3
+    )
     np.testing.assert_array_equal(sample.points["velodyne"], seen)
 
 
@@ -270,16 +318,24 @@ def test_real_frames_and_labels(tmp_path):
     for name in ("image_2", "image_3", "calib", "label_2"):
         (root / name).mkdir(parents=True)
     calib = (real / "calib" / "0001.txt").read_text()
-    for old, new in (("R_rect", "R0_rect"), ("Tr_velo_cam", "Tr_velo_to_cam"), ("Tr_imu_velo", "Tr_imu_to_velo")):
+    for old, new in (
+        ("R_rect", "R0_rect"),
+        ("Tr_velo_cam", "Tr_velo_to_cam"),
+        ("Tr_imu_velo", "Tr_imu_to_velo"),
+    ):
         calib = calib.replace(old, new)
     rows = [line.split() for line in (real / "label_02" / "0001.txt").read_text().splitlines()]
     for number in (0, 1):
         for side in (2, 3):
-            shutil.copy(real / f"image_0{side}" / "0001" / f"{number:06d}.png", root / f"image_{side}")
+            shutil.copy(
+                real / f"image_0{side}" / "0001" / f"{number:06d}.png", root / f"image_{side}"
+            )
         (root / "calib" / f"{number:06d}.txt").write_text(calib)
         own = [" ".join(row[2:]) + "\n" for row in rows if row[0] == str(number)]
         (root / "label_2" / f"{number:06d}.txt").write_text("".join(own))
-    report = fr.shard(f"kitti_object:{root.parent}", tmp_path / "out", workers=1, options={"right": True})
+    report = fr.shard(
+        f"kitti_object:{root.parent}", tmp_path / "out", workers=1, options={"right": True}
+    )
     assert report.num_samples == 2
     num_seen = 0
     for sample in samples_of(tmp_path / "out").values():
@@ -292,7 +348,9 @@ def test_real_frames_and_labels(tmp_path):
             if float(row[3]) > 0 or labelled[0] < 5 or labelled[2] > 1236 or labelled[3] > 369:
                 continue  # it is cut off by the image
             length, width, height, yaw = box[3:]
-            corners = np.array([[x, y, z] for x in (-0.5, 0.5) for y in (-0.5, 0.5) for z in (-0.5, 0.5)])
+            corners = np.array(
+                [[x, y, z] for x in (-0.5, 0.5) for y in (-0.5, 0.5) for z in (-0.5, 0.5)]
+            )
             corners = corners * (length, width, height) @ turn(yaw, "z").T + box[:3]
             in_cam = np.linalg.inv(sample.geometry.cam2ego[0]) @ np.c_[corners, np.ones(8)].T
             pixels = sample.geometry.intrinsics[0] @ in_cam[:3]
@@ -311,8 +369,12 @@ def test_oxts_is_a_channel(tmp_path):
     dataset = open_dataset(tmp_path / "out")
     (channel,) = dataset.manifest.extra_channels
     assert (channel.name, len(channel.columns), channel.units[-9]) == ("can_oxts", 31, "rad/s")
-    samples = sorted(map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns)
-    rows = np.concatenate([decode_values(one.extra, (channel,), one.key)["can_oxts"] for one in samples])
+    samples = sorted(
+        map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns
+    )
+    rows = np.concatenate(
+        [decode_values(one.extra, (channel,), one.key)["can_oxts"] for one in samples]
+    )
     (folder,) = (tmp_path / "source").rglob("oxts/data")
     files = [np.loadtxt(path) for path in sorted(folder.iterdir())]
     np.testing.assert_array_equal(rows[:, 1:], files[: len(rows)])

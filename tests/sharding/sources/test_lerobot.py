@@ -43,44 +43,64 @@ def pictures_of(lengths=(3, 5, 2)):
     """RGB pictures by episode and camera; the brightness of each is its number."""
     number = iter(range(1, 1000))
     return [
-        {"top": [np.full((48, 64, 3), 12 * next(number), np.uint8) for _ in range(length)], "wrist": [
-            np.full((32, 32, 3), 200 - 9 * at, np.uint8) for at in range(length)
-        ]}
+        {
+            "top": [np.full((48, 64, 3), 12 * next(number), np.uint8) for _ in range(length)],
+            "wrist": [np.full((32, 32, 3), 200 - 9 * at, np.uint8) for at in range(length)],
+        }
         for length in lengths
-    ]  # fmt: skip
+    ]
 
 
 def write_lerobot(root, episodes, version="v3.0", *, stored=False):
     """Write episodes of RGB pictures by camera, in the layout of a version; ``stored``: pictures in the tables."""
-    cameras = {f"observation.images.{name}": pictures[0].shape for name, pictures in episodes[0].items()}
+    cameras = {
+        f"observation.images.{name}": pictures[0].shape for name, pictures in episodes[0].items()
+    }
     dtype = "image" if stored else "video"
-    features = {name: {"dtype": dtype, "shape": list(shape), "names": None} for name, shape in cameras.items()}
+    features = {
+        name: {"dtype": dtype, "shape": list(shape), "names": None}
+        for name, shape in cameras.items()
+    }
     features |= {
         "observation.state": {"dtype": "float32", "shape": [2], "names": {"motors": ["a", "b"]}},
         "action": {"dtype": "float64", "shape": [1, 2], "names": None},
         "next.done": {"dtype": "bool", "shape": [1], "names": None},
         "note": {"dtype": "string", "shape": [1], "names": None},
         "depth": {"dtype": "video", "shape": [4, 4, 1], "info": {"video.is_depth_map": True}},
-        "timestamp": {"dtype": "float32", "shape": [1]}, "episode_index": {"dtype": "int64", "shape": [1]},
-    }  # fmt: skip
+        "timestamp": {"dtype": "float32", "shape": [1]},
+        "episode_index": {"dtype": "int64", "shape": [1]},
+    }
     tables, rows = [], []
     for number, episode in enumerate(episodes):
         length = len(next(iter(episode.values())))
         at = np.arange(length)
         columns = {
             "observation.state": np.stack([at, at * 0.5 + number], 1).astype(np.float32).tolist(),
-            "action": [[[float(one), -1.0]] for one in at], "next.done": at == length - 1,
-            "note": [f"{number}/{one}" for one in at], "timestamp": (at / FPS).astype(np.float32), "frame_index": at,
-            "episode_index": np.full(length, number), "task_index": np.full(length, number % 2),
-        }  # fmt: skip
+            "action": [[[float(one), -1.0]] for one in at],
+            "next.done": at == length - 1,
+            "note": [f"{number}/{one}" for one in at],
+            "timestamp": (at / FPS).astype(np.float32),
+            "frame_index": at,
+            "episode_index": np.full(length, number),
+            "task_index": np.full(length, number % 2),
+        }
         if stored:
-            columns |= {f"observation.images.{name}": [as_png(one) for one in episode[name]] for name in episode}
+            columns |= {
+                f"observation.images.{name}": [as_png(one) for one in episode[name]]
+                for name in episode
+            }
         tables.append(pa.table(columns))
         rows.append({"episode_index": number, "length": length, "tasks": [TASKS[number % 2]]})
     write = write_v3 if version == "v3.0" else write_v2
     (root / "meta").mkdir(parents=True)
     write(root, episodes, tables, rows, cameras if not stored else {})
-    info = {"codebase_version": version, "fps": FPS, "features": features, "robot_type": "arm", **PATHS[version]}
+    info = {
+        "codebase_version": version,
+        "fps": FPS,
+        "features": features,
+        "robot_type": "arm",
+        **PATHS[version],
+    }
     info["splits"] = {"train": "0:2", "validation": f"2:{len(episodes)}"}
     (root / "meta" / "info.json").write_text(json.dumps(info))
     return root
@@ -95,11 +115,15 @@ def write_v2(root, episodes, tables, rows, cameras):
         ("episodes", rows),
         ("tasks", [{"task_index": at, "task": one} for at, one in enumerate(TASKS)]),
     ):
-        (root / "meta" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (root / "meta" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
     for number, (episode, table) in enumerate(zip(episodes, tables, strict=True)):
         put(root, PATHS["v2.1"]["data_path"].format(episode_chunk=0, episode_index=number), table)
         for name in cameras:
-            path = PATHS["v2.1"]["video_path"].format(episode_chunk=0, episode_index=number, video_key=name)
+            path = PATHS["v2.1"]["video_path"].format(
+                episode_chunk=0, episode_index=number, video_key=name
+            )
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             write_video(root / path, episode[name.rpartition(".")[2]])
 
@@ -116,9 +140,16 @@ def write_v3(root, episodes, tables, rows, cameras):
         first += row["length"]
     put(root, "meta/episodes/chunk-000/file-000.parquet", pa.Table.from_pylist(rows))
     for file in range(-(-len(tables) // 2)):
-        put(root, f"data/chunk-000/file-{file:03d}.parquet", pa.concat_tables(tables[2 * file : 2 * file + 2]), rows=3)
+        put(
+            root,
+            f"data/chunk-000/file-{file:03d}.parquet",
+            pa.concat_tables(tables[2 * file : 2 * file + 2]),
+            rows=3,
+        )
     for name in cameras:
-        path = root / PATHS["v3.0"]["video_path"].format(video_key=name, chunk_index=0, file_index=0)
+        path = root / PATHS["v3.0"]["video_path"].format(
+            video_key=name, chunk_index=0, file_index=0
+        )
         path.parent.mkdir(parents=True)
         write_video(path, [one for episode in episodes for one in episode[name.rpartition(".")[2]]])
 
@@ -140,7 +171,10 @@ class _Suite(SourceSuite):
 
     def write(self, world, root):
         decoded = [
-            {name: [simplejpeg.decode_jpeg(frame.images[name].jpeg) for frame in clip.frames] for name in world.cameras}
+            {
+                name: [simplejpeg.decode_jpeg(frame.images[name].jpeg) for frame in clip.frames]
+                for name in world.cameras
+            }
             for clip in world.clips
         ]
         write_lerobot(root / "episodes", decoded, self.version)
@@ -156,7 +190,9 @@ class TestV2(_Suite):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("version", "stored"), [("v2.0", True), ("v2.1", False), ("v3.0", False), ("v3.0", True)])
+@pytest.mark.parametrize(
+    ("version", "stored"), [("v2.0", True), ("v2.1", False), ("v3.0", False), ("v3.0", True)]
+)
 def test_every_frame_has_its_own_picture_state_action_and_task(tmp_path, version, stored):
     episodes = pictures_of()
     root = write_lerobot(tmp_path / "episodes", episodes, version, stored=stored)
@@ -165,8 +201,14 @@ def test_every_frame_has_its_own_picture_state_action_and_task(tmp_path, version
     assert report.scan.noted == {"feature depth left out, a video of depths": 1}
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     dataset = fr.open(tmp_path / "out")
-    assert {name: split.num_samples for name, split in dataset.manifest.splits.items()} == {"train": 8, "val": 2}
-    assert [(one.channel, one.source_name) for one in dataset.manifest.cameras] == [("top", "top"), ("wrist", "wrist")]
+    assert {name: split.num_samples for name, split in dataset.manifest.splits.items()} == {
+        "train": 8,
+        "val": 2,
+    }
+    assert [(one.channel, one.source_name) for one in dataset.manifest.cameras] == [
+        ("top", "top"),
+        ("wrist", "wrist"),
+    ]
     assert dataset.manifest.extra_channels[1].description == "a, b"
     found = {}
     names = {"channels": ["observation_state", "action", "task", "note"]}
@@ -209,18 +251,26 @@ def test_at_a_lower_rate_of_frames_states_and_actions_keep_their_own(tmp_path):
                 seen.append((number, now))
                 rows = [(now + of, 0 <= now + of < lengths[number]) for of in (-1, 0, 1, 2, 3)]
                 assert batch["action_valid"][0].tolist() == [there for _, there in rows]
-                assert batch["action"].tolist() == [[[[at, -1.0] if there else [0, 0]] for at, there in rows]]
+                assert batch["action"].tolist() == [
+                    [[[at, -1.0] if there else [0, 0]] for at, there in rows]
+                ]
                 assert batch["observation_state_valid"][0].tolist() == [now > 0, True]
                 half = [now - 0.5, (now - 0.5) / 2 + number] if now else [0, 0]
                 np.testing.assert_allclose(batch["observation_state"][0, 0], half, atol=1e-6)
-    assert sorted(seen) == [(number, at) for number, length in enumerate(lengths) for at in range(0, length, 2)]
+    assert sorted(seen) == [
+        (number, at) for number, length in enumerate(lengths) for at in range(0, length, 2)
+    ]
 
 
 def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
-    root = write_lerobot(tmp_path / "episodes", pictures_of((6, 9, 4)))  # groups of four, over the episodes
+    root = write_lerobot(
+        tmp_path / "episodes", pictures_of((6, 9, 4))
+    )  # groups of four, over the episodes
     decoded = []
     init = Videos.__init__
-    monkeypatch.setattr(Videos, "__init__", lambda self, *a, **k: (init(self, *a, **k), decoded.append(self))[0])
+    monkeypatch.setattr(
+        Videos, "__init__", lambda self, *a, **k: (init(self, *a, **k), decoded.append(self))[0]
+    )
     fr.shard(f"lerobot:{root}", tmp_path / "out", options={"frames": "keyframes"}, workers=1)
     samples = samples_of(tmp_path / "out").values()
     found = [(one.meta.clip_id, one.meta.frame_idx) for one in samples]
@@ -231,12 +281,24 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
 
 
 BREAK = {
-    "another version": (("codebase_version", "v1.6"), r"codebase_version 'v1\.6'; v2\.0, v2\.1 and v3\.0 are read"),
-    "a field of another name": (("data_path", "{episode_index.__class__}"), "data/chunk|cannot be|is not there"),
-    "an unknown field": (("data_path", "data/{hour}.parquet"), r"the field 'hour', not of chunk_index"),
+    "another version": (
+        ("codebase_version", "v1.6"),
+        r"codebase_version 'v1\.6'; v2\.0, v2\.1 and v3\.0 are read",
+    ),
+    "a field of another name": (
+        ("data_path", "{episode_index.__class__}"),
+        "data/chunk|cannot be|is not there",
+    ),
+    "an unknown field": (
+        ("data_path", "data/{hour}.parquet"),
+        r"the field 'hour', not of chunk_index",
+    ),
     "a path out": (("data_path", "../secret.parquet"), "outside of the source"),
     "no rate": (("fps", 0), "fps 0.0"),
-    "a split of words": (("splits", {"train": "all"}), r"split 'train' is 'all', expected FIRST:END"),
+    "a split of words": (
+        ("splits", {"train": "all"}),
+        r"split 'train' is 'all', expected FIRST:END",
+    ),
 }
 
 
@@ -257,8 +319,14 @@ def test_tables_that_do_not_fit_are_named(tmp_path):
     for table, says in (
         (whole.slice(1), r"episode 0 has 1 rows, expected 2, with frame_index from 0"),
         (whole.drop_columns(["action"]), "has no column 'action'"),
-        (whole.set_column(0, "observation.state", pa.array([[1.0]] * 4)), r"no numbers of shape \[2\] in column"),
-        (whole.set_column(0, "observation.state", pa.array([[1.0, None]] * 4)), "2 values are null"),
+        (
+            whole.set_column(0, "observation.state", pa.array([[1.0]] * 4)),
+            r"no numbers of shape \[2\] in column",
+        ),
+        (
+            whole.set_column(0, "observation.state", pa.array([[1.0, None]] * 4)),
+            "2 values are null",
+        ),
     ):
         pq.write_table(table, path)
         with pytest.raises(SourceError, match=says):
@@ -275,7 +343,11 @@ def test_tables_that_do_not_fit_are_named(tmp_path):
 def test_frames_are_those_that_the_library_reads(tmp_path):
     datasets = pytest.importorskip("lerobot.datasets.lerobot_dataset", reason="needs lerobot")
     features = {
-        "observation.images.top": {"dtype": "video", "shape": (48, 64, 3), "names": ["height", "width", "channels"]},
+        "observation.images.top": {
+            "dtype": "video",
+            "shape": (48, 64, 3),
+            "names": ["height", "width", "channels"],
+        },
         "action": {"dtype": "float32", "shape": (2,), "names": ["a", "b"]},
     }
     root = tmp_path / "episodes"
@@ -283,11 +355,15 @@ def test_frames_are_those_that_the_library_reads(tmp_path):
     for number, episode in enumerate(pictures_of((6, 9, 4))):
         for at, picture in enumerate(episode["top"]):
             action = np.array([at, number], np.float32)
-            made.add_frame({"observation.images.top": picture, "action": action, "task": TASKS[number % 2]})
+            made.add_frame(
+                {"observation.images.top": picture, "action": action, "task": TASKS[number % 2]}
+            )
         made.save_episode()
     made.finalize()
     fr.shard(f"lerobot:{root}", tmp_path / "out", workers=1)
-    own = {(one.meta.clip_id, one.meta.frame_idx): one for one in samples_of(tmp_path / "out").values()}
+    own = {
+        (one.meta.clip_id, one.meta.frame_idx): one for one in samples_of(tmp_path / "out").values()
+    }
     video = str(next(root.rglob("*.mp4")))
     jpegs = dict(video_frames(video, range(19)))
     read = datasets.LeRobotDataset("test/arm", root=root, video_backend="pyav")
@@ -296,5 +372,7 @@ def test_frames_are_those_that_the_library_reads(tmp_path):
         data = bytes(sample.images["top"])
         assert data == jpegs[int(item["index"])]
         picture = simplejpeg.decode_jpeg(data).astype(float)
-        assert abs(picture - 255 * item["observation.images.top"].permute(1, 2, 0).numpy()).mean() < 2
+        assert (
+            abs(picture - 255 * item["observation.images.top"].permute(1, 2, 0).numpy()).mean() < 2
+        )
     assert not own

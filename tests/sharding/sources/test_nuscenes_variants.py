@@ -49,7 +49,11 @@ def boxes_of(table, number=0):
 
 def data_rows(made, channel, frames=None):
     """Keyframe rows of ``sample_data`` of one channel, in the order of the frames."""
-    rows = [row for row in made.tables["sample_data"] if row["is_key_frame"] and f"/{channel}/" in row["filename"]]
+    rows = [
+        row
+        for row in made.tables["sample_data"]
+        if row["is_key_frame"] and f"/{channel}/" in row["filename"]
+    ]
     return rows if frames is None else [rows[frame] for frame in frames]
 
 
@@ -66,7 +70,9 @@ def data_rows(made, channel, frames=None):
         (0, 2, (0, 2), 1),
     ],
 )
-def test_nuscenes_boxes_are_valid_unless_no_point_is_known(made, tmp_path, lidar, radar, stored, valid):
+def test_nuscenes_boxes_are_valid_unless_no_point_is_known(
+    made, tmp_path, lidar, radar, stored, valid
+):
     for row in made.tables["sample_annotation"]:
         for column, number in (("num_lidar_pts", lidar), ("num_radar_pts", radar)):
             row[column] = number
@@ -76,7 +82,9 @@ def test_nuscenes_boxes_are_valid_unless_no_point_is_known(made, tmp_path, lidar
     _, info, table = scan(made, tmp_path)
     boxes = boxes_of(table)
     assert boxes.valid.tolist() == [valid] * 4
-    assert {*zip(boxes.num_lidar_pts.tolist(), boxes.num_radar_pts.tolist(), strict=True)} == {stored}
+    assert {*zip(boxes.num_lidar_pts.tolist(), boxes.num_radar_pts.tolist(), strict=True)} == {
+        stored
+    }
     assert info.report.unknown_points == (4 * 7 if stored[0] < 0 else 0)
 
 
@@ -87,7 +95,17 @@ def test_nuscenes_a_count_that_int32_does_not_hold_is_refused(made, tmp_path):
         scan(made, tmp_path)
 
 
-LYFT = ("car", "pedestrian", "other_vehicle", "truck", "bus", "bicycle", "motorcycle", "emergency_vehicle", "animal")
+LYFT = (
+    "car",
+    "pedestrian",
+    "other_vehicle",
+    "truck",
+    "bus",
+    "bicycle",
+    "motorcycle",
+    "emergency_vehicle",
+    "animal",
+)
 
 
 def test_nuscenes_lyft_categories(tmp_path):
@@ -104,12 +122,16 @@ def test_nuscenes_lyft_categories(tmp_path):
     assert info.report.outside_classes == {"animal": 2}
     assert info.report.boxes == 18
     attributes = next(table.attribute_parts()).to_pylist()[0]
-    assert [attributes[f"num_{name}"] for name in ("car", "pedestrian", "truck", "bus", "bicycle")] == [1] * 5
+    assert [
+        attributes[f"num_{name}"] for name in ("car", "pedestrian", "truck", "bus", "bicycle")
+    ] == [1] * 5
 
 
 @pytest.mark.real
 def test_nuscenes_nuscenes_own_categories_are_none_unmapped(tmp_path):
-    oracle = pytest.importorskip("nuscenes.eval.detection.utils", reason="nuscenes-devkit is not installed")
+    oracle = pytest.importorskip(
+        "nuscenes.eval.detection.utils", reason="nuscenes-devkit is not installed"
+    )
     folder = shared_data("nuscenes-mini") / "v1.0-mini"
     names = [record["name"] for record in json.loads((folder / "category.json").read_text())]
     made = build_nuscenes(tmp_path / "root", {"a": 1}, cameras=TWO, num_tracks=len(names))
@@ -119,7 +141,9 @@ def test_nuscenes_nuscenes_own_categories_are_none_unmapped(tmp_path):
     made.write("category", "instance")
     _, info, table = scan(made, tmp_path)
     of_devkit = [oracle.category_to_detection_name(name) for name in names]
-    assert boxes_of(table).label.tolist() == [-1 if name is None else CLASSES.index(name) for name in of_devkit]
+    assert boxes_of(table).label.tolist() == [
+        -1 if name is None else CLASSES.index(name) for name in of_devkit
+    ]
     assert info.report.unmapped == {}
     assert info.report.outside_classes == {
         name: 1 for name, known in zip(names, of_devkit, strict=True) if known is None
@@ -160,23 +184,35 @@ def test_nuscenes_camera_distortion(made, tmp_path, stated, model):
 
 
 def test_nuscenes_the_loader_rectifies_what_the_table_states(tmp_path):
-    ramp = np.linspace(0, 6, 96)[None, :, None] + np.linspace(0, 4, 64)[:, None, None] + np.arange(3)
+    ramp = (
+        np.linspace(0, 6, 96)[None, :, None] + np.linspace(0, 4, 64)[:, None, None] + np.arange(3)
+    )
     picture = (127 + 100 * np.sin(ramp)).astype(np.uint8)
     images = [simplejpeg.encode_jpeg(picture, 98, "RGB", "444")]
     made = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, size=(96, 64), images=images)
     camera = np.array([[90.0, 0, 47.5], [0, 90, 31.5], [0, 0, 1]])
-    made.tables["calibrated_sensor"][0].update(camera_intrinsic=camera.tolist(), camera_distortion=RADTAN)
+    made.tables["calibrated_sensor"][0].update(
+        camera_intrinsic=camera.tolist(), camera_distortion=RADTAN
+    )
     made.write("calibrated_sensor")
     shard_nuscenes(made.root, tmp_path / "out")
     stored = simplejpeg.decode_jpeg(images[0])
     expected = cv2.undistort(stored, camera, np.array(RADTAN)).transpose(2, 0, 1)
     image = ImageAugment(height=64, width=96, resize="stretch")
-    with make_loader(tmp_path / "out", 2, image=image, undistort=Undistort(), num_workers=1) as loader:
+    with make_loader(
+        tmp_path / "out", 2, image=image, undistort=Undistort(), num_workers=1
+    ) as loader:
         found = next(iter(loader))["img"].numpy()
     where = np.zeros((64, 96), bool)
     where[8:-8, 12:-12] = True
-    assert psnr_db(found[0, 0], expected, where) > 40 > psnr_db(stored.transpose(2, 0, 1), expected, where)
-    assert psnr_db(found[0, 1], stored.transpose(2, 0, 1), where) > 40  # the other camera is a pinhole
+    assert (
+        psnr_db(found[0, 0], expected, where)
+        > 40
+        > psnr_db(stored.transpose(2, 0, 1), expected, where)
+    )
+    assert (
+        psnr_db(found[0, 1], stored.transpose(2, 0, 1), where) > 40
+    )  # the other camera is a pinhole
 
 
 @pytest.mark.parametrize("length", [1, 3, 6, 7, 13, 15, 1000])
@@ -193,16 +229,27 @@ def test_nuscenes_data_that_is_not_valid_is_masked(made, tmp_path):
     for row in (*data_rows(made, "CAM_BACK", [1, 2]), *data_rows(made, "LIDAR_TOP", [1])):
         row["is_valid"] = False
     (made.root / data_rows(made, "CAM_BACK")[1]["filename"]).unlink()  # nobody looks for it
-    earlier = [row for row in made.tables["sample_data"] if row["token"] == token("sweep", last_token(made, 3), 1)]
+    earlier = [
+        row
+        for row in made.tables["sample_data"]
+        if row["token"] == token("sweep", last_token(made, 3), 1)
+    ]
     earlier[0]["is_valid"] = False
     made.write("sample_data")
     _, info, table = scan(made, tmp_path, sweeps=2)
-    assert info.report.masked == {"cam_back": {"marked as not valid": 2}, "lidar_top": {"marked as not valid": 1}}
+    assert info.report.masked == {
+        "cam_back": {"marked as not valid": 2},
+        "lidar_top": {"marked as not valid": 1},
+    }
     row = table.row(1)
     assert decode_arrays(row.geometry, Geometry).cam_valid.tolist() == [1, 0]
     assert [member.name for member in row.members] == ["cam_front.jpg"]
     assert decode_meta(row.meta).sync["dropped"] == ["cam_back"]
-    sweeps = [member.ref for member in table.row(3).members if member.name == "lidar_top_sweeps.safetensors"]
+    sweeps = [
+        member.ref
+        for member in table.row(3).members
+        if member.name == "lidar_top_sweeps.safetensors"
+    ]
     assert earlier[0]["filename"] not in sweeps[0]
 
 
@@ -223,7 +270,9 @@ def test_nuscenes_data_that_is_not_valid_may_have_no_size(made, tmp_path):
 
 def test_nuscenes_visibility_levels_of_t4(tmp_path):
     made = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, num_tracks=6)
-    made.tables["visibility"] = [{"token": name, "level": name, "description": ""} for name in T4_LEVELS]
+    made.tables["visibility"] = [
+        {"token": name, "level": name, "description": ""} for name in T4_LEVELS
+    ]
     names = [*T4_LEVELS, ""]
     for track, name in enumerate(names):
         for frame in range(2):
@@ -259,8 +308,14 @@ def test_nuscenes_night_and_rain_are_unknown_unless_stated(made, tmp_path, text)
     assert {name: tags.get(name) for name in stated} == stated
     # For nuScenes itself, whose descriptions name both wherever they occur, silence is a denial.
     known = tuple(bool(value) for value in CONDITIONS[text]) if text else (None, None)
-    for location in ("boston-seaport", "singapore-onenorth", "singapore-queenstown", "singapore-hollandvillage",
-                     "synth-city", "boston-seaport-2"):  # fmt: skip
+    for location in (
+        "boston-seaport",
+        "singapore-onenorth",
+        "singapore-queenstown",
+        "singapore-hollandvillage",
+        "synth-city",
+        "boston-seaport-2",
+    ):
         for log in made.tables["log"]:
             log["location"] = location
         made.write("log")
@@ -277,8 +332,10 @@ def test_nuscenes_an_unknown_condition_is_selected_neither_way(made, tmp_path):
     shard_nuscenes(made.root, tmp_path / "out")
     table = pq.read_table(tmp_path / "out" / "attributes.parquet")
     assert table.column("night").null_count == 4
-    chosen = {text: len(Filter(text, table.column_names).select(table)) for text in
-              ("night", "not night", "night is None", "night or num_boxes > 0")}  # fmt: skip
+    chosen = {
+        text: len(Filter(text, table.column_names).select(table))
+        for text in ("night", "not night", "night is None", "night or num_boxes > 0")
+    }
     assert chosen == {"night": 3, "not night": 0, "night is None": 4, "night or num_boxes > 0": 7}
 
 
@@ -320,7 +377,9 @@ def test_nuscenes_a_source_without_any_image_is_refused(made, tmp_path):
     for row in made.tables["sample_data"]:
         row["is_valid"] = False
     made.write("sample_data")
-    with pytest.raises(SourceError, match=r"no frame of the nuscenes source .* is kept: no camera image 7"):
+    with pytest.raises(
+        SourceError, match=r"no frame of the nuscenes source .* is kept: no camera image 7"
+    ):
         scan(made, tmp_path)
 
 
@@ -365,29 +424,41 @@ def test_nuscenes_boxes_without_any_class_are_said(made, tmp_path):
     for category in made.tables["category"]:
         category["name"] = f"Voiture {category['name']}"
     made.write("category")
-    with pytest.raises(SourceError, match=r"none of the 28 boxes has a class.*Voiture vehicle\.car 7.*classes=source"):
+    with pytest.raises(
+        SourceError,
+        match=r"none of the 28 boxes has a class.*Voiture vehicle\.car 7.*classes=source",
+    ):
         scan(made, tmp_path)
     _, info, _ = scan(made, tmp_path, classes="source")
     assert info.classes == [category["name"] for category in made.tables["category"]]
     assert not info.report.unmapped
     names = {category["name"]: None for category in made.tables["category"]}
     names["Voiture vehicle.car"] = "auto"
-    (tmp_path / "map.yaml").write_text("".join(f"{name}: {value or 'null'}\n" for name, value in names.items()))
+    (tmp_path / "map.yaml").write_text(
+        "".join(f"{name}: {value or 'null'}\n" for name, value in names.items())
+    )
     _, info, _ = scan(made, tmp_path, classes=str(tmp_path / "map.yaml"))
     assert info.classes == ["auto"]
     assert sum(info.report.outside_classes.values()) == 21
 
 
 def test_a_long_list_in_a_report_is_cut():
-    report = ScanReport(samples=1, unmapped={f"category-{number:02d}" + "x" * 90: number for number in range(20)})
+    report = ScanReport(
+        samples=1, unmapped={f"category-{number:02d}" + "x" * 90: number for number in range(20)}
+    )
     line = report.lines()[-1]
     assert line.endswith(", and 8 more names")
     assert len(line) < 1200
     assert "category-19" in line
     assert "category-07" not in line
     assert len(report.builtins()["unmapped"]) == 20
-    *_, first, last = ScanReport(samples=1, noted={"t" * 90 + f"{number:02d}": 1 for number in range(20)}).lines()
-    assert (first, last) == (f"  noted: {'t' * 90}11: 1", "  noted: 8 more, in provenance.scan of the manifest")
+    *_, first, last = ScanReport(
+        samples=1, noted={"t" * 90 + f"{number:02d}": 1 for number in range(20)}
+    ).lines()
+    assert (first, last) == (
+        f"  noted: {'t' * 90}11: 1",
+        "  noted: 8 more, in provenance.scan of the manifest",
+    )
 
 
 def test_dangling_links_of_a_cut_out_set_are_errors_or_cut(made, tmp_path):
@@ -396,10 +467,13 @@ def test_dangling_links_of_a_cut_out_set_are_errors_or_cut(made, tmp_path):
     gone = tables["sample"].pop(1)["token"]
     track = tables["instance"].pop(0)["token"]
     of_track = sum(
-        row["instance_token"] == track and row["sample_token"] != gone for row in tables["sample_annotation"]
+        row["instance_token"] == track and row["sample_token"] != gone
+        for row in tables["sample_annotation"]
     )
     num_boxes = sum(row["sample_token"] != gone for row in tables["sample_annotation"]) - of_track
-    num_data = sum(row["sample_token"] == gone and row["is_key_frame"] for row in tables["sample_data"])
+    num_data = sum(
+        row["sample_token"] == gone and row["is_key_frame"] for row in tables["sample_data"]
+    )
     made.write("sample", "instance")
     with pytest.raises(SourceError, match=gone):
         scan(made, tmp_path)
@@ -416,5 +490,7 @@ def test_dangling_links_of_a_cut_out_set_are_errors_or_cut(made, tmp_path):
     assert [meta.frame_idx for meta in metas] == sorted(meta.frame_idx for meta in metas)
     assert (
         "cut_links"
-        not in scan(build_nuscenes(tmp_path / "whole", {"a": 2}, cameras=TWO), tmp_path).info.report.builtins()
+        not in scan(
+            build_nuscenes(tmp_path / "whole", {"a": 2}, cameras=TWO), tmp_path
+        ).info.report.builtins()
     )

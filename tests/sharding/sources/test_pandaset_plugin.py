@@ -18,13 +18,22 @@ from support.source_suite import SourceSuite
 from support.source_world import samples_of
 
 FOLDER = Path(__file__).parents[3] / "configs" / "sources" / "pandaset"
-CAMERAS = ("front_camera", "front_right_camera", "front_left_camera", "back_camera", "left_camera", "right_camera")
+CAMERAS = (
+    "front_camera",
+    "front_right_camera",
+    "front_left_camera",
+    "back_camera",
+    "left_camera",
+    "right_camera",
+)
 LIDAR2EGO = np.array([[0.0, 1, 0, 0], [-1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
 
 
 @pytest.fixture(autouse=True)
 def plugin(tmp_path_factory, monkeypatch):
-    place = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["entry-points"]["fuelrail.sources"]
+    place = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["entry-points"][
+        "fuelrail.sources"
+    ]
     folder = tmp_path_factory.mktemp("site")
     install_plugin(folder, "pandaset", place["pandaset"])
     monkeypatch.syspath_prepend(FOLDER)
@@ -33,25 +42,35 @@ def plugin(tmp_path_factory, monkeypatch):
 
 def test_it_is_short():
     tree = ast.parse((FOLDER / "fuelrail_pandaset.py").read_text())
-    docstrings = {id(node.body[0]) for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef)}
+    docstrings = {
+        id(node.body[0]) for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef)
+    }
     lines = {
         line
         for node in ast.walk(tree)
         if isinstance(node, ast.stmt) and id(node) not in docstrings and not hasattr(node, "body")
         for line in range(node.lineno, node.end_lineno + 1)
     }
-    heads = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt) and hasattr(node, "body")}
+    heads = {
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and hasattr(node, "body")
+    }
     assert len(lines | heads) <= 50
 
 
 def poses_json(matrices):
     """Make a pose as PandaSet writes it: position and heading by name."""
     quaternions = Rotation.from_matrix([matrix[:3, :3] for matrix in matrices]).as_quat()
-    return json.dumps([
-        {"position": dict(zip("xyz", matrix[:3, 3].tolist(), strict=True)),
-         "heading": dict(zip("wxyz", [q[3], q[0], q[1], q[2]], strict=True))}
-        for matrix, q in zip(matrices, quaternions.tolist(), strict=True)
-    ])  # fmt: skip
+    return json.dumps(
+        [
+            {
+                "position": dict(zip("xyz", matrix[:3, 3].tolist(), strict=True)),
+                "heading": dict(zip("wxyz", [q[3], q[0], q[1], q[2]], strict=True)),
+            }
+            for matrix, q in zip(matrices, quaternions.tolist(), strict=True)
+        ]
+    )
 
 
 class TestPandaSet(SourceSuite):
@@ -72,8 +91,14 @@ class TestPandaSet(SourceSuite):
         for number, clip in enumerate(world.clips):
             folder = root / clip.name
             times = [frame.timestamp_ns for frame in clip.frames]
-            around = [times[0] - 100_000_000, *times, times[-1] + 100_000_000]  # more poses than pictures
-            self._write_sensor(folder / "lidar", around, [ego_at(number, t) @ LIDAR2EGO for t in around])
+            around = [
+                times[0] - 100_000_000,
+                *times,
+                times[-1] + 100_000_000,
+            ]  # more poses than pictures
+            self._write_sensor(
+                folder / "lidar", around, [ego_at(number, t) @ LIDAR2EGO for t in around]
+            )
             for at, name in enumerate(world.cameras):
                 images = [frame.images[name] for frame in clip.frames]
                 stamps = [image.timestamp_ns for image in images]
@@ -102,7 +127,12 @@ def test_the_real_clip(tmp_path):
     report = fr.shard(f"pandaset:{root}", tmp_path / "out", workers=1)
     assert (report.num_samples, report.num_clips) == (12, 1)
     assert not fr.verify(tmp_path / "out", deep=True).faults
-    looks = {"front_camera": (1, 0), "left_camera": (0, 1), "right_camera": (0, -1), "back_camera": (-1, 0)}
+    looks = {
+        "front_camera": (1, 0),
+        "left_camera": (0, 1),
+        "right_camera": (0, -1),
+        "back_camera": (-1, 0),
+    }
     for sample in samples_of(tmp_path / "out").values():
         geometry = sample.geometry
         for at, name in enumerate(CAMERAS):

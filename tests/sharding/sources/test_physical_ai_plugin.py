@@ -42,7 +42,9 @@ MOTION_US = np.arange(-100_000, 900_000, 10_000)
 
 @pytest.fixture(autouse=True)
 def plugin(tmp_path_factory, monkeypatch):
-    place = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["entry-points"]["fuelrail.sources"]
+    place = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["entry-points"][
+        "fuelrail.sources"
+    ]
     folder = tmp_path_factory.mktemp("site")
     install_plugin(folder, "physical_ai", place["physical_ai"])
     monkeypatch.syspath_prepend(FOLDER)
@@ -68,12 +70,18 @@ def pose_at(time_us):
 
 
 def picture(camera, number):
-    return np.full((48, 64, 3), 20 + 8 * number if camera == CAMERAS[0] else 230 - 8 * number, np.uint8)
+    return np.full(
+        (48, 64, 3), 20 + 8 * number if camera == CAMERAS[0] else 230 - 8 * number, np.uint8
+    )
 
 
 def mount(camera):
     if camera not in CAMERAS:
-        return Rotation.from_euler("zyx", [0.3 * len(camera), 0.1, -0.05]).as_matrix(), [len(camera) / 10, -0.4, 0.6]
+        return Rotation.from_euler("zyx", [0.3 * len(camera), 0.1, -0.05]).as_matrix(), [
+            len(camera) / 10,
+            -0.4,
+            0.6,
+        ]
     turned = Rotation.from_euler("z", 0.0 if camera == CAMERAS[0] else np.pi).as_matrix() @ OPTICAL
     return turned, [1.7, 0.1, 1.4]
 
@@ -83,13 +91,30 @@ def returns(radar):
     rng, found = np.random.default_rng(len(radar)), []
     for scan, time in enumerate(SCAN_US):
         for at in range(3 + scan % 3):
-            azimuth, elevation, distance = rng.uniform(-1, 1), rng.uniform(-0.2, 0.2), rng.uniform(1, 90)
-            found.append({
-                "scan_index": scan, "timestamp": time, "sensor_timestamp": time + at, "num_returns": 3 + scan % 3,
-                "doppler_ambiguity": 22.5, "max_returns": 300, "detection_index": at, "radar_model": 1,
-                "azimuth": azimuth, "elevation": elevation, "distance": distance if at else 0.0,
-                "radial_velocity": rng.uniform(-9, 9), "rcs": rng.uniform(-60, 60), "snr": 20.0, "exist_probb": 90,
-            })  # fmt: skip
+            azimuth, elevation, distance = (
+                rng.uniform(-1, 1),
+                rng.uniform(-0.2, 0.2),
+                rng.uniform(1, 90),
+            )
+            found.append(
+                {
+                    "scan_index": scan,
+                    "timestamp": time,
+                    "sensor_timestamp": time + at,
+                    "num_returns": 3 + scan % 3,
+                    "doppler_ambiguity": 22.5,
+                    "max_returns": 300,
+                    "detection_index": at,
+                    "radar_model": 1,
+                    "azimuth": azimuth,
+                    "elevation": elevation,
+                    "distance": distance if at else 0.0,
+                    "radial_velocity": rng.uniform(-9, 9),
+                    "rcs": rng.uniform(-60, 60),
+                    "snr": 20.0,
+                    "exist_probb": 90,
+                }
+            )
     return found
 
 
@@ -97,7 +122,9 @@ def spin(number):
     """The points of a spin with the attributes that the dataset states."""
     rng = np.random.default_rng(number)
     points = rng.uniform(-40, 40, (50 + number, 3)).astype(np.float32)
-    times = np.maximum(SPIN_US[number] + np.sort(rng.integers(0, 100_000, len(points))), 0).astype(np.uint32)
+    times = np.maximum(SPIN_US[number] + np.sort(rng.integers(0, 100_000, len(points))), 0).astype(
+        np.uint32
+    )
     rows = rng.integers(0, 128, (len(points), 2)).astype(np.uint16)
     intensity = rng.integers(0, 256, (len(points), 1)).astype(np.uint8)
     return points, {"intensity": intensity, "timestamp": times[:, None], "model_element": rows}
@@ -109,9 +136,17 @@ def spins():
     encoded = []
     for number in range(len(SPIN_US)):
         points, stated = spin(number)
-        encoded.append(draco.encode(points, quantization_bits=20, generic_attributes=stated, preserve_order=True))
-    columns = {"spin_index": np.arange(len(SPIN_US)), "spin_start_timestamp": SPIN_US,
-               "spin_end_timestamp": SPIN_US + 100_000, "draco_encoded_pointcloud": encoded}  # fmt: skip
+        encoded.append(
+            draco.encode(
+                points, quantization_bits=20, generic_attributes=stated, preserve_order=True
+            )
+        )
+    columns = {
+        "spin_index": np.arange(len(SPIN_US)),
+        "spin_start_timestamp": SPIN_US,
+        "spin_end_timestamp": SPIN_US + 100_000,
+        "draco_encoded_pointcloud": encoded,
+    }
     out = io.BytesIO()
     pq.write_table(pa.table(columns), out, row_group_size=1)
     return out.getvalue()
@@ -119,8 +154,13 @@ def spins():
 
 def write(root, radars=(), lidar=None):
     """Write the download of two chunks; the second has no videos. ``lidar`` are the bytes of a clip's spins."""
-    zips = {camera: ("camera", {"video": "{clip_id}.%s.mp4", "frame_timestamps": "{clip_id}.%s.timestamps.parquet"})
-            for camera in CAMERAS}  # fmt: skip
+    zips = {
+        camera: (
+            "camera",
+            {"video": "{clip_id}.%s.mp4", "frame_timestamps": "{clip_id}.%s.timestamps.parquet"},
+        )
+        for camera in CAMERAS
+    }
     zips["egomotion"] = ("labels", {"egomotion": "{clip_id}.%s.parquet"})
     zips |= {radar: ("radar", {"radar": "{clip_id}.%s.parquet"}) for radar in radars}
     zips |= {LIDAR: ("lidar", {"lidar": "{clip_id}.%s.parquet"})} if lidar else {}
@@ -128,10 +168,24 @@ def write(root, radars=(), lidar=None):
     for feature, (directory, files) in zips.items():
         path = f"{directory}/{feature}/{feature}.chunk_{{chunk_id:04d}}.zip"
         members = json.dumps({alias: name % feature for alias, name in files.items()})
-        rows.append({"feature": feature, "directory": directory, "chunk_path": path, "clip_files_in_zip": members})
+        rows.append(
+            {
+                "feature": feature,
+                "directory": directory,
+                "chunk_path": path,
+                "clip_files_in_zip": members,
+            }
+        )
     for feature in ("camera_intrinsics", "sensor_extrinsics"):
         path = f"calibration/{feature}/{feature}.chunk_{{chunk_id:04d}}.parquet"
-        rows.append({"feature": feature, "directory": "calibration", "chunk_path": path, "clip_files_in_zip": ""})
+        rows.append(
+            {
+                "feature": feature,
+                "directory": "calibration",
+                "chunk_path": path,
+                "clip_files_in_zip": "",
+            }
+        )
     root.mkdir()
     with (root / "features.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -155,7 +209,11 @@ def write(root, radars=(), lidar=None):
                     if row["feature"] == RADARS[1] and CLIPS[clip][1] == "val":
                         continue  # not all clips have all radars
                     for alias, name in json.loads(row["clip_files_in_zip"]).items():
-                        data = lidar if row["feature"] == LIDAR else member(alias, row["feature"], root)
+                        data = (
+                            lidar
+                            if row["feature"] == LIDAR
+                            else member(alias, row["feature"], root)
+                        )
                         file.writestr(name.format(clip_id=clip), data)
     return root
 
@@ -169,8 +227,13 @@ def calibration(feature, clips):
         values |= {f"fw_poly_{power}": value for power, value in enumerate(FORWARD)}
         columns |= {name: [value] * len(keys) for name, value in values.items()}
     else:
-        found = [(Rotation.from_matrix(mount(camera)[0]).as_quat(), mount(camera)[1]) for _, camera in keys]
-        columns |= {name: [q[at] for q, _ in found] for at, name in enumerate(("qx", "qy", "qz", "qw"))}
+        found = [
+            (Rotation.from_matrix(mount(camera)[0]).as_quat(), mount(camera)[1])
+            for _, camera in keys
+        ]
+        columns |= {
+            name: [q[at] for q, _ in found] for at, name in enumerate(("qx", "qy", "qz", "qw"))
+        }
         columns |= {name: [t[at] for _, t in found] for at, name in enumerate("xyz")}
     return parquet(columns, ["clip_id", "camera_name"])
 
@@ -196,12 +259,18 @@ def member(alias, feature, root):
 def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
     root = write(tmp_path / "download")
     report = fr.shard(
-        f"physical_ai:{root}", tmp_path / "out", options={"missing_camera": "mask", "rate": 10.0}, workers=1
+        f"physical_ai:{root}",
+        tmp_path / "out",
+        options={"missing_camera": "mask", "rate": 10.0},
+        workers=1,
     )
     assert not fr.verify(tmp_path / "out", deep=True).faults
     assert report.scan.noted["clips left out, not downloaded"] == 1
     manifest = fr.open(tmp_path / "out").manifest
-    assert {name: split.num_clips for name, split in manifest.splits.items()} == {"train": 1, "val": 1}
+    assert {name: split.num_clips for name, split in manifest.splits.items()} == {
+        "train": 1,
+        "val": 1,
+    }
     samples = samples_of(tmp_path / "out")
     kept_us = TIMES_US[::3]
     assert len(samples) == 2 * len(kept_us)
@@ -214,7 +283,9 @@ def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
             turned, place = mount(camera)
             np.testing.assert_allclose(sample.geometry.cam2ego[at][:3, :3], turned, atol=1e-9)
             np.testing.assert_allclose(sample.geometry.cam2ego[at][:3, 3], place, atol=1e-9)
-            np.testing.assert_allclose(sample.geometry.dist[at][:5] * FORWARD[1], FORWARD, atol=1e-12)
+            np.testing.assert_allclose(
+                sample.geometry.dist[at][:5] * FORWARD[1], FORWARD, atol=1e-12
+            )
             number = 3 * sample.meta.frame_idx
             exposed_us = TIMES_US[number] + (0 if camera == CAMERAS[0] else 4_000)
             assert sample.geometry.cam_timestamp_ns[at] == (exposed_us + FIRST_US) * 1000
@@ -225,9 +296,13 @@ def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
     order = {"transforms": transforms, "window": window}
     with fr.DataLoader(tmp_path / "out", 1, split="val", **order) as loader:
         for batch in loader:
-            times_s = int(batch["timestamp_ns"][0]) * 1e-9 - FIRST_US * 1e-6 + np.arange(-5, 11) * 0.01
+            times_s = (
+                int(batch["timestamp_ns"][0]) * 1e-9 - FIRST_US * 1e-6 + np.arange(-5, 11) * 0.01
+            )
             valid = batch["egomotion_valid"][0].numpy()
-            np.testing.assert_allclose(batch["egomotion"][0].numpy()[valid, 0], times_s[valid], atol=1e-6)
+            np.testing.assert_allclose(
+                batch["egomotion"][0].numpy()[valid, 0], times_s[valid], atol=1e-6
+            )
             assert valid.any()
 
 
@@ -251,7 +326,9 @@ def test_radars_are_the_nearest_scans_in_ego(tmp_path):
             if not has_radar or abs(nearest - time_us) > 26_000:
                 assert radar not in sample
                 continue
-            rows = [row for row in returns(radar) if row["timestamp"] == nearest and row["distance"] > 0]
+            rows = [
+                row for row in returns(radar) if row["timestamp"] == nearest and row["distance"] > 0
+            ]
             turned, place = mount(radar)
             sensor2ego = np.eye(4)
             sensor2ego[:3, :3], sensor2ego[:3, 3] = turned, place
@@ -260,18 +337,38 @@ def test_radars_are_the_nearest_scans_in_ego(tmp_path):
             assert found.shape == (len(rows), 12) and len(rows)
             for point, row in zip(found, rows, strict=True):
                 # Tilted down by the elevation about y, then turned left by the azimuth about z.
-                ray = Rotation.from_euler("ZY", [row["azimuth"], -row["elevation"]]).apply([1, 0, 0])
-                np.testing.assert_allclose(point[:3], placed(moved, ray * row["distance"]), atol=2e-3)
-                np.testing.assert_allclose(point[3:6], moved[:3, :3] @ ray * row["radial_velocity"], atol=1e-3)
-                rest = [row[name] for name in ("radial_velocity", "rcs", "snr", "exist_probb", "doppler_ambiguity")]
+                ray = Rotation.from_euler("ZY", [row["azimuth"], -row["elevation"]]).apply(
+                    [1, 0, 0]
+                )
+                np.testing.assert_allclose(
+                    point[:3], placed(moved, ray * row["distance"]), atol=2e-3
+                )
+                np.testing.assert_allclose(
+                    point[3:6], moved[:3, :3] @ ray * row["radial_velocity"], atol=1e-3
+                )
+                rest = [
+                    row[name]
+                    for name in (
+                        "radial_velocity",
+                        "rcs",
+                        "snr",
+                        "exist_probb",
+                        "doppler_ambiguity",
+                    )
+                ]
                 np.testing.assert_allclose(point[6:11], rest, rtol=1e-6)
                 assert point[11] == pytest.approx((time_us - nearest) * 1e-6, abs=1e-6)
             num_seen += 1
     assert num_seen > 10
     with fr.DataLoader(
-        tmp_path / "out", 2, transforms={"channels": list(RADARS), "image": {"height": 48, "width": 64}}, shuffle=False
+        tmp_path / "out",
+        2,
+        transforms={"channels": list(RADARS), "image": {"height": 48, "width": 64}},
+        shuffle=False,
     ) as loader:
-        assert any(one is not None and one.shape[1] == 12 for batch in loader for one in batch[RADARS[1]])
+        assert any(
+            one is not None and one.shape[1] == 12 for batch in loader for one in batch[RADARS[1]]
+        )
 
 
 def test_spins_are_the_points_of_draco(tmp_path):
@@ -281,7 +378,10 @@ def test_spins_are_the_points_of_draco(tmp_path):
     assert not fr.verify(tmp_path / "out", deep=True).faults
     dataset, num_seen = fr.open(tmp_path / "out"), 0
     (lidar,) = dataset.manifest.lidars
-    assert (lidar.channel, tuple(lidar.columns)) == (LIDAR, ("x", "y", "z", "intensity", "ring", "time"))
+    assert (lidar.channel, tuple(lidar.columns)) == (
+        LIDAR,
+        ("x", "y", "z", "intensity", "ring", "time"),
+    )
     for at in range(len(dataset)):
         sample = dataset.read(at)
         time_us = sample["meta"].timestamp_ns / 1000 - FIRST_US
@@ -291,8 +391,12 @@ def test_spins_are_the_points_of_draco(tmp_path):
             assert abs(SPIN_US[number] - time_us) > 50_000
             continue
         assert sample["geometry"].lidar_timestamp_ns[0] == (SPIN_US[number] + FIRST_US) * 1000
-        np.testing.assert_allclose(sample["geometry"].lidar2ego[0][:3, 3], mount(LIDAR)[1], atol=1e-9)
-        np.testing.assert_allclose(sample["geometry"].lidar_ego2global[0], pose_at(SPIN_US[number]), atol=1e-4)
+        np.testing.assert_allclose(
+            sample["geometry"].lidar2ego[0][:3, 3], mount(LIDAR)[1], atol=1e-9
+        )
+        np.testing.assert_allclose(
+            sample["geometry"].lidar_ego2global[0], pose_at(SPIN_US[number]), atol=1e-4
+        )
         found = sample[LIDAR]
         np.testing.assert_allclose(found[:, :3], points, atol=1e-3)
         np.testing.assert_allclose(found[:, 3], stated["intensity"][:, 0] / 255, atol=1e-6)
@@ -315,7 +419,9 @@ def test_damaged_spins_and_scans_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "DracoPy", types.ModuleType("DracoPy"))
     root = write(tmp_path / "download", radars=RADARS[:1], lidar=b"no table")
     spec = SourceSpec("physical_ai", str(root), {"missing_camera": "mask", "radars": True})
-    with pytest.raises(SourceError, match=rf"{LIDAR}\.chunk_0003\.zip.*{LIDAR}\.parquet cannot be read"):
+    with pytest.raises(
+        SourceError, match=rf"{LIDAR}\.chunk_0003\.zip.*{LIDAR}\.parquet cannot be read"
+    ):
         scan_source(spec)
     spec.options["points"] = False
     path = root / "radar" / RADARS[0] / f"{RADARS[0]}.chunk_0003.zip"

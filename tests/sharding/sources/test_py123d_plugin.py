@@ -24,7 +24,9 @@ pytestmark = pytest.mark.costly
 
 @pytest.fixture(autouse=True)
 def plugin(tmp_path_factory, monkeypatch):
-    place = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["entry-points"]["fuelrail.sources"]
+    place = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["entry-points"][
+        "fuelrail.sources"
+    ]
     folder = tmp_path_factory.mktemp("site")
     install_plugin(folder, "py123d", place["py123d"])
     monkeypatch.syspath_prepend(FOLDER)
@@ -56,12 +58,22 @@ def write_logs(root, store="jpeg_binary", **options):
     from py123d.api.scene.arrow.arrow_log_writer import ArrowLogWriter
     from py123d.api.scene.arrow.utils.log_writer_config import LogWriterConfig
     from py123d.datatypes import LogMetadata, Timestamp
-    from py123d.datatypes.detections.box_detections import BoxDetectionAttributes, BoxDetectionSE3, BoxDetectionsSE3
+    from py123d.datatypes.detections.box_detections import (
+        BoxDetectionAttributes,
+        BoxDetectionSE3,
+        BoxDetectionsSE3,
+    )
     from py123d.datatypes.detections.box_detections_metadata import BoxDetectionsSE3Metadata
     from py123d.datatypes.sensors.base_camera import CameraID
-    from py123d.datatypes.sensors.pinhole_camera import PinholeCameraMetadata, PinholeDistortion, PinholeIntrinsics
+    from py123d.datatypes.sensors.pinhole_camera import (
+        PinholeCameraMetadata,
+        PinholeDistortion,
+        PinholeIntrinsics,
+    )
     from py123d.datatypes.vehicle_state.ego_state import EgoStateSE3
-    from py123d.datatypes.vehicle_state.ego_state_metadata import get_carla_lincoln_mkz_2020_metadata
+    from py123d.datatypes.vehicle_state.ego_state_metadata import (
+        get_carla_lincoln_mkz_2020_metadata,
+    )
     from py123d.geometry import BoundingBoxSE3, PoseSE3, Vector3D
     from py123d.parser.base_dataset_parser import ModalitiesSync, ParsedCamera
     from py123d.parser.registry import DefaultBoxDetectionLabel
@@ -74,20 +86,29 @@ def write_logs(root, store="jpeg_binary", **options):
         get_carla_lincoln_mkz_2020_metadata(),
         BoxDetectionsSE3Metadata(DefaultBoxDetectionLabel),
     )
-    k, lens = PinholeIntrinsics(30.0, 31.0, 15.5, 11.5), PinholeDistortion(0.1, -0.02, 0.001, 0.002, 0.003)
+    k, lens = (
+        PinholeIntrinsics(30.0, 31.0, 15.5, 11.5),
+        PinholeDistortion(0.1, -0.02, 0.001, 0.002, 0.003),
+    )
     cameras = [
         PinholeCameraMetadata("front", CameraID.PCAM_F0, k, lens, 32, 24, pose(camera_mount())),
         PinholeCameraMetadata("back", CameraID.PCAM_B0, k, None, 32, 24, pose(camera_mount())),
-    ]  # fmt: skip
-    writer = ArrowLogWriter(LogWriterConfig(camera_store_option=store), root, root / "sensors", **options)
+    ]
+    writer = ArrowLogWriter(
+        LogWriterConfig(camera_store_option=store), root, root / "sensors", **options
+    )
     for split, log in (("made_train", "a"), ("made_val", "b")):
         assert writer.reset(LogMetadata("made", split, log, "town"))
         for number in range(FRAMES):
             time = Timestamp.from_us(START_US + number * STEP_US)
             ego = EgoStateSE3.from_imu(pose(ego_at(number)), ego_metadata, time)
             label = list(DefaultBoxDetectionLabel)[number % 2]
-            box = BoundingBoxSE3(PoseSE3(10.0 + number, 2.0, 0.5, 1.0, 0.0, 0.0, 0.0), 4.0, 2.0, 1.5)
-            one = BoxDetectionSE3(BoxDetectionAttributes(label, "track", 7), box, Vector3D(10.0, 0.0, 0.0))
+            box = BoundingBoxSE3(
+                PoseSE3(10.0 + number, 2.0, 0.5, 1.0, 0.0, 0.0, 0.0), 4.0, 2.0, 1.5
+            )
+            one = BoxDetectionSE3(
+                BoxDetectionAttributes(label, "track", 7), box, Vector3D(10.0, 0.0, 0.0)
+            )
             found = [ego, BoxDetectionsSE3([one], time, boxes_metadata)]
             for at, metadata in enumerate(cameras):
                 if (number, at) != (2, 1):
@@ -95,7 +116,10 @@ def write_logs(root, store="jpeg_binary", **options):
                     place = pose(ego_at(number) @ camera_mount()) if at == 0 else None
                     images = {"byte_string": picture(10 * number + at)}
                     if store == "path":
-                        images = {"dataset_root": root / "data", "relative_path": f"{at}/{number}.jpg"}
+                        images = {
+                            "dataset_root": root / "data",
+                            "relative_path": f"{at}/{number}.jpg",
+                        }
                     found.append(ParsedCamera(metadata, stamp, place, **images))
             writer.write_sync(ModalitiesSync(time, found))
         writer.close()
@@ -107,27 +131,42 @@ def test_cameras_poses_and_boxes_are_those_that_py123d_wrote(tmp_path):
     fr.shard(f"py123d:{root}", tmp_path / "out", options={"missing_camera": "mask"}, workers=1)
     assert not fr.verify(tmp_path / "out", deep=True).faults
     dataset, samples = fr.open(tmp_path / "out"), samples_of(tmp_path / "out")
-    assert {name: one.num_samples for name, one in dataset.splits.items()} == {"train": FRAMES, "val": FRAMES}
+    assert {name: one.num_samples for name, one in dataset.splits.items()} == {
+        "train": FRAMES,
+        "val": FRAMES,
+    }
     names = [one.channel for one in dataset.manifest.cameras]
     assert set(names) == {"pcam_f0", "pcam_b0"}
     for sample in samples.values():
         number = (sample.meta.timestamp_ns // 1000 - START_US) // STEP_US
         np.testing.assert_allclose(sample.geometry.ego2global, ego_at(number), atol=1e-6)
         for at, camera in enumerate(("pcam_f0", "pcam_b0")):
-            if at == 1 and number in (2, FRAMES - 1):  # not written; later than the last pose of ego
+            if at == 1 and number in (
+                2,
+                FRAMES - 1,
+            ):  # not written; later than the last pose of ego
                 assert camera not in sample.images
                 continue
             place = names.index(camera)
             assert sample.images[camera] == picture(10 * number + at)
-            assert sample.geometry.cam_timestamp_ns[place] == (START_US + number * STEP_US + at * 1000) * 1000
+            assert (
+                sample.geometry.cam_timestamp_ns[place]
+                == (START_US + number * STEP_US + at * 1000) * 1000
+            )
             np.testing.assert_allclose(sample.geometry.cam2ego[place], camera_mount(), atol=1e-6)
-            np.testing.assert_allclose(sample.geometry.intrinsics[place], [[30, 0, 15.5], [0, 31, 11.5], [0, 0, 1]])
-        np.testing.assert_allclose(sample.geometry.dist[names.index("pcam_f0")][:5], [0.1, -0.02, 0.001, 0.002, 0.003])
+            np.testing.assert_allclose(
+                sample.geometry.intrinsics[place], [[30, 0, 15.5], [0, 31, 11.5], [0, 0, 1]]
+            )
+        np.testing.assert_allclose(
+            sample.geometry.dist[names.index("pcam_f0")][:5], [0.1, -0.02, 0.001, 0.002, 0.003]
+        )
         (box,) = sample.boxes.boxes3d
         wanted = np.linalg.inv(ego_at(number)) @ [10.0 + number, 2, 0.5, 1]
         np.testing.assert_allclose(box[:3], wanted[:3], atol=1e-4)
         np.testing.assert_allclose(box[3:], [4, 2, 1.5, -0.05 * number], atol=1e-4)
-        np.testing.assert_allclose(sample.boxes.velocity[0], ego_at(number)[:3, :3].T @ [10, 0, 0], atol=1e-4)
+        np.testing.assert_allclose(
+            sample.boxes.velocity[0], ego_at(number)[:3, :3].T @ [10, 0, 0], atol=1e-4
+        )
         assert sample.boxes.num_lidar_pts[0] == 7
 
 
@@ -135,7 +174,9 @@ def test_images_may_be_paths_below_a_root(tmp_path):
     for at in range(2):
         (tmp_path / "logs" / "data" / str(at)).mkdir(parents=True)
         for number in range(FRAMES):
-            (tmp_path / "logs" / "data" / str(at) / f"{number}.jpg").write_bytes(picture(10 * number + at))
+            (tmp_path / "logs" / "data" / str(at) / f"{number}.jpg").write_bytes(
+                picture(10 * number + at)
+            )
     root = write_logs(tmp_path / "logs", store="path")
     options = {"missing_camera": "mask", "root": str(root / "data")}
     fr.shard(f"py123d:{root}", tmp_path / "out", options=options, workers=1)
@@ -146,7 +187,9 @@ def test_images_may_be_paths_below_a_root(tmp_path):
 
 def test_what_is_not_read_is_named(tmp_path):
     root = write_logs(tmp_path / "logs", ipc_compression="lz4")
-    with pytest.raises(fr.SourceError, match="are compressed: write them with ipc_compression=None"):
+    with pytest.raises(
+        fr.SourceError, match="are compressed: write them with ipc_compression=None"
+    ):
         scan_source(SourceSpec("py123d", str(root), {"missing_camera": "mask"}))
     path = root / "made_train" / "a" / "sync.arrow"
     path.write_bytes(path.read_bytes()[:200])
@@ -158,7 +201,10 @@ def test_a_file_without_metadata_is_refused(tmp_path):
     folder = tmp_path / "made_train" / "a"
     folder.mkdir(parents=True)
     table = pa.table({"sync.timestamp_us": [1]})
-    with pa.OSFile(str(folder / "sync.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+    with (
+        pa.OSFile(str(folder / "sync.arrow"), "wb") as file,
+        pa.ipc.new_file(file, table.schema) as writer,
+    ):
         writer.write_table(table)
     (folder / "camera.pcam_f0.arrow").write_bytes((folder / "sync.arrow").read_bytes())
     with pytest.raises(fr.SourceError, match=r"sync\.arrow' cannot be read: no b'metadata'"):

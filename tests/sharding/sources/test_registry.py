@@ -11,7 +11,13 @@ import fuelrail.sharding.sources
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
-from fuelrail.sharding.sources.registry import CONTENTS, SourceSpec, make_source, options_of_texts, parse_source
+from fuelrail.sharding.sources.registry import (
+    CONTENTS,
+    SourceSpec,
+    make_source,
+    options_of_texts,
+    parse_source,
+)
 from support.neutral_source import install_plugin, write_neutral
 from support.pages import ROOT
 from support.source_world import make_world
@@ -36,7 +42,9 @@ def test_a_plugin_is_listed_with_its_options(capsys):
     assert "nowhere" in kinds["broken"].summary
     assert main(["sources", "neutral"]) == 0
     assert "missing_camera (drop or error or mask, default error)" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"'broken' of package 'broken-source' cannot be imported"):
+    with pytest.raises(
+        ConfigError, match=r"'broken' of package 'broken-source' cannot be imported"
+    ):
         make_source(SourceSpec("broken", "/x", {}))
 
 
@@ -44,16 +52,22 @@ def test_a_plug_in_of_the_documents_that_is_not_installed_is_named_with_its_pack
     """Where it is installed, the kind is known: `test_pandaset_plugin.py` does that."""
     page = (ROOT / "docs" / "sharding.md").read_text(encoding="utf-8")
     install = "pip install ./configs/sources/pandaset"
-    assert install in page and (ROOT / "configs" / "sources" / "pandaset" / "pyproject.toml").is_file()
+    assert (
+        install in page and (ROOT / "configs" / "sources" / "pandaset" / "pyproject.toml").is_file()
+    )
     with pytest.raises(
-        ConfigError, match=rf"'pandaset', a plug-in that is not installed: `{install}`.*fuelrail-pandaset"
+        ConfigError,
+        match=rf"'pandaset', a plug-in that is not installed: `{install}`.*fuelrail-pandaset",
     ):
         parse_source("pandaset:/data/pandaset", {})
 
 
 @pytest.mark.usefixtures("neutral")
 def test_an_unknown_kind_names_the_known_ones():
-    with pytest.raises(ConfigError, match=r"unknown kind 'nuscene'; known kinds: .*neutral.*did you mean 'nuscenes'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown kind 'nuscene'; known kinds: .*neutral.*did you mean 'nuscenes'",
+    ):
         parse_source("nuscene:/data", {})
     assert main(["sources", "nuscene"]) == 2
     assert parse_source("nuscenes:C:/x", {"a": 1}) == SourceSpec("nuscenes", "C:/x", {"a": 1})
@@ -82,7 +96,9 @@ def test_a_source_without_its_kind_is_known_by_its_content(tmp_path, kind, file)
     place = tmp_path / file
     place.parent.mkdir(parents=True, exist_ok=True)
     place.touch()
-    with pytest.raises(ConfigError, match=rf"must be KIND:PATH; its content looks like {kind}:{tmp_path}; known"):
+    with pytest.raises(
+        ConfigError, match=rf"must be KIND:PATH; its content looks like {kind}:{tmp_path}; known"
+    ):
         parse_source(str(tmp_path), {})
 
 
@@ -91,9 +107,13 @@ def test_a_source_without_its_kind_of_which_nothing_is_known(tmp_path):
     with pytest.raises(ConfigError, match=rf"looks like mcap:{tmp_path}/drive\.mcap;"):
         parse_source(f"{tmp_path}/drive.mcap", {})
     (tmp_path / "drive.mcap").unlink()
-    with pytest.raises(ConfigError, match="must be KIND:PATH, such as nuscenes:/data/nuscenes; known"):
+    with pytest.raises(
+        ConfigError, match="must be KIND:PATH, such as nuscenes:/data/nuscenes; known"
+    ):
         parse_source(str(tmp_path), {})
-    with pytest.raises(ConfigError, match="must be KIND:PATH, such as nuscenes:s3://bucket/data; known"):
+    with pytest.raises(
+        ConfigError, match="must be KIND:PATH, such as nuscenes:s3://bucket/data; known"
+    ):
         parse_source("s3://bucket/data", {})
 
 
@@ -110,8 +130,11 @@ def test_what_is_to_be_installed_is_named(monkeypatch, tmp_path):
 def test_options_as_text():
     texts = ["sweeps=3", "points=true", "version=1.0", "classes={car: auto, truck: null}"]
     assert options_of_texts("nuscenes", texts) == {
-        "sweeps": 3, "points": True, "version": "1.0", "classes": {"car": "auto", "truck": None},
-    }  # fmt: skip
+        "sweeps": 3,
+        "points": True,
+        "version": "1.0",
+        "classes": {"car": "auto", "truck": None},
+    }
 
 
 @pytest.mark.parametrize(
@@ -139,7 +162,9 @@ def test_nothing_is_unpickled():
         for path in root.rglob("*.py")
         if path.parent.name != "openscene"
         for line in path.read_text().splitlines()
-        if "pickle" in line and "allow_pickle=False" not in line and "nothing is unpickled" not in line
+        if "pickle" in line
+        and "allow_pickle=False" not in line
+        and "nothing is unpickled" not in line
     }
     assert not found
     loads = [path for path in root.rglob("*.py") if "np.load(" in path.read_text()]
@@ -181,8 +206,13 @@ def test_an_exception_of_a_plugin_names_its_kind_and_package(tmp_path, monkeypat
     assert "the source kind 'fails' of package 'fails-source 1.0'" in caught.value.__notes__[0]
     with pytest.raises(ZeroDivisionError) as later:
         fr.shard(f"fails_later:{root}", tmp_path / "out", workers=1, splits={"train": 1.0})
-    assert "the source kind 'fails_later' of package 'fails_later-source 1.0'" in later.value.__notes__[0]
-    with pytest.raises(ConfigError, match=r"'fails_first' of package 'fails_first-source' cannot be .*ZeroDivision"):
+    assert (
+        "the source kind 'fails_later' of package 'fails_later-source 1.0'"
+        in later.value.__notes__[0]
+    )
+    with pytest.raises(
+        ConfigError, match=r"'fails_first' of package 'fails_first-source' cannot be .*ZeroDivision"
+    ):
         fr.check_source(f"fails_first:{root}")
 
 

@@ -40,7 +40,9 @@ class TestNuScenes(SourceSuite):
     options: ClassVar = {"version": "v1.0-mini", "classes": "source"}
 
     def world(self, **changes):
-        sizes = changes.pop("cameras", {"cam_front": (64, 48), "cam_back": (48, 64), "cam_left": (64, 48)})
+        sizes = changes.pop(
+            "cameras", {"cam_front": (64, 48), "cam_back": (48, 64), "cam_left": (64, 48)}
+        )
         return super().world(**{"cameras": sizes, **changes})
 
     def write(self, world, root):

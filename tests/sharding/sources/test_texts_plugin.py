@@ -29,7 +29,9 @@ def base(tmp_path_factory):
     """A dataset of small nuScenes tables; the tables' own samples."""
     root = tmp_path_factory.mktemp("nuscenes")
     made = build_nuscenes(root / "tables", {"scene-0001": 6, "scene-0002": 5, "scene-0003": 5})
-    fr.shard(f"nuscenes:{root / 'tables'}", root / "out", options={"version": "v1.0-mini"}, workers=1)
+    fr.shard(
+        f"nuscenes:{root / 'tables'}", root / "out", options={"version": "v1.0-mini"}, workers=1
+    )
     return root / "out", made.tables["sample"]
 
 
@@ -38,24 +40,37 @@ def questions(rng, token):
     found = {}
     for task in TASKS:
         found[task] = [
-            {"Q": f"{task} {number} of {token}?", "A": f"Straße {rng.random()}", "C": None, "con_up": None,
-             "con_down": None, "cluster": None, "layer": None}
+            {
+                "Q": f"{task} {number} of {token}?",
+                "A": f"Straße {rng.random()}",
+                "C": None,
+                "con_up": None,
+                "con_down": None,
+                "cluster": None,
+                "layer": None,
+            }
             for number in range(rng.randrange(4))
-        ]  # fmt: skip
+        ]
     return found
 
 
 def drivelm(samples, strange=()):
     """DriveLM's JSON over every second sample, and over tokens of other datasets."""
     rng, found = random.Random(7), {}
-    chosen = [(one["scene_token"], one["token"]) for one in samples[::2]] + [("elsewhere", name) for name in strange]
+    chosen = [(one["scene_token"], one["token"]) for one in samples[::2]] + [
+        ("elsewhere", name) for name in strange
+    ]
     for scene, token in chosen:
-        frames = found.setdefault(scene, {"scene_description": f"a drive in {scene}", "key_frames": {}})
+        frames = found.setdefault(
+            scene, {"scene_description": f"a drive in {scene}", "key_frames": {}}
+        )
         objects = {"<c1,CAM_FRONT,258.3,442.5>": {"Category": "Vehicle", "2d_bbox": [1.5, 2, 3, 4]}}
         paths = {"CAM_FRONT": "../nuscenes/samples/CAM_FRONT/x.jpg"}
         frames["key_frames"][token] = {
-            "key_object_infos": objects, "QA": questions(rng, token), "image_paths": paths,
-        }  # fmt: skip
+            "key_object_infos": objects,
+            "QA": questions(rng, token),
+            "image_paths": paths,
+        }
     return found
 
 
@@ -63,7 +78,9 @@ def loaded(base, layer, **options):
     """What the loader gives for each sample, by nuScenes' token."""
     found = {}
     image = {"height": 16, "width": 32}
-    with fr.DataLoader(base, 2, shuffle=False, transforms={"image": image}, layers={"qa": layer}, **options) as loader:
+    with fr.DataLoader(
+        base, 2, shuffle=False, transforms={"image": image}, layers={"qa": layer}, **options
+    ) as loader:
         for batch in loader:
             names = [name for name in batch if name.startswith("qa.")]
             for at, token in enumerate(batch["sample_token"]):
@@ -77,7 +94,9 @@ def wanted_of(made, samples):
     for scene in made.values():
         for token, frame in scene["key_frames"].items():
             if token in found:
-                found[token] = [(one["Q"], one["A"], task) for task, all_ in frame["QA"].items() for one in all_]
+                found[token] = [
+                    (one["Q"], one["A"], task) for task, all_ in frame["QA"].items() for one in all_
+                ]
     return found
 
 
@@ -92,7 +111,9 @@ def test_questions_and_answers_of_drivelm_are_with_their_samples(texts, base, tm
     dataset, samples = base
     made = drivelm(samples, strange=["f" * 32])
     (tmp_path / "v1_1.json").write_text(json.dumps(made, indent=1))
-    texts.main([str(dataset), str(tmp_path / "qa"), str(tmp_path / "v1_1.json"), "--count", "builtins:len"])
+    texts.main(
+        [str(dataset), str(tmp_path / "qa"), str(tmp_path / "v1_1.json"), "--count", "builtins:len"]
+    )
     printed = capsys.readouterr().out
     assert "1 names of no sample" in printed and "no sample: ffff" in printed
     assert not fr.verify(tmp_path / "qa", deep=True).faults
@@ -109,7 +130,9 @@ def test_questions_and_answers_of_drivelm_are_with_their_samples(texts, base, tm
             frame = made[scenes[token]]["key_frames"][token]
             assert json.loads(one["key_objects"]) == frame["key_object_infos"]
         assert int(one["question_tokens"]) == sum(len(text) for text, _, _ in wanted[token])
-    again = texts.import_texts(dataset, tmp_path / "qa", [tmp_path / "v1_1.json"], count="builtins:len")
+    again = texts.import_texts(
+        dataset, tmp_path / "qa", [tmp_path / "v1_1.json"], count="builtins:len"
+    )
     assert again.num_samples + again.num_empty == len(samples) and again.unknown == ["f" * 32]
 
 
@@ -123,18 +146,31 @@ def test_texts_follow_their_samples_through_filters_and_reshard(texts, base, tmp
     found = loaded(dataset, tmp_path / "qa", order=fr.OrderSpec(filter="qa.num_entries > 3"))
     assert found.keys() == many.keys() and 0 < len(many) < len(wanted)
     check(found, many)
-    fr.reshard([dataset], tmp_path / "again", recipe=fr.Recipe(seed=99, shard_size_bytes=40_000), workers=1)
-    assert fr.open(tmp_path / "again").index.texts("key").to_pylist() != fr.open(dataset).index.texts("key").to_pylist()
+    fr.reshard(
+        [dataset], tmp_path / "again", recipe=fr.Recipe(seed=99, shard_size_bytes=40_000), workers=1
+    )
+    assert (
+        fr.open(tmp_path / "again").index.texts("key").to_pylist()
+        != fr.open(dataset).index.texts("key").to_pylist()
+    )
     fr.rebase_layer(tmp_path / "qa", tmp_path / "again", tmp_path / "rebased")
     check(loaded(tmp_path / "again", tmp_path / "rebased"), wanted)
     cost = fr.Cost(linear={"qa.question_tokens": 1, "qa.answer_tokens": 1}, constant=1)
-    tokens = {token: 1 + sum(len(one.split()) for q, a, _ in own for one in (q, a)) for token, own in wanted.items()}
+    tokens = {
+        token: 1 + sum(len(one.split()) for q, a, _ in own for one in (q, a))
+        for token, own in wanted.items()
+    }
     order = fr.OrderSpec(seed=7, pack=fr.Pack(budget=max(tokens.values()), cost=cost, window=8))
     packed, image = [], {"height": 16, "width": 32}
     with fr.DataLoader(
-        dataset, 1, shuffle=True, drop_last=False, transforms={"image": image}, layers={"qa": tmp_path / "qa"},
+        dataset,
+        1,
+        shuffle=True,
+        drop_last=False,
+        transforms={"image": image},
+        layers={"qa": tmp_path / "qa"},
         order=order,
-    ) as loader:  # fmt: skip
+    ) as loader:
         for batch in loader:
             assert sum(tokens[token] for token in batch["sample_token"]) <= max(tokens.values())
             packed += batch["sample_token"]
@@ -148,17 +184,42 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
     of_key = {opened.read(key, "meta")["meta"].sample_token: key for key in keys}
     tokens = [one["token"] for one in samples]
     records = [
-        {"sample_token": tokens[0], "question": "How many?", "answer": "3", "num_hop": 1, "template_type": "count"},
-        {"sample_token": tokens[1], "question": "Is it?", "answer": "yes", "num_hop": 0, "template_type": "exist"},
+        {
+            "sample_token": tokens[0],
+            "question": "How many?",
+            "answer": "3",
+            "num_hop": 1,
+            "template_type": "count",
+        },
+        {
+            "sample_token": tokens[1],
+            "question": "Is it?",
+            "answer": "yes",
+            "num_hop": 0,
+            "template_type": "exist",
+        },
         {"sample_token": tokens[0], "question": "Where?", "answer": "left"},
     ]
-    (tmp_path / "nuscenes_qa.json").write_text(json.dumps({"info": {"version": 1}, "questions": records}))
+    (tmp_path / "nuscenes_qa.json").write_text(
+        json.dumps({"info": {"version": 1}, "questions": records})
+    )
     texts.import_texts(dataset, tmp_path / "a", [tmp_path / "nuscenes_qa.json"])
     found = loaded(dataset, tmp_path / "a")
     assert found[tokens[0]]["question"] == ["How many?", "Where?"]
-    assert (found[tokens[0]]["num_hop"], found[tokens[0]]["template_type"]) == (["1", ""], ["count", ""])
+    assert (found[tokens[0]]["num_hop"], found[tokens[0]]["template_type"]) == (
+        ["1", ""],
+        ["count", ""],
+    )
     assert (found[tokens[1]]["answer"], found[tokens[2]]["answer"]) == (["yes"], [])
-    lines = [{"image": of_key[tokens[2]], "Captions": ["a", "b"], "who": "me", "regions": [{"x": 1}], "none": None}]
+    lines = [
+        {
+            "image": of_key[tokens[2]],
+            "Captions": ["a", "b"],
+            "who": "me",
+            "regions": [{"x": 1}],
+            "none": None,
+        }
+    ]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     report = texts.import_texts(dataset, tmp_path / "b", [tmp_path / "own.jsonl"], by="image")
     assert report.channels == ["captions", "who", "regions", "num_entries"]
@@ -166,7 +227,9 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
     assert (one["captions"], one["who"]) == (["a", "b"], ["me", "me"])
     assert [json.loads(text) for text in one["regions"]] == [[{"x": 1}]] * 2
     (tmp_path / "list.json").write_text(json.dumps(records))
-    both = texts.import_texts(dataset, tmp_path / "c", [tmp_path / "list.json", tmp_path / "list.json"])
+    both = texts.import_texts(
+        dataset, tmp_path / "c", [tmp_path / "list.json", tmp_path / "list.json"]
+    )
     assert (both.num_entries, both.num_samples) == (6, 2)
 
 
@@ -174,16 +237,46 @@ def test_records_are_joined_by_token_or_key(texts, base, tmp_path):
     ("name", "content", "error", "says"),
     [
         ("a.json", "{", fr.SourceError, r"a\.json' is not JSON"),
-        ("a.json", '{"scene": {"frames": {}}}', fr.SourceError, "scene 'scene' is not JSON.*key_frames"),
-        ("a.json", '[{"question": "?"}]', fr.SourceError, "record 1: the field 'sample_token' must name the sample"),
-        ("a.json", '[{"sample_token": null}]', fr.SourceError, "record 1: the field 'sample_token' must"),
+        (
+            "a.json",
+            '{"scene": {"frames": {}}}',
+            fr.SourceError,
+            "scene 'scene' is not JSON.*key_frames",
+        ),
+        (
+            "a.json",
+            '[{"question": "?"}]',
+            fr.SourceError,
+            "record 1: the field 'sample_token' must name the sample",
+        ),
+        (
+            "a.json",
+            '[{"sample_token": null}]',
+            fr.SourceError,
+            "record 1: the field 'sample_token' must",
+        ),
         ("a.jsonl", '{"key": "a"}\n{"key"}', fr.SourceError, "line 2 is not JSON"),
-        ("a.json", '[{"key": "a", "x": ["b"], "y": ["c", "d"]}]', fr.SourceError, "differ in length: x 1, y 2"),
-        ("a.json", '[{"key": "a", "x": "b"}]', fr.DatasetError, "no sample of .* has a name of .* such as 'a'"),
-        ("a.json", '[{"key": "KEY", "sweeps": "b", "num_entries": "c"}]', fr.ConfigError, "num_entries"),
+        (
+            "a.json",
+            '[{"key": "a", "x": ["b"], "y": ["c", "d"]}]',
+            fr.SourceError,
+            "differ in length: x 1, y 2",
+        ),
+        (
+            "a.json",
+            '[{"key": "a", "x": "b"}]',
+            fr.DatasetError,
+            "no sample of .* has a name of .* such as 'a'",
+        ),
+        (
+            "a.json",
+            '[{"key": "KEY", "sweeps": "b", "num_entries": "c"}]',
+            fr.ConfigError,
+            "num_entries",
+        ),
         ("none.json", None, fr.SourceError, "none.json' cannot be read: No such file"),
     ],
-)  # fmt: skip
+)
 def test_files_of_other_forms_are_refused(texts, base, tmp_path, name, content, error, says):
     dataset, _ = base
     if content is not None:

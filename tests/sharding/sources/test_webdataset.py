@@ -41,9 +41,14 @@ def write_tars(world, root, ending="tar"):
                 meta = {
                     "t": frame.timestamp_ns,
                     "pose": frame.ego2global.tolist(),
-                    "cams": {name: {"k": one.intrinsics.ravel().tolist(), "cam2ego": one.cam2ego.tolist()}
-                             for name, one in frame.images.items()},
-                }  # fmt: skip
+                    "cams": {
+                        name: {
+                            "k": one.intrinsics.ravel().tolist(),
+                            "cam2ego": one.cam2ego.tolist(),
+                        }
+                        for name, one in frame.images.items()
+                    },
+                }
                 members = {"json": json.dumps(meta).encode()}
                 members |= {f"{name}.jpg": one.jpeg for name, one in frame.images.items()}
                 for extension, data in members.items():
@@ -62,9 +67,11 @@ class TestTars(AtUrl, SourceSuite):
 
     kind = "webdataset"
     options: ClassVar = {
-        "timestamp_ns": "t", "ego2global": "pose", "intrinsics": "cams.{camera}.k",
+        "timestamp_ns": "t",
+        "ego2global": "pose",
+        "intrinsics": "cams.{camera}.k",
         "cam2ego": "cams.{camera}.cam2ego",
-    }  # fmt: skip
+    }
     compare = None
     ending = "tar"
 
@@ -75,7 +82,10 @@ class TestTars(AtUrl, SourceSuite):
         return write_tars(world, root, self.ending)
 
     def test_samples_are_those_of_the_world(self, made):
-        samples = {(one.meta.clip_name, one.meta.timestamp_ns): one for one in samples_of(made.folder / "out").values()}
+        samples = {
+            (one.meta.clip_name, one.meta.timestamp_ns): one
+            for one in samples_of(made.folder / "out").values()
+        }
         assert len(samples) == 8
         for clip, number, frame in made.world.frames():
             sample = samples[clip.name, frame.timestamp_ns]
@@ -145,7 +155,10 @@ def test_options_map_extensions_and_cut_clips(tars):
         ({"ego2global": "cams.cam_left.k"}, r"not a 4x4 matrix"),
         ({"timestamp_ns": "t", "meta": "yaml"}, r"there is no .yaml, but json"),
         ({"timestamp_ns": "t", "meta": "cam_left.jpg"}, r"is not JSON"),
-        ({"images": {"a": "b"}}, r"no frame of the webdataset source .* is kept: no camera image 8"),
+        (
+            {"images": {"a": "b"}},
+            r"no frame of the webdataset source .* is kept: no camera image 8",
+        ),
     ],
 )
 def test_wrong_paths_are_named(tars, options, match):
@@ -162,10 +175,18 @@ def npy(array) -> bytes:
 def labelled(number: int) -> dict[str, bytes]:
     """Members of a sample with labels, as tools around the library write them."""
     facts = {
-        "score": number / 2, "count": number, "night": number % 2 == 0, "Place": f"place {number}",
-        "action": [number + 0.5, 1, 2], "deep": {"speed": 3.5 * number}, "tags": ["a", "b"], "nothing": None,
-        "key": "reserved", "path": list(range(2 * number)), "boxes": [1, 2],
-    }  # fmt: skip
+        "score": number / 2,
+        "count": number,
+        "night": number % 2 == 0,
+        "Place": f"place {number}",
+        "action": [number + 0.5, 1, 2],
+        "deep": {"speed": 3.5 * number},
+        "tags": ["a", "b"],
+        "nothing": None,
+        "key": "reserved",
+        "path": list(range(2 * number)),
+        "boxes": [1, 2],
+    }
     rng = np.random.default_rng(number)
     members = {
         "jpg": simplejpeg.encode_jpeg(rng.integers(0, 255, (48, 64, 3), np.uint8)),
@@ -176,7 +197,9 @@ def labelled(number: int) -> dict[str, bytes]:
         "steps.npy": npy(np.asfortranarray(rng.integers(0, 9, (number + 1, 2)))),
         "weights.pth": b"any",
     }
-    return members if number % 2 else {name: data for name, data in members.items() if name != "txt"}
+    return (
+        members if number % 2 else {name: data for name, data in members.items() if name != "txt"}
+    )
 
 
 def write_labelled(root, ending="tar", count=6, make=labelled) -> None:
@@ -200,10 +223,21 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     dataset = fr.open(tmp_path / "out")
     names = [channel.name for channel in dataset.manifest.extra_channels]
-    assert names == ["action", "cls", "feature_npy", "path", "steps_npy", "tags", "txt", "weights_pth"]
+    assert names == [
+        "action",
+        "cls",
+        "feature_npy",
+        "path",
+        "steps_npy",
+        "tags",
+        "txt",
+        "weights_pth",
+    ]
     (batch,) = batches(dataset, 6, channels=names, shuffle=False, image={"height": 48, "width": 64})
     wds = pytest.importorskip("webdataset")
-    with (gzip.open if ending.endswith("gz") else open)(tmp_path / "tars" / f"shard.{ending}", "rb") as file:
+    with (gzip.open if ending.endswith("gz") else open)(
+        tmp_path / "tars" / f"shard.{ending}", "rb"
+    ) as file:
         content = [{**one, "__url__": ""} for one in wds.tariterators.tar_file_iterator(file)]
     decoded = {name: wds.autodecode.decoders[name] for name in ("cls", "txt", "json")}
     decoded |= dict.fromkeys(("feature.npy", "steps.npy"), wds.autodecode.decoders["npy"])
@@ -226,8 +260,14 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
         np.testing.assert_array_equal(batch["action"][at], one["json"]["action"])
         assert batch["tags"][at] == one["json"]["tags"]
         for name in ("score", "count", "night"):
-            assert (attributes[name], type(attributes[name])) == (one["json"][name], type(one["json"][name]))
-        assert (attributes["place"], attributes["deep_speed"]) == (one["json"]["Place"], one["json"]["deep"]["speed"])
+            assert (attributes[name], type(attributes[name])) == (
+                one["json"][name],
+                type(one["json"][name]),
+            )
+        assert (attributes["place"], attributes["deep_speed"]) == (
+            one["json"]["Place"],
+            one["json"]["deep"]["speed"],
+        )
     noted = report.scan.noted
     assert noted.pop("members left out, without a key or an extension") == 1
     assert len(noted) == 2 and set(noted.values()) == {6}
@@ -238,25 +278,45 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
 def test_what_the_first_samples_lack_is_counted_and_what_differs_is_named(tmp_path):
     def late(number: int) -> dict[str, bytes]:
         found = labelled(number)
-        return {"jpg": found["jpg"], "json": b'{"n": 1}'} if number < 4 else found | {"json": b'{"n": 0.5}'}
+        return (
+            {"jpg": found["jpg"], "json": b'{"n": 1}'}
+            if number < 4
+            else found | {"json": b'{"n": 0.5}'}
+        )
 
     write_labelled(tmp_path / "tars", make=late)
-    with pytest.raises(SourceError, match=r"key 'a/0004': n is 0.5, and int in the first samples; first_samples=0"):
+    with pytest.raises(
+        SourceError, match=r"key 'a/0004': n is 0.5, and int in the first samples; first_samples=0"
+    ):
         scan(tmp_path / "tars", first_samples=4)
-    assert {channel.name for channel in scan(tmp_path / "tars", first_samples=0).channels} >= {"cls", "txt"}
+    assert {channel.name for channel in scan(tmp_path / "tars", first_samples=0).channels} >= {
+        "cls",
+        "txt",
+    }
 
     write_labelled(tmp_path / "tars", make=lambda number: late(number) | {"json": b"{}"})
     report = scan(tmp_path / "tars", first_samples=4).report
-    assert report.noted["cls left out, none of the first samples has it; first_samples=0 looks at all"] == 2
+    assert (
+        report.noted["cls left out, none of the first samples has it; first_samples=0 looks at all"]
+        == 2
+    )
 
-    write_labelled(tmp_path / "tars", make=lambda number: labelled(number) | {"cls": b"7" if number < 4 else b"cat"})
+    write_labelled(
+        tmp_path / "tars",
+        make=lambda number: labelled(number) | {"cls": b"7" if number < 4 else b"cat"},
+    )
     with_words = scan(tmp_path / "tars").report
-    assert with_words.noted["members .cls left out, not what the library webdataset reads as such"] == 2
+    assert (
+        with_words.noted["members .cls left out, not what the library webdataset reads as such"]
+        == 2
+    )
 
 
 def test_bytes_of_any_length_up_to_a_members(tmp_path, monkeypatch):
     lengths = (0, 1, 2, 3, 100, 101)
-    write_labelled(tmp_path / "tars", make=lambda at: {"jpg": labelled(at)["jpg"], "bin": b"x" * lengths[at]})
+    write_labelled(
+        tmp_path / "tars", make=lambda at: {"jpg": labelled(at)["jpg"], "bin": b"x" * lengths[at]}
+    )
     monkeypatch.setattr(webdataset, "MAX_MEMBER_BYTES", 100)
     report = fr.shard(f"webdataset:{tmp_path / 'tars'}", tmp_path / "out", workers=1)
     assert report.scan.noted["members .bin left out, over 100 bytes"] == 1
@@ -264,15 +324,24 @@ def test_bytes_of_any_length_up_to_a_members(tmp_path, monkeypatch):
     assert sorted(len(one) for one in batch["bin"] if one is not None) == [0, 1, 2, 3, 100]
     assert int(batch["bin_valid"].sum()) == 5
 
-    write_labelled(tmp_path / "tars", make=lambda at: labelled(at) | {"a.txt" if at else "a_txt": b"text"})
-    assert scan(tmp_path / "tars").report.noted["a_txt left out, samples differ: bytes and text"] == 6
-    write_labelled(tmp_path / "tars", make=lambda at: labelled(at) | {"a.txt" if at > 3 else "a_txt": b"text"})
+    write_labelled(
+        tmp_path / "tars", make=lambda at: labelled(at) | {"a.txt" if at else "a_txt": b"text"}
+    )
+    assert (
+        scan(tmp_path / "tars").report.noted["a_txt left out, samples differ: bytes and text"] == 6
+    )
+    write_labelled(
+        tmp_path / "tars", make=lambda at: labelled(at) | {"a.txt" if at > 3 else "a_txt": b"text"}
+    )
     with pytest.raises(SourceError, match="a_txt is of another kind than in the first samples"):
         scan(tmp_path / "tars", first_samples=3)
 
 
 def test_arrays_that_do_not_fit_the_first_samples_are_named(tmp_path):
-    write_labelled(tmp_path / "tars", make=lambda number: labelled(1) | {"a.npy": npy(np.zeros(2 + number // 5))})
+    write_labelled(
+        tmp_path / "tars",
+        make=lambda number: labelled(1) | {"a.npy": npy(np.zeros(2 + number // 5))},
+    )
     with pytest.raises(SourceError, match=r"frame 5: value 'a_npy'.*\[3\].*\[2\]"):
         scan(tmp_path / "tars", first_samples=5)
 
@@ -292,7 +361,10 @@ def spoil(root, how):
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize(("how", "match"), [("cut", "cut off"), ("flipped", "damaged header"), ("LFS", "damaged"), ("empty", "damaged")])  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [("cut", "cut off"), ("flipped", "damaged header"), ("LFS", "damaged"), ("empty", "damaged")],
+)
 def test_damaged_tars_are_named(tars, how, match):
     spoil(tars, how)
     with pytest.raises(SourceError, match=rf"drive-1.tar.*{match}"):
@@ -309,8 +381,12 @@ def test_cut_compressed_tars_are_named(tmp_path, ending):
 
 
 def test_links_and_names_that_lead_out_are_refused(tmp_path):
-    for kind, name in ((tarfile.SYMTYPE, "a.jpg"), (tarfile.LNKTYPE, "a.jpg"), (tarfile.REGTYPE, "../a.jpg"),
-                       (tarfile.REGTYPE, "/a.jpg")):  # fmt: skip
+    for kind, name in (
+        (tarfile.SYMTYPE, "a.jpg"),
+        (tarfile.LNKTYPE, "a.jpg"),
+        (tarfile.REGTYPE, "../a.jpg"),
+        (tarfile.REGTYPE, "/a.jpg"),
+    ):
         with tarfile.open(tmp_path / "x.tar", "w") as tar:
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, "b"
@@ -320,7 +396,9 @@ def test_links_and_names_that_lead_out_are_refused(tmp_path):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("folder", ["tar-go", "tar-rs", "tar-libarchive", "tar-ratarmount", "tar-cpython"])
+@pytest.mark.parametrize(
+    "folder", ["tar-go", "tar-rs", "tar-libarchive", "tar-ratarmount", "tar-cpython"]
+)
 def test_tars_of_others_are_read_as_tarfile_reads_them_or_named(folder):
     """Whatever is in them: the same regular files, or an error with the name of the tar."""
     root = shared_data(folder)
@@ -359,12 +437,19 @@ def test_json_that_is_hostile_is_named(tmp_path, ending, json_bytes, says):
     if isinstance(json_bytes, int):
         json_bytes = b" " * json_bytes
     with tarfile.open(tmp_path / "plain", "w") as tar:
-        for name, data in (("0.json", json_bytes), ("0.jpg", next(iter(clip.frames[0].images.values())).jpeg)):
+        for name, data in (
+            ("0.json", json_bytes),
+            ("0.jpg", next(iter(clip.frames[0].images.values())).jpeg),
+        ):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     data = (tmp_path / "plain").read_bytes()
-    packed = {"tar": bytes, "tar.gz": lambda data: gzip.compress(data, 1), "tar.zst": zstandard.compress}[ending](data)
+    packed = {
+        "tar": bytes,
+        "tar.gz": lambda data: gzip.compress(data, 1),
+        "tar.zst": zstandard.compress,
+    }[ending](data)
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / f"a.{ending}").write_bytes(packed)
     with pytest.raises(SourceError, match=says):
@@ -383,11 +468,15 @@ def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):
         content = [{**one, "__url__": name} for one in wds.tariterators.tar_file_iterator(file)]
     wanted = list(wds.tariterators.group_by_keys(content))
     images = [
-        (sample["__key__"], extension) for sample in wanted for extension in sample
+        (sample["__key__"], extension)
+        for sample in wanted
+        for extension in sample
         if extension.rpartition(".")[2] in ("jpg", "jpeg", "png")
-    ]  # fmt: skip
+    ]
     if not images:
-        with pytest.raises(SourceError, match=r"no tars with images; its members have the extensions: \w"):
+        with pytest.raises(
+            SourceError, match=r"no tars with images; its members have the extensions: \w"
+        ):
             scan(tmp_path)
         return
     source, _, table = scanned("webdataset", tmp_path, tmp_path, missing_camera="mask")
@@ -397,7 +486,11 @@ def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):
         row = table.row(number)
         key = json.loads(row.meta)["sample_token"]
         for member in row.members:
-            extension = member.name.removeprefix("image.") if member.name.startswith("image.") else member.name
+            extension = (
+                member.name.removeprefix("image.")
+                if member.name.startswith("image.")
+                else member.name
+            )
             theirs = by_key[key].get(extension, by_key[key].get("jpeg"))
             assert bytes(source.open(member.ref)) == theirs
             num_images += 1

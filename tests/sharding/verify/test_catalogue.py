@@ -53,10 +53,20 @@ def test_samples_and_clips_that_only_one_has(old, appended) -> None:
     _, both = appended
     diff = fr.dataset_diff(old, both)
     assert not diff.is_same
-    assert (diff.samples_only_in_a.count, diff.samples_only_in_b.count, diff.samples_changed.count) == (0, 2, 0)
-    keys = set(open_dataset(both).index.strings("key")) - set(open_dataset(old).index.strings("key"))
+    assert (
+        diff.samples_only_in_a.count,
+        diff.samples_only_in_b.count,
+        diff.samples_changed.count,
+    ) == (0, 2, 0)
+    keys = set(open_dataset(both).index.strings("key")) - set(
+        open_dataset(old).index.strings("key")
+    )
     assert set(diff.samples_only_in_b.first) == keys
-    assert (diff.num_samples_equal, diff.clips_only_in_b.count, diff.clips_only_in_a.count) == (6, 1, 0)
+    assert (diff.num_samples_equal, diff.clips_only_in_b.count, diff.clips_only_in_a.count) == (
+        6,
+        1,
+        0,
+    )
     assert diff.options["recipe.source"] == ("nuscenes", "append")
     assert (diff.channels, diff.members) == ({}, {})
     assert "samples only in b: 2 (" in diff.as_text()
@@ -95,7 +105,9 @@ def test_tags_are_beside_the_dataset(old, tmp_path, capsys) -> None:
     assert fr.tag(tmp_path / "d", add=("v1", "baseline")) == ("baseline", "v1")
     assert main(["tag", str(tmp_path / "d"), "--add", "night.2", "--remove", "v1"]) == 0
     assert capsys.readouterr().out == "baseline\nnight.2\n"
-    assert read_tags(tmp_path / "d") == fr.dataset_log(tmp_path / "d").tags == ("baseline", "night.2")
+    assert (
+        read_tags(tmp_path / "d") == fr.dataset_log(tmp_path / "d").tags == ("baseline", "night.2")
+    )
     after = {path.name: path.read_bytes() for path in (tmp_path / "d").iterdir()}
     assert {name: data for name, data in after.items() if name != "tags.json"} == before
     assert fr.verify(tmp_path / "d").faults == []
@@ -134,7 +146,9 @@ def test_tags_at_a_url_that_storage_does_not_give(tmp_path) -> None:
             if status == 403:  # what a store that refuses listings says of what is not there
                 assert fr.dataset_log(server.url).tags == ()
             else:
-                with pytest.raises(DatasetError, match=r"/tags\.json' cannot be read \(ClientResponseError: 500"):
+                with pytest.raises(
+                    DatasetError, match=r"/tags\.json' cannot be read \(ClientResponseError: 500"
+                ):
                     fr.dataset_log(server.url)
 
 
@@ -150,8 +164,12 @@ def test_layers_are_compared_too(tmp_path) -> None:
     build_dataset(tmp_path / "base", {"train": (4,)}, size=(32, 24))
     old = write_layer(tmp_path / "base", tmp_path / "old")
     new = tmp_path / "new"
-    table = [*({**one, "dtype": "float32"} if one["name"] == "logits" else one for one in TABLE[:2])]
-    with fr.LayerWriter(tmp_path / "base", new, channels=table, view=fr.LayerView("per_view", 1, {})) as writer:
+    table = [
+        *({**one, "dtype": "float32"} if one["name"] == "logits" else one for one in TABLE[:2])
+    ]
+    with fr.LayerWriter(
+        tmp_path / "base", new, channels=table, view=fr.LayerView("per_view", 1, {})
+    ) as writer:
         for row in range(3):
             values = {name: one for name, one in values_of(row).items() if name != "caption"}
             writer.write(row, {**values, "logits": values["logits"].astype("float32")})
@@ -159,14 +177,21 @@ def test_layers_are_compared_too(tmp_path) -> None:
     assert fr.tag(old, add=("v1",)) == fr.dataset_log(old).tags == ("v1",)
     diff = fr.dataset_diff(old, new)
     assert diff.samples_only_in_a.first == ("clip-0000-000003",)
-    assert [one["dtype"] for one in diff.channels["logits"]] == ["float16", "float32"] and "shape" not in diff.channels[
-        "logits"
-    ][0]
+    assert [one["dtype"] for one in diff.channels["logits"]] == [
+        "float16",
+        "float32",
+    ] and "shape" not in diff.channels["logits"][0]
     assert diff.channels["caption"][0]["kind"] == "text" and diff.channels["caption"][1] is None
-    assert diff.options["view"] == ({}, {"kind": "per_view", "epoch": 1, "settings": {}}) and "base" not in diff.options
+    assert (
+        diff.options["view"] == ({}, {"kind": "per_view", "epoch": 1, "settings": {}})
+        and "base" not in diff.options
+    )
     assert "channel logits: a" in diff.as_text()
     assert fr.dataset_diff(old, old).is_same
-    assert fr.dataset_diff(tmp_path / "base", old).options["format"] == ("fuelrail-dataset", "fuelrail-layer")
+    assert fr.dataset_diff(tmp_path / "base", old).options["format"] == (
+        "fuelrail-dataset",
+        "fuelrail-layer",
+    )
     log = fr.dataset_log(new)
     assert log.num_samples == 3 and f"layer of     {log.base}" in log.as_text()
     assert log.base == fr.dataset_log(tmp_path / "base").fingerprint

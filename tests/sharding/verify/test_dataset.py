@@ -56,14 +56,30 @@ def test_every_flipped_byte_of_a_shard_is_found(out):
     path = out / "train-000000.tar"
     whole = path.read_bytes()
     rows = [open_dataset(out).index.row(at) for at in range(6)]
-    for at in [0, 100, 156, 300, 511, 512, 600, len(whole) // 2, len(whole) - 1025, len(whole) - 1024, len(whole) - 1]:
+    for at in [
+        0,
+        100,
+        156,
+        300,
+        511,
+        512,
+        600,
+        len(whole) // 2,
+        len(whole) - 1025,
+        len(whole) - 1024,
+        len(whole) - 1,
+    ]:
         flip(path, at, 0x55)
         found = faults(out)
         assert found[0].file == path.name
         assert found[0].text == "SHA-256 does not match the manifest"
         if at < len(whole) - len(END_OF_ARCHIVE):
-            owner = next(row for row in rows if row.shard == 0 and row.offset <= at < row.offset + row.length)
-            assert ("train-000000.tar", owner.offset, owner.key) in [(f.file, f.offset, f.key) for f in found]
+            owner = next(
+                row for row in rows if row.shard == 0 and row.offset <= at < row.offset + row.length
+            )
+            assert ("train-000000.tar", owner.offset, owner.key) in [
+                (f.file, f.offset, f.key) for f in found
+            ]
         path.write_bytes(whole)
     assert faults(out) == []
 
@@ -96,7 +112,9 @@ def test_damaged_files(out, name, harm, says):
     elif harm == "flipped":
         flip(path)
     else:
-        path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "longer": data + bytes(512)}[harm])
+        path.write_bytes(
+            {"empty": b"", "cut": data[: len(data) // 2], "longer": data + bytes(512)}[harm]
+        )
     found = faults(out)
     assert name in {fault.file for fault in found}
     assert any(says in fault.text for fault in found if fault.file == name), found
@@ -115,9 +133,18 @@ def test_a_flipped_index_is_found_and_what_it_says_is_not_trusted(out):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"name": "boxes.safetensors"}, "the index says '{key}.boxes.safetensors.zst' of {size} bytes at {at}; "),
-        ({"stored_bytes": 99}, "the index says '{key}.geometry.safetensors.zst' of 99 bytes at {at}; the tar has"),
-        ({"codec": "raw"}, "the index says '{key}.geometry.safetensors' of {size} bytes at {at}; the tar has"),
+        (
+            {"name": "boxes.safetensors"},
+            "the index says '{key}.boxes.safetensors.zst' of {size} bytes at {at}; ",
+        ),
+        (
+            {"stored_bytes": 99},
+            "the index says '{key}.geometry.safetensors.zst' of 99 bytes at {at}; the tar has",
+        ),
+        (
+            {"codec": "raw"},
+            "the index says '{key}.geometry.safetensors' of {size} bytes at {at}; the tar has",
+        ),
     ],
 )
 def test_members_that_differ_from_the_index(out, change, says):
@@ -128,7 +155,9 @@ def test_members_that_differ_from_the_index(out, change, says):
     row = change_row(out, 1, edit)
     (fault,) = faults(out)
     assert (fault.key, fault.offset) == (row.key, row.offset)
-    said = says.format(key=row.key, size=row.members[1].stored_bytes, at=row.offset + row.members[1].offset)
+    said = says.format(
+        key=row.key, size=row.members[1].stored_bytes, at=row.offset + row.members[1].offset
+    )
     assert fault.text.startswith(said), fault.text
 
 
@@ -145,7 +174,9 @@ def test_a_member_whose_digest_in_the_index_is_another(out):
 
 def test_a_member_that_the_index_does_not_know(out):
     row = change_row(out, 1, lambda row: row._replace(members=row.members[:-1]))
-    assert f"member '{row.key}.lidar_top.npy.p20.zst' is not in the index" in [fault.text for fault in faults(out)]
+    assert f"member '{row.key}.lidar_top.npy.p20.zst' is not in the index" in [
+        fault.text for fault in faults(out)
+    ]
 
 
 def test_a_key_twice_in_the_metadata_is_found_and_what_may_be_left_out_is_not_missed(out):
@@ -177,7 +208,10 @@ def test_attributes_of_other_types_and_without_the_columns_of_the_index_are_foun
     whole = pq.read_table(out / "attributes.parquet")
     for table, says in (
         (whole.append_column("list", pa.array([[1]] * 6)), "column 'list' has the type list"),
-        (whole.append_column("small", pa.array([1] * 6, pa.int8())), "column 'small' has the type int8"),
+        (
+            whole.append_column("small", pa.array([1] * 6, pa.int8())),
+            "column 'small' has the type int8",
+        ),
         (whole.drop_columns(["frame"]), "has no column 'frame'"),
     ):
         pq.write_table(table, out / "attributes.parquet")
@@ -196,7 +230,9 @@ def test_spans_that_do_not_tile_the_shard(out):
 def test_listings_that_are_of_another_shard(out):
     shutil.copy(out / "val-000000.idx", out / "train-000000.idx")
     reseal(out)
-    assert [fault.text for fault in faults(out)] == ["does not list the members of train-000000.tar"]
+    assert [fault.text for fault in faults(out)] == [
+        "does not list the members of train-000000.tar"
+    ]
 
 
 def test_a_key_twice_and_a_clip_in_two_splits(out):
@@ -212,10 +248,14 @@ def test_attributes_in_another_order(out):
     table = pq.read_table(out / "attributes.parquet")
     pq.write_table(table.take(np.array([1, 0, 2, 3, 4, 5])), out / "attributes.parquet")
     reseal(out)
-    assert [fault.text for fault in faults(out)] == ["row 0 has the key b-000001, the index has b-000000"]
+    assert [fault.text for fault in faults(out)] == [
+        "row 0 has the key b-000001, the index has b-000000"
+    ]
     pq.write_table(table.slice(0, 4), out / "attributes.parquet")
     reseal(out)
-    assert [fault.text.partition("' ")[2] for fault in faults(out)] == ["has 4 rows for 6 samples of the index"]
+    assert [fault.text.partition("' ")[2] for fault in faults(out)] == [
+        "has 4 rows for 6 samples of the index"
+    ]
 
 
 def change_meta(name, value):
@@ -237,15 +277,27 @@ def flip_scan(raw):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (change_meta("timestamp_ns", 5), "meta.json has the timestamp_ns 5, index and manifest have"),
-        (change_meta("split", "val"), "meta.json has the split 'val', index and manifest have 'train'"),
+        (
+            change_meta("timestamp_ns", 5),
+            "meta.json has the timestamp_ns 5, index and manifest have",
+        ),
+        (
+            change_meta("split", "val"),
+            "meta.json has the split 'val', index and manifest have 'train'",
+        ),
         (change_meta("dataset", "x"), "meta.json has the dataset 'x'"),
         (change_meta("schema", "fuelrail/9"), "this version reads 'fuelrail/1'"),
         (lambda raw: raw.update({"geometry.safetensors": b"x" * 100}), "geometry.safetensors: "),
-        (lambda raw: raw.pop("geometry.safetensors"), "geometry.safetensors: the member is missing"),
+        (
+            lambda raw: raw.pop("geometry.safetensors"),
+            "geometry.safetensors: the member is missing",
+        ),
         (lambda raw: raw.pop("cam_back.jpg"), "cam_front, cam_back these have an image: [1, 0]"),
         (flip_scan, "cam_back.jpg: a damaged JPEG"),
-        (lambda raw: raw.update({"cam_back.jpg": raw["cam_back.jpg"][:-2]}), "cam_back.jpg: a truncated JPEG"),
+        (
+            lambda raw: raw.update({"cam_back.jpg": raw["cam_back.jpg"][:-2]}),
+            "cam_back.jpg: a truncated JPEG",
+        ),
         (lambda raw: raw.update({"lidar_top.npy": raw["lidar_top.npy"][:-1]}), "lidar_top.npy: "),
     ],
 )

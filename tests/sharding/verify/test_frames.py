@@ -56,7 +56,10 @@ def test_every_flipped_bit_is_found_and_named(pristine, data):
         assert named == {(owner.offset, owner.key)}
     else:
         assert named
-        assert all((offset is not None and offset >= rows[-1].offset + rows[-1].length) or key for offset, key in named)
+        assert all(
+            (offset is not None and offset >= rows[-1].offset + rows[-1].length) or key
+            for offset, key in named
+        )
 
 
 @given(data=st.data())
@@ -108,18 +111,31 @@ class TestInsiderMistakes:
         whole, table = self.frames(root)
         end = encode_frame(b"\1" + END_OF_ARCHIVE[1:], 3)
         sizes = [(frame.stored_bytes, frame.raw_bytes) for frame in table[:-1]]
-        reseal(root, whole[: table[-1].offset] + end + encode_seek_table([*sizes, (len(end), len(END_OF_ARCHIVE))]))
+        reseal(
+            root,
+            whole[: table[-1].offset]
+            + end
+            + encode_seek_table([*sizes, (len(end), len(END_OF_ARCHIVE))]),
+        )
         (fault,) = faults(root)
-        assert (fault.text, fault.offset) == ("the last frame is not the end of the archive", table[-1].offset)
+        assert (fault.text, fault.offset) == (
+            "the last frame is not the end of the archive",
+            table[-1].offset,
+        )
 
     def test_frames_that_the_index_does_not_know(self, root):
         whole, table = self.frames(root)
-        extra, end = encode_frame(bytes(512), 3), whole[table[-1].offset :][: table[-1].stored_bytes]
+        extra, end = (
+            encode_frame(bytes(512), 3),
+            whole[table[-1].offset :][: table[-1].stored_bytes],
+        )
         sizes = [(frame.stored_bytes, frame.raw_bytes) for frame in table[:-1]]
         table_bytes = encode_seek_table([*sizes, (len(extra), 512), (len(end), 1024)])
         reseal(root, whole[: table[-1].offset] + extra + end + table_bytes)
         (fault,) = faults(root)
-        assert fault.text.startswith(f"the index covers {table[-1].offset} bytes of frames, the archive's end is at")
+        assert fault.text.startswith(
+            f"the index covers {table[-1].offset} bytes of frames, the archive's end is at"
+        )
 
     def test_without_an_index_the_frames_are_checked_all_the_same(self, root):
         whole, table = self.frames(root)

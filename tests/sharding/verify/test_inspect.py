@@ -24,7 +24,14 @@ def out(dataroot, sharded):
 def test_the_dataset(out):
     text = describe_dataset(out).text
     manifest = open_dataset(out).manifest
-    for part in ("5 of 2 clips", "CC0-1.0", manifest.fingerprint, "CAM_FRONT", "48 x 32", "x, y, z, intensity, ring"):
+    for part in (
+        "5 of 2 clips",
+        "CC0-1.0",
+        manifest.fingerprint,
+        "CAM_FRONT",
+        "48 x 32",
+        "x, y, z, intensity, ring",
+    ):
         assert part in text
     facts = json.loads(describe_dataset(out).as_json())
     assert facts["manifest"] == json.loads((out / "dataset.json").read_text())
@@ -53,14 +60,22 @@ def test_the_attributes_that_filters_may_name(out):
 
 def test_one_sample(out):
     text = describe_sample(out, "a-000001").text
-    for part in ("a-000000, a-000002", "3 (car 1, pedestrian 1, barrier 1)", "60 points", "48 x 32", "frame 2 of 3"):
+    for part in (
+        "a-000000, a-000002",
+        "3 (car 1, pedestrian 1, barrier 1)",
+        "60 points",
+        "48 x 32",
+        "frame 2 of 3",
+    ):
         assert part in text
     facts = json.loads(describe_sample(out, "a-000001").as_json())
     row = open_dataset(out).index.row(facts["position"])
     assert (row.key, row.offset, row.length) == ("a-000001", facts["offset"], facts["length"])
     assert facts["meta"]["license"] == "CC0-1.0"
     assert facts["meta"]["dataset"] == "nuscenes-v1.0-mini"
-    assert [member["name"] for member in facts["members"]] == [member.name for member in row.members]
+    assert [member["name"] for member in facts["members"]] == [
+        member.name for member in row.members
+    ]
 
 
 @pytest.mark.network

@@ -18,9 +18,16 @@ from fuelrail.sharding.verify.statistics import _Numbers
 from support.datasets import build_dataset
 
 STATE = Channel(
-    name="state", kind="array", field="state.npy", dtype="float32", axes=("row", "column"), shape=(2, 3),
-    law=Law("fixed"), optional=True, allows_nan=True,
-)  # fmt: skip
+    name="state",
+    kind="array",
+    field="state.npy",
+    dtype="float32",
+    axes=("row", "column"),
+    shape=(2, 3),
+    law=Law("fixed"),
+    optional=True,
+    allows_nan=True,
+)
 CAN = series_channel("can", "float64")
 RATE_NS = 500_000_000
 ROWS = 20
@@ -45,17 +52,28 @@ def can(row):
 
 @pytest.fixture
 def root(tmp_path):
-    build_dataset(tmp_path / "d", {"train": (8, 8), "val": (4,)}, extra=[(STATE, state), (CAN, can)])
+    build_dataset(
+        tmp_path / "d", {"train": (8, 8), "val": (4,)}, extra=[(STATE, state), (CAN, can)]
+    )
     return tmp_path / "d"
 
 
 def expected(values):
-    found = {"count": np.isfinite(values).sum(0), "mean": np.nanmean(values, 0), "std": np.nanstd(values, 0)}
-    quantiles = {f"q{round(100 * at):02}": np.nanquantile(values, at, axis=0) for at in (0.01, 0.1, 0.5, 0.9, 0.99)}
+    found = {
+        "count": np.isfinite(values).sum(0),
+        "mean": np.nanmean(values, 0),
+        "std": np.nanstd(values, 0),
+    }
+    quantiles = {
+        f"q{round(100 * at):02}": np.nanquantile(values, at, axis=0)
+        for at in (0.01, 0.1, 0.5, 0.9, 0.99)
+    }
     return {**found, "min": np.nanmin(values, 0), "max": np.nanmax(values, 0), **quantiles}
 
 
-@pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:Degrees of freedom", "ignore:All-NaN")
+@pytest.mark.filterwarnings(
+    "ignore:Mean of empty slice", "ignore:Degrees of freedom", "ignore:All-NaN"
+)
 def test_statistics_are_those_of_all_numbers_and_lie_beside_the_manifest(root, capsys):
     before = fr.open(root).manifest.digest
     assert main(["inspect", str(root), "--statistics"]) == 0
@@ -68,11 +86,15 @@ def test_statistics_are_those_of_all_numbers_and_lie_beside_the_manifest(root, c
         found = stored["splits"][split]
         states = np.stack([state(row) for row in rows if row != 3]).astype(np.float64)
         for name, numbers in expected(states).items():
-            np.testing.assert_allclose(np.array(found["state"][name], float), numbers, rtol=1e-9, err_msg=name)
+            np.testing.assert_allclose(
+                np.array(found["state"][name], float), numbers, rtol=1e-9, err_msg=name
+            )
         # Each measurement counts once, though neighbouring samples have it too.
         times = np.concatenate([can_times(clip) for clip in {row // 4 for row in rows}]) * 1e-9
         for name, numbers in expected(times).items():
-            np.testing.assert_allclose(found["can"][name], numbers, rtol=1e-9, atol=1e-9, err_msg=name)
+            np.testing.assert_allclose(
+                found["can"][name], numbers, rtol=1e-9, atol=1e-9, err_msg=name
+            )
     assert fr.inspect(root, statistics=True).facts["statistics"] == stored["splits"]
     with pytest.raises(ConfigError, match="is one sample"):
         fr.inspect(root, "clip-0000-000001", statistics=True)
@@ -84,7 +106,10 @@ def test_batches_do_not_matter(batches):
     numbers = _Numbers(())
     for batch in batches:
         numbers.add(np.array(batch, np.float64))
-    found, whole = numbers.result(), np.array([one for batch in batches for one in batch], np.float64)
+    found, whole = (
+        numbers.result(),
+        np.array([one for batch in batches for one in batch], np.float64),
+    )
     assert found["count"] == np.isfinite(whole).sum()
     if found["count"]:
         for name, value in expected(whole).items():

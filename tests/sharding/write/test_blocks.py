@@ -89,7 +89,9 @@ def test_what_is_not_a_file_of_this_machine_gets_the_pieces_as_they_come():
     assert file.getvalue() == b"abc"
 
 
-SIZES = st.one_of(st.integers(1, 2000), st.sampled_from([511, 512, 513, 16_383, 16_384, 70_000, 2_500_000]))
+SIZES = st.one_of(
+    st.integers(1, 2000), st.sampled_from([511, 512, 513, 16_383, 16_384, 70_000, 2_500_000])
+)
 MEMBERS = st.lists(st.tuples(st.booleans(), SIZES), min_size=1, max_size=6)
 
 
@@ -105,14 +107,23 @@ def members_in(buffer, folder, sizes, draw):
         content = draw.randbytes(size)
         path = folder / str(number)
         path.write_bytes(content)
-        stored.append(StoredMember(f"m{number}.bin", buffer.read(str(path), size) if is_file else content))
+        stored.append(
+            StoredMember(f"m{number}.bin", buffer.read(str(path), size) if is_file else content)
+        )
         contents.append(StoredMember(f"m{number}.bin", content))
     return stored, contents
 
 
-@given(samples=st.lists(MEMBERS, min_size=1, max_size=3), shuffled=st.booleans(), seed=st.integers(0, 99))
+@given(
+    samples=st.lists(MEMBERS, min_size=1, max_size=3),
+    shuffled=st.booleans(),
+    seed=st.integers(0, 99),
+)
 @example(
-    samples=[[(False, 241)], [(True, 517), (True, 1), (True, 81), (False, 1), (False, 1), (False, 509)]],
+    samples=[
+        [(False, 241)],
+        [(True, 517), (True, 1), (True, 81), (False, 1), (False, 1), (False, 509)],
+    ],
     shuffled=True,
     seed=0,
 )
@@ -126,7 +137,9 @@ def test_joined_pieces_are_the_same_bytes(folder, samples, shuffled, seed):
         packed = pack_sample("key", [stored[number] for number in order])
         pieces = buffer.joined(packed.pieces)
         assert len(pieces) <= len(packed.pieces)
-        assert b"".join(pieces) == b"".join(pack_sample("key", [contents[number] for number in order]).pieces)
+        assert b"".join(pieces) == b"".join(
+            pack_sample("key", [contents[number] for number in order]).pieces
+        )
 
 
 def test_a_sample_of_files_is_one_piece(folder):
@@ -138,15 +151,21 @@ def test_a_sample_of_files_is_one_piece(folder):
 
 def test_a_file_that_is_not_stored_as_it_is_leaves_the_others_together(folder):
     buffer = ReadBuffer()
-    stored, _ = members_in(buffer, folder, [(True, 100_000), (True, 30_000), (True, 300_000)], random.Random(0))
+    stored, _ = members_in(
+        buffer, folder, [(True, 100_000), (True, 30_000), (True, 300_000)], random.Random(0)
+    )
     stored[2] = stored[2]._replace(data=bytes(stored[2].data[::2]))
     assert [len(piece) for piece in buffer.joined(pack_sample("key", stored).pieces)] == [
-        512 + 100_352 + 512 + 30_208 + 512, 150_000, 16,
-    ]  # fmt: skip
+        512 + 100_352 + 512 + 30_208 + 512,
+        150_000,
+        16,
+    ]
 
 
 @pytest.mark.parametrize("size", [99, 101])
 def test_a_file_of_another_size_is_named(folder, size):
     (folder / "changed").write_bytes(bytes(100))
-    with pytest.raises(SourceError, match=rf"changed' had {size} bytes when the run started and has 100 now"):
+    with pytest.raises(
+        SourceError, match=rf"changed' had {size} bytes when the run started and has 100 now"
+    ):
         ReadBuffer().read(str(folder / "changed"), size)

@@ -61,7 +61,11 @@ def test_every_truncation_of_a_png_is_seen(keep):
         (b"RIFF", "png", "not a PNG: it starts with 52 49 46 46"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "jpg", "git-LFS pointer"),
         (b"\xff\xd8" + b"\x00" * 50 + b"\xff\xd9", "jpg", "expected a marker at byte 2"),
-        (b"\xff\xd8\xff\xe0\x00\x01\x00\x00\xff\xd9", "jpg", "segment 0xffe0 at byte 2 claims 1 bytes"),
+        (
+            b"\xff\xd8\xff\xe0\x00\x01\x00\x00\xff\xd9",
+            "jpg",
+            "segment 0xffe0 at byte 2 claims 1 bytes",
+        ),
         (JPEG[:SIZE_AT] + b"\0\0" + JPEG[SIZE_AT + 2 :], "jpg", "64x0 pixels"),
     ],
 )
@@ -102,7 +106,9 @@ def test_what_the_loader_refuses_is_refused_by_the_writer_and_verify_deep(data, 
     for refuse in (
         lambda: image_size(data, extension),
         lambda: check_pixels(data, extension, None),
-        lambda: make_decoder("turbo").decode_into(data, ImageMap.identity((8, 8)), np.empty((3, 8, 8), np.uint8)),
+        lambda: make_decoder("turbo").decode_into(
+            data, ImageMap.identity((8, 8)), np.empty((3, 8, 8), np.uint8)
+        ),
     ):
         with pytest.raises(ImageError, match=says):
             refuse()
@@ -147,10 +153,23 @@ def test_what_may_be_written():
 @pytest.mark.parametrize(
     "text",
     (
-        "", "resize", "resize=2", "resize=0", "resize=x", "resize=-1", "resize=nan", "resize=0.5,resize=0.5",
-        "resize=0.5,size=10x10", "size=0x5", "size=800", "quality=0", "quality=101", "colour=1", "by=1",
+        "",
+        "resize",
+        "resize=2",
+        "resize=0",
+        "resize=x",
+        "resize=-1",
+        "resize=nan",
+        "resize=0.5,resize=0.5",
+        "resize=0.5,size=10x10",
+        "size=0x5",
+        "size=800",
+        "quality=0",
+        "quality=101",
+        "colour=1",
+        "by=1",
     ),
-)  # fmt: skip
+)
 def test_what_may_not(text):
     with pytest.raises(ConfigError, match=r"images|write resize=FACTOR"):
         parse_images(text)
@@ -196,7 +215,11 @@ def test_pixels_land_where_the_calibration_says(dataroot, tmp_path, spec, extens
     centres = [(60.0, 50.0), (333.0, 61.5), (199.5, 180.0)]
     image = spots(width, height, centres)
     recipe = parse_images(f"{spec},quality=95")
-    encoded = simplejpeg.encode_jpeg(image, 98, "RGB", "444") if extension == "jpg" else cv2.imencode(".png", image)[1]
+    encoded = (
+        simplejpeg.encode_jpeg(image, 98, "RGB", "444")
+        if extension == "jpg"
+        else cv2.imencode(".png", image)[1]
+    )
     small = simplejpeg.decode_jpeg(transcode(bytes(encoded), extension, recipe), "GRAY")[..., 0]
     made = dataroot("a1", cameras=("CAM_FRONT",), size=(width, height))
     shard_nuscenes(made.root, tmp_path / "plain")
@@ -224,7 +247,10 @@ def test_a_transcoded_dataset(dataroot, tmp_path):
         for channel, data in sample.images.items():
             with Image.open(io.BytesIO(data)) as image:
                 assert image.size == (48, 32)
-            assert (sample.meta.cameras[channel].width, sample.meta.cameras[channel].height) == (48, 32)
+            assert (sample.meta.cameras[channel].width, sample.meta.cameras[channel].height) == (
+                48,
+                32,
+            )
     with pytest.raises(DatasetExistsError, match=r"images: .* there, none here"):
         shard_nuscenes(made.root, tmp_path / "one", splits=options["splits"])
 
@@ -238,7 +264,11 @@ def test_images_that_would_grow_are_refused(dataroot, tmp_path):
 
 def test_pngs_become_jpegs(tmp_path):
     made = build_nuscenes(tmp_path / "source", {"a": 1}, cameras=("CAM_FRONT",), size=(64, 48))
-    row = next(row for row in made.tables["sample_data"] if row["is_key_frame"] and "CAM" in row["filename"])
+    row = next(
+        row
+        for row in made.tables["sample_data"]
+        if row["is_key_frame"] and "CAM" in row["filename"]
+    )
     pixels = cv2.imread(str(made.root / row["filename"]))
     row["filename"] = row["filename"].replace(".jpg", ".png")
     cv2.imwrite(str(made.root / row["filename"]), pixels)

@@ -13,13 +13,22 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import MemberTooLargeError
 from fuelrail.pipeline.format import zstd_frames
-from fuelrail.pipeline.format.codecs import RAW, ZSTD, ZSTD_DICT, planes, stored_name, train_dictionary
+from fuelrail.pipeline.format.codecs import (
+    RAW,
+    ZSTD,
+    ZSTD_DICT,
+    planes,
+    stored_name,
+    train_dictionary,
+)
 from fuelrail.pipeline.format.dataset import check_span, read_members
 from fuelrail.pipeline.format.tar import iter_members
 from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 
-DICTIONARY = train_dictionary([b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)], 1024, 3)
+DICTIONARY = train_dictionary(
+    [b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)], 1024, 3
+)
 CODECS = st.sampled_from([RAW, ZSTD, ZSTD_DICT, planes(4), planes(20)])
 FIELDS = st.from_regex(r"x_[a-z0-9_]{1,8}\.[a-z]{1,4}", fullmatch=True)
 SAMPLES = st.dictionaries(
@@ -33,9 +42,13 @@ SAMPLES = st.dictionaries(
 def pack(samples, *, framed):
     file = io.BytesIO()
     buffer = ReadBuffer()
-    packer = FramedPacker(file, 3, 3, buffer) if framed else ShardPacker(file, 3, 3, DICTIONARY, buffer)
+    packer = (
+        FramedPacker(file, 3, 3, buffer) if framed else ShardPacker(file, 3, 3, DICTIONARY, buffer)
+    )
     for number, (key, members) in enumerate(samples.items()):
-        packer.add(key, "clip", number, number, [RawMember(name, *how) for name, how in members.items()])
+        packer.add(
+            key, "clip", number, number, [RawMember(name, *how) for name, how in members.items()]
+        )
     return packer.close(), file.getvalue()
 
 
@@ -43,7 +56,10 @@ def pack(samples, *, framed):
 @settings(max_examples=40)
 def test_arbitrary_samples_come_back(samples, framed):
     if framed:
-        samples = {key: {name: (RAW, raw) for name, (_, raw) in fields.items()} for key, fields in samples.items()}
+        samples = {
+            key: {name: (RAW, raw) for name, (_, raw) in fields.items()}
+            for key, fields in samples.items()
+        }
     packed, data = pack(samples, framed=framed)
     assert (len(data), hashlib.sha256(data).hexdigest()) == (packed.num_bytes, packed.sha256)
     name = "train-000003.tar.zst" if framed else "train-000003.tar"
@@ -52,8 +68,14 @@ def test_arbitrary_samples_come_back(samples, framed):
         check_span(row, span, name)
         found = read_members(row, span, name, dictionary=DICTIONARY)
         assert (row.key, row.shard) == (key, 3)
-        assert {field: bytes(raw) for field, raw in found.items()} == {n: raw for n, (_, raw) in members.items()}
-    tar = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read() if framed else data
+        assert {field: bytes(raw) for field, raw in found.items()} == {
+            n: raw for n, (_, raw) in members.items()
+        }
+    tar = (
+        zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+        if framed
+        else data
+    )
     assert [member.name for member in iter_members(tar, shard=name)] == [
         f"{key}.{stored_name(field, codec)}"
         for key, members in samples.items()
@@ -77,7 +99,10 @@ def test_a_sample_that_a_frame_cannot_hold_is_named(monkeypatch):
 
 
 def test_lines_of_an_index():
-    samples = {"k-0": {"a.json": (RAW, b"123"), "b.jpg": (RAW, b"")}, "k-1": {"a.json": (RAW, b"1234")}}
+    samples = {
+        "k-0": {"a.json": (RAW, b"123"), "b.jpg": (RAW, b"")},
+        "k-1": {"a.json": (RAW, b"1234")},
+    }
     packed, _ = pack(samples, framed=False)
     text = "v1.2 2\na.json 512 3 k-0.a.json b.jpg 1536 0 k-0.b.jpg\na.json 2048 4 k-1.a.json\n"
     assert packed.listing == text.encode()

@@ -32,7 +32,12 @@ def source(dataroot):
 
 @pytest.mark.parametrize(
     "options",
-    [{"subsampling": "4:2:0"}, {"subsampling": "4:4:4"}, {"progressive": True}, {"quality": 60, "optimize": True}],
+    [
+        {"subsampling": "4:2:0"},
+        {"subsampling": "4:4:4"},
+        {"progressive": True},
+        {"quality": 60, "optimize": True},
+    ],
 )
 def test_nothing_is_lost_and_rows_can_be_cut(options: dict) -> None:
     encoded = encode(natural(325, 411), exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0\0\0", **options)
@@ -53,7 +58,9 @@ def test_broken_files_are_refused() -> None:
             images.with_restart_rows(broken)
 
 
-def test_without_the_program_the_run_does_not_begin(source, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_program_the_run_does_not_begin(
+    source, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(images.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="libjpeg-turbo-progs"):
         shard_nuscenes(source.root, tmp_path / "out", jpeg="restart")
@@ -66,7 +73,9 @@ def datasets(source, sharded):
 
 
 @pytest.mark.costly
-def test_datasets_hold_the_same_pixels_and_the_same_bytes_each_time(source, datasets, tmp_path) -> None:
+def test_datasets_hold_the_same_pixels_and_the_same_bytes_each_time(
+    source, datasets, tmp_path
+) -> None:
     shard_nuscenes(source.root, tmp_path / "three", num_workers=3, jpeg="restart")
     assert digests(datasets[1]) == digests(tmp_path / "three")
     plain, prepared = (SampleReader(open_dataset(out)) for out in datasets)
@@ -75,7 +84,10 @@ def test_datasets_hold_the_same_pixels_and_the_same_bytes_each_time(source, data
         assert a.key == b.key
         for channel, encoded in a.images.items():
             assert probe(b.images[channel]).restart_interval > 0
-            pixels = [np.asarray(Image.open(io.BytesIO(bytes(data)))) for data in (encoded, b.images[channel])]
+            pixels = [
+                np.asarray(Image.open(io.BytesIO(bytes(data))))
+                for data in (encoded, b.images[channel])
+            ]
             assert np.array_equal(*pixels)
     with pytest.raises(DatasetExistsError, match="jpeg"):
         shard_nuscenes(source.root, datasets[0], jpeg="restart")
@@ -97,13 +109,13 @@ def test_a_program_that_hangs_is_stopped_and_the_picture_named(
     source, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "jpegtran"
-    program.write_text(f'#!/bin/sh\n[ "$1" = -version ] && exec {shutil.which("jpegtran")} -version\nexec sleep 60\n')
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = -version ] && exec {shutil.which("jpegtran")} -version\nexec sleep 60\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(images, "_TIMEOUT_S", 1.0)
-    says = (
-        r"image 'samples/CAM_.*\.jpg' of nuscenes:.*\(sample [ab]-00000\d\): jpegtran has not rewritten its .* in 1 s"
-    )
+    says = r"image 'samples/CAM_.*\.jpg' of nuscenes:.*\(sample [ab]-00000\d\): jpegtran has not rewritten its .* in 1 s"  # noqa: E501
     with pytest.raises(SourceError, match=says):
         shard_nuscenes(source.root, tmp_path / "out", jpeg="restart")
     program.write_text("#!/bin/sh\nexec sleep 60\n")

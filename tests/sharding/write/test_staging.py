@@ -105,7 +105,9 @@ def check_killed_and_resumed(source: Path, out: Path, point: int, expected: dict
         assert digests(out) == expected
         return False
     staging = out / WORK / "staging"
-    of_source = sum(path.stat().st_size for path in source.rglob("*") if path.suffix in (".jpg", ".npy"))
+    of_source = sum(
+        path.stat().st_size for path in source.rglob("*") if path.suffix in (".jpg", ".npy")
+    )
     staged = bytes_in(staging) if staging.exists() else 0
     indexes = sum(path.stat().st_size for path in staging.glob("*ind*")) + sum(
         path.stat().st_size for path in staging.glob("*.arrow")
@@ -124,7 +126,9 @@ def test_a_disk_without_room_is_refused_before_anything_is_staged(source, tmp_pa
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     Neutral.num_made = 0
-    with pytest.raises(DatasetError, match=r"takes with the shards about 0\.\d GB.*0\.0 GB are free"):
+    with pytest.raises(
+        DatasetError, match=r"takes with the shards about 0\.\d GB.*0\.0 GB are free"
+    ):
         run(source, tmp_path / "out")
     assert Neutral.num_made == 0
 
@@ -138,7 +142,9 @@ def test_staged_members_go_when_their_shards_are_finished(source, tmp_path, monk
             left.append(sum(path.stat().st_size for path in (out / WORK / "staging").glob("*.bin")))
 
     def watched(self, number):
-        on_disk.append(sum(path.stat().st_size for path in out.rglob("*") if path.suffix in (".tar", ".bin")))
+        on_disk.append(
+            sum(path.stat().st_size for path in out.rglob("*") if path.suffix in (".tar", ".bin"))
+        )
         finished(self, number)
 
     monkeypatch.setattr(Bands, "finished", watched)
@@ -149,7 +155,9 @@ def test_staged_members_go_when_their_shards_are_finished(source, tmp_path, monk
     assert left == sorted(set(left), reverse=True)
     assert not left[-1]
     shards = [path.stat().st_size for path in out.glob("*.tar")]
-    assert max(on_disk) < sum(shards) + max(shards), "a shard more than the dataset, for each is a band here"
+    assert max(on_disk) < sum(shards) + max(shards), (
+        "a shard more than the dataset, for each is a band here"
+    )
 
 
 def test_samples_that_are_not_selected_are_not_staged(source, tmp_path):
@@ -204,16 +212,35 @@ def test_a_command_killed_while_it_stages_video_finishes_when_it_is_given_again(
     root.mkdir()
     write_wide(make_world(6, 8), root, "jsonl")
     as_video(make_world(6, 8), root, "frames")
-    options = ["-o", "boxes_in=global", "-o", "lidar_columns=[x, y, z, intensity, ring]", "--splits", "train=1"]
+    options = [
+        "-o",
+        "boxes_in=global",
+        "-o",
+        "lidar_columns=[x, y, z, intensity, ring]",
+        "--splits",
+        "train=1",
+    ]
 
     def command(to: Path) -> list[str]:
-        return [sys.executable, "-m", "fuelrail", "shard", f"manifest:{root}", str(to), *options, "--workers", "2"]
+        return [
+            sys.executable,
+            "-m",
+            "fuelrail",
+            "shard",
+            f"manifest:{root}",
+            str(to),
+            *options,
+            "--workers",
+            "2",
+        ]
 
     whole = subprocess.run(command(tmp_path / "whole"), capture_output=True, text=True)
     assert whole.returncode == 0, whole.stderr
     draw, staging, kept = random.Random(1), out / WORK / "staging", set[str]()
     for _ in range(3):
-        process = subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         while process.poll() is None and {path.name for path in staging.glob("*.index")} <= kept:
             time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.02))

@@ -38,7 +38,9 @@ class BagFile(LogFile):
         super().__init__(files, name)
         path = files.path(name)
         if path is None:
-            raise SourceError(f"{self._where} is a bag, which is not read at a URL: copy it here first")
+            raise SourceError(
+                f"{self._where} is a bag, which is not read at a URL: copy it here first"
+            )
         self._path, self._lock = path, threading.Lock()
         self._chunk: tuple[int, Buffer] = (-1, b"")
 
@@ -47,7 +49,10 @@ class BagFile(LogFile):
         from rosbags.rosbag1 import Reader
 
         bag = Reader(str(self._path))
-        with parsing(self._where, "is not a ROS 1 bag, or it is damaged (`rosbag reindex` makes its index again)"):
+        with parsing(
+            self._where,
+            "is not a ROS 1 bag, or it is damaged (`rosbag reindex` makes its index again)",
+        ):
             bag.open()
         weakref.finalize(self, bag.close)
         return bag
@@ -58,7 +63,9 @@ class BagFile(LogFile):
         found = {}
         for one in self._bag.connections:
             kind = plain_type(one.msgtype)
-            found[one.id] = Topic(one.topic, _RENAMED.get(kind, kind), "cdr", one.msgdef.data.encode())
+            found[one.id] = Topic(
+                one.topic, _RENAMED.get(kind, kind), "cdr", one.msgdef.data.encode()
+            )
         return found
 
     @property
@@ -102,5 +109,8 @@ class BagFile(LogFile):
             file.seek(at)
             head = Header.read(file, RecordType.CHUNK)
             size, compression = head.get_uint32("size"), head.get_string("compression")
-            self._chunk = at, inflated(read_bytes(file, read_uint32(file)), compression, size, self._where)
+            self._chunk = (
+                at,
+                inflated(read_bytes(file, read_uint32(file)), compression, size, self._where),
+            )
         return self._chunk[1]

@@ -152,7 +152,9 @@ def plain_type(name: str) -> str:
 def check_compression(compression: str, where: str) -> None:
     """Raise SourceError, naming ``where``, for a compression that is not read here."""
     if compression not in ("", "none", "zstd", "lz4"):
-        raise SourceError(f"{where} has the compression '{compression}'; zstd and lz4 are read: write the log again")
+        raise SourceError(
+            f"{where} has the compression '{compression}'; zstd and lz4 are read: write the log again"
+        )
 
 
 def inflated(data: bytes, compression: str, size: int, where: str) -> bytes:
@@ -166,9 +168,13 @@ def inflated(data: bytes, compression: str, size: int, where: str) -> bytes:
 
         data = lz4.frame.LZ4FrameDecompressor().decompress(data, size + 1)
     elif compression == "zstd":
-        data = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read(size + 1)
+        data = (
+            zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read(size + 1)
+        )
     elif compression == "bz2":
         data = bz2.BZ2Decompressor().decompress(data, size + 1)
     if len(data) != size:
-        raise ValueError(f"{size} bytes are stated, and it has {'more' if len(data) > size else len(data)}")
+        raise ValueError(
+            f"{size} bytes are stated, and it has {'more' if len(data) > size else len(data)}"
+        )
     return data

@@ -58,9 +58,14 @@ class McapFile(LogFile):
     """
 
     def __init__(
-        self, files: SourceFiles, name: str, *, is_packed: bool = False, skip_damaged: bool = False,
+        self,
+        files: SourceFiles,
+        name: str,
+        *,
+        is_packed: bool = False,
+        skip_damaged: bool = False,
         check_all: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(files, name, is_packed=is_packed)
         self._skip_damaged, self._check_all = skip_damaged, check_all
         self._channels = Channels(self._where)
@@ -96,7 +101,9 @@ class McapFile(LogFile):
         if self._summary is not None:
             return any(not chunk.is_plain for chunk in self._summary.chunks)
         records = self._records(RECORD.size + CHUNK.size + 8)
-        return any(op == CHUNK_OP and not self._chunk_at(at, head).is_plain for at, op, _, head in records)
+        return any(
+            op == CHUNK_OP and not self._chunk_at(at, head).is_plain for at, op, _, head in records
+        )
 
     def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
         summary = self._summary
@@ -114,13 +121,17 @@ class McapFile(LogFile):
                     return self._walk_index(window, chunk, wanted, frozenset(whole))
                 return self._walk_chunk(chunk, wanted, frozenset(whole))
 
-            yield from by_time(((chunk.first_ns, messages(chunk)) for chunk in summary.chunks), self._where)
+            yield from by_time(
+                ((chunk.first_ns, messages(chunk)) for chunk in summary.chunks), self._where
+            )
 
     def places(self, topic: str) -> list[Locator]:
         """Return where the messages of a topic are, in the order of recording; an index saves decompression."""
         summary, found = self._summary, []
         if summary is None:
-            return [message.place for message in self._walk_records(frozenset([topic]), frozenset())]
+            return [
+                message.place for message in self._walk_records(frozenset([topic]), frozenset())
+            ]
         for chunk in summary.chunks:
             index = self._files.read(self._name, chunk.index_at, chunk.index_length)
             offsets = message_offsets(index, summary.channels, frozenset([topic]), self._of(chunk))
@@ -132,7 +143,9 @@ class McapFile(LogFile):
             if place.chunk < 0:
                 head = self._files.read(self._name, place.at, MESSAGE.size)
                 length, start = RECORD.unpack_from(head)[1] - _HEAD, place.at + MESSAGE.size
-                data = self._files.read(self._name, start, length if most is None else min(most, length))
+                data = self._files.read(
+                    self._name, start, length if most is None else min(most, length)
+                )
                 return Message("", 0, place, data, length, start)
             if self._chunk[0] != place.chunk:
                 head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
@@ -155,23 +168,33 @@ class McapFile(LogFile):
         """Yield the messages of an uncompressed chunk by its message index."""
         end, data_at = chunk.at + chunk.length, chunk.data_at
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
-        for _, offset, topic in message_offsets(index, self._channels.topics, wanted, self._of(chunk)):
+        for _, offset, topic in message_offsets(
+            index, self._channels.topics, wanted, self._of(chunk)
+        ):
             at, name = data_at + offset, topic.name
             head = window.at(at, MESSAGE.size + self._lengths.get(name, 0), HEAD_BYTES)
             if len(head) < MESSAGE.size or head[0] != MESSAGE_OP:
-                raise SourceError(f"{self._where}: the index names a message at byte {at}, where there is none")
+                raise SourceError(
+                    f"{self._where}: the index names a message at byte {at}, where there is none"
+                )
             _, size, _, _, log_ns, _ = MESSAGE.unpack_from(head)
             length, start = size - _HEAD, at + MESSAGE.size
             if start + length > end:
-                raise SourceError(f"{self._where}: the message at byte {at} has {length} bytes, more than its chunk")
+                raise SourceError(
+                    f"{self._where}: the message at byte {at} has {length} bytes, more than its chunk"
+                )
             most = length if length <= HEAD_BYTES or name in whole else HEAD_BYTES
             data = head[MESSAGE.size : MESSAGE.size + most]
             if len(data) < most:
                 data = window.at(start, most)
-                self._lengths[name] = min(most, HEAD_BYTES)  # those of a topic are about as long: one look for the next
+                self._lengths[name] = min(
+                    most, HEAD_BYTES
+                )  # those of a topic are about as long: one look for the next
             yield Message(name, log_ns, Locator(self._name, -1, at), data, length, start)
 
-    def _walk_chunk(self, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
+    def _walk_chunk(
+        self, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
+    ) -> Iterator[Message]:
         """Yield the messages of a chunk, which is read whole; note its schemas and channels."""
         try:
             data = bytes(self._whole(chunk))
@@ -191,7 +214,12 @@ class McapFile(LogFile):
                     offset = chunk.data_at + start if chunk.is_plain else -1
                     most = end if topic.name in whole else min(end, start + HEAD_BYTES)
                     yield Message(
-                        topic.name, log_ns, self._place(chunk, position), data[start:most], end - start, offset
+                        topic.name,
+                        log_ns,
+                        self._place(chunk, position),
+                        data[start:most],
+                        end - start,
+                        offset,
                     )
             else:
                 self._channels.take(op, bytes(data[position + RECORD.size : end]))
@@ -204,13 +232,18 @@ class McapFile(LogFile):
             if op == DATA_END_OP:
                 return
             if op == CHUNK_OP:
-                yield from sorted(self._walk_chunk(self._chunk_at(at, head), wanted, whole), key=attrgetter("log_ns"))
+                yield from sorted(
+                    self._walk_chunk(self._chunk_at(at, head), wanted, whole),
+                    key=attrgetter("log_ns"),
+                )
             elif op == MESSAGE_OP:
                 _, _, channel, _, log_ns, _ = MESSAGE.unpack_from(head)
                 topic, start = self._channels.topics.get(channel), at + MESSAGE.size
                 if topic is not None and topic.name in wanted:
                     data = self._files.read(self._name, start, length - _HEAD)
-                    yield Message(topic.name, log_ns, Locator(self._name, -1, at), data, length - _HEAD, start)
+                    yield Message(
+                        topic.name, log_ns, Locator(self._name, -1, at), data, length - _HEAD, start
+                    )
             elif op in (SCHEMA_OP, CHANNEL_OP):
                 self._channels.take(op, self._files.read(self._name, at + RECORD.size, length))
             end = at + RECORD.size + length
@@ -238,7 +271,9 @@ class McapFile(LogFile):
     def _whole(self, chunk: Chunk) -> Buffer:
         """Return the records of a chunk, decompressed, with the right checksum; keep the last chunk."""
         if self._chunk[0] != chunk.at:
-            record = self._files.read(self._name, chunk.at + RECORD.size, chunk.length - RECORD.size)
+            record = self._files.read(
+                self._name, chunk.at + RECORD.size, chunk.length - RECORD.size
+            )
             self._chunk = (chunk.at, chunk_data(record, self._of(chunk)))
             self.num_decompressed += 1
         return self._chunk[1]

@@ -10,7 +10,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.files.log_file import Topic, check_compression, inflated, plain_type
+from fuelrail.sharding.sources.logs.files.log_file import (
+    Topic,
+    check_compression,
+    inflated,
+    plain_type,
+)
 from fuelrail.sharding.sources.shared.foreign import parsing
 
 if TYPE_CHECKING:
@@ -79,7 +84,7 @@ class Channels:
             with parsing(self._where, f"has a damaged {kind.__name__.lower()}"):
                 self.add(kind.read(ReadDataStream(io.BytesIO(data))))
 
-    def add(self, record: Any) -> None:  # noqa: ANN401 - a record of mcap
+    def add(self, record: Any) -> None:
         """Note a schema or a channel of the library."""
         if not hasattr(record, "topic"):
             self._schemas[record.id] = record
@@ -98,7 +103,9 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
     if head == _ROS1_MAGIC:
         raise SourceError(f"{where} is a ROS 1 bag: read it by the kind rosbag1")
     if not head.startswith(MAGIC):
-        raise SourceError(f"{where} is not an MCAP file: it begins with {head[:8]!r}, expected {MAGIC!r}")
+        raise SourceError(
+            f"{where} is not an MCAP file: it begins with {head[:8]!r}, expected {MAGIC!r}"
+        )
     tail = _FOOTER.size + len(MAGIC)
     data = files.read(name, max(size - tail, 0), tail)
     if len(data) < tail or not data.endswith(MAGIC):
@@ -117,7 +124,9 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
             elif isinstance(record, ChunkIndex):
                 at, length = record.chunk_start_offset, record.chunk_length
                 first_ns, index_bytes = record.message_start_time, record.message_index_length
-                chunks.append(Chunk(first_ns, at, length, record.compression, at + length, index_bytes))
+                chunks.append(
+                    Chunk(first_ns, at, length, record.compression, at + length, index_bytes)
+                )
             elif isinstance(record, Statistics):
                 num_messages = record.message_count
     is_whole = chunks and channels.topics and all(chunk.index_length for chunk in chunks)
@@ -143,7 +152,9 @@ def message_offsets(
             pairs = index[at + _INDEX.size : at + RECORD.size + length][:size]
             found += [
                 (log_ns, offset, topic)
-                for log_ns, offset in _PAIR.iter_unpack(pairs[: len(pairs) // _PAIR.size * _PAIR.size])
+                for log_ns, offset in _PAIR.iter_unpack(
+                    pairs[: len(pairs) // _PAIR.size * _PAIR.size]
+                )
             ]
         at += RECORD.size + length
     found.sort(key=itemgetter(1))

@@ -43,7 +43,13 @@ class Recordings:
     """
 
     def __init__(
-        self, files: SourceFiles, file: str | None, suffixes: tuple[str, ...], *, skip_damaged: bool, check_all: bool
+        self,
+        files: SourceFiles,
+        file: str | None,
+        suffixes: tuple[str, ...],
+        *,
+        skip_damaged: bool,
+        check_all: bool,
     ) -> None:
         self._files, self._file, self._suffixes = files, file, suffixes
         self._skip_damaged, self._check_all = skip_damaged, check_all
@@ -63,11 +69,14 @@ class Recordings:
         found += [
             (name, self._split_files(f"{name}/"))
             for name in names
-            if not name.endswith(self._suffixes) and self._files.facts(f"{name}/{METADATA}") is not None
+            if not name.endswith(self._suffixes)
+            and self._files.facts(f"{name}/{METADATA}") is not None
         ]
         if not found:
             if ".bag" not in self._suffixes and any(name.endswith(".bag") for name in names):
-                raise SourceError(f"source '{self._files.shown}' has ROS 1 bags (.bag): read them by the kind rosbag1")
+                raise SourceError(
+                    f"source '{self._files.shown}' has ROS 1 bags (.bag): read them by the kind rosbag1"
+                )
             raise SourceError(
                 f"source '{self._files.shown}' has no logs: it is empty, or none of its files ends with "
                 f"{' or '.join(self._suffixes)}, and no folder has a {METADATA}"
@@ -90,17 +99,30 @@ class Recordings:
         if name.endswith(".db3"):
             return SqliteFile(self._files, name, is_packed=is_packed)
         return McapFile(
-            self._files, name, is_packed=is_packed, skip_damaged=self._skip_damaged, check_all=self._check_all
+            self._files,
+            name,
+            is_packed=is_packed,
+            skip_damaged=self._skip_damaged,
+            check_all=self._check_all,
         )
 
-    def chosen(self, option: str, given: Mapping[str, str], types: frozenset[str]) -> dict[str, str]:
+    def chosen(
+        self, option: str, given: Mapping[str, str], types: frozenset[str]
+    ) -> dict[str, str]:
         """Return channel to topic: what the option gives, else all topics of these types, by name."""
         for channel, topic in given.items():
             found = self.topics.get(topic)
             if found is None or found.type not in types:
-                known = ", ".join(sorted(name for name, one in self.topics.items() if one.type in types)) or "none"
+                known = (
+                    ", ".join(
+                        sorted(name for name, one in self.topics.items() if one.type in types)
+                    )
+                    or "none"
+                )
                 what = "is not there" if found is None else f"has the type {found.type}"
-                raise SourceError(f"the option {option}: topic '{topic}' of {channel} {what}; such topics: {known}")
+                raise SourceError(
+                    f"the option {option}: topic '{topic}' of {channel} {what}; such topics: {known}"
+                )
         if given:
             return {channel.lower(): topic for channel, topic in given.items()}
         names: dict[str, str] = {}
@@ -119,9 +141,13 @@ class Recordings:
         """Return the files of a rosbag2 folder by its metadata; raise SourceError where one is missing."""
         where = f"file '{self._files.shown}/{folder}{METADATA}'"
         data = self._files.read(f"{folder}{METADATA}")
-        facts = read_yaml(data, where, _Metadata, "is not metadata of rosbag2").rosbag2_bagfile_information
+        facts = read_yaml(
+            data, where, _Metadata, "is not metadata of rosbag2"
+        ).rosbag2_bagfile_information
         mode = (facts.compression_mode or "").lower()
-        if mode not in ("", "none", "message") or (mode == "message" and facts.compression_format != "zstd"):
+        if mode not in ("", "none", "message") or (
+            mode == "message" and facts.compression_format != "zstd"
+        ):
             raise SourceError(
                 f"{where}: the bag is compressed by {facts.compression_mode} and {facts.compression_format}; messages "
                 "by zstd are read, and an MCAP file with compressed chunks, which `ros2 bag convert` makes of it"
@@ -129,7 +155,9 @@ class Recordings:
         found = []
         for name in facts.relative_file_paths:
             inside = f"{folder}{name}"
-            if self._files.facts(inside) is None:  # older versions put the name of the folder in front
+            if (
+                self._files.facts(inside) is None
+            ):  # older versions put the name of the folder in front
                 inside = f"{folder}{name.rpartition('/')[2]}"
             if self._files.facts(inside) is None:
                 raise SourceError(f"{where} names the file '{name}', which is not there")

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, LogFile, Message, Topic, plain_type
+from fuelrail.sharding.sources.logs.files.log_file import (
+    HEAD_BYTES,
+    Locator,
+    LogFile,
+    Message,
+    Topic,
+    plain_type,
+)
 from fuelrail.sharding.sources.shared.files import MOST_BYTES
 from fuelrail.sharding.sources.shared.foreign import parsing
 
@@ -30,7 +37,9 @@ class SqliteFile(LogFile):
         super().__init__(files, name, is_packed=is_packed)
         path = files.path(name)
         if path is None:
-            raise SourceError(f"{self._where} is SQLite, which is not read at a URL: copy it here first")
+            raise SourceError(
+                f"{self._where} is SQLite, which is not read at a URL: copy it here first"
+            )
         self._path, self._lock = Path(path), threading.Lock()
 
     @property
@@ -42,7 +51,9 @@ class SqliteFile(LogFile):
     def _database(self) -> sqlite3.Connection:
         uri = f"{self._path.absolute().as_uri()}?mode=ro&immutable=1"
         database = sqlite3.connect(uri, uri=True, check_same_thread=False)
-        weakref.finalize(self, database.close)  # one that goes unclosed is a warning from Python 3.13 on
+        weakref.finalize(
+            self, database.close
+        )  # one that goes unclosed is a warning from Python 3.13 on
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         return database
 
@@ -54,12 +65,21 @@ class SqliteFile(LogFile):
 
     @cached_property
     def _ids(self) -> dict[int, Topic]:
-        kinds = dict(self._rows(tuple[str, str], "SELECT lower(name), sql FROM sqlite_master WHERE sql IS NOT NULL"))
+        kinds = dict(
+            self._rows(
+                tuple[str, str], "SELECT lower(name), sql FROM sqlite_master WHERE sql IS NOT NULL"
+            )
+        )
         for name in ("topics", "messages", "message_definitions"):
-            if not kinds.get(name, "CREATE TABLE").upper().startswith("CREATE TABLE"):  # a view may have no end
-                raise SourceError(f"{self._where} is not a rosbag2 database: '{name}' is not a table")
+            if (
+                not kinds.get(name, "CREATE TABLE").upper().startswith("CREATE TABLE")
+            ):  # a view may have no end
+                raise SourceError(
+                    f"{self._where} is not a rosbag2 database: '{name}' is not a table"
+                )
         rows = self._rows(
-            tuple[int, str, str, str], "SELECT id, name, type, serialization_format FROM topics ORDER BY id"
+            tuple[int, str, str, str],
+            "SELECT id, name, type, serialization_format FROM topics ORDER BY id",
         )
         query = "SELECT topic_type, encoded_message_definition FROM message_definitions"
         texts = dict(self._rows(tuple[str, str], query)) if "message_definitions" in kinds else {}
@@ -90,7 +110,9 @@ class SqliteFile(LogFile):
         while rows := self._rows(tuple[int, int, int], query, (after,)):
             for log_ns, row, topic in rows:
                 data, length = self._bytes(row, most[topic])
-                yield Message(self._ids[topic].name, log_ns, Locator(self._name, 0, row), data, length)
+                yield Message(
+                    self._ids[topic].name, log_ns, Locator(self._name, 0, row), data, length
+                )
             after = rows[-1][1]
 
     def places(self, topic: str) -> list[Locator]:
@@ -98,13 +120,19 @@ class SqliteFile(LogFile):
         query = "SELECT id FROM messages WHERE topic_id = ? ORDER BY id"
         numbers = [number for number, found in self._ids.items() if found.name == topic]
         return [
-            Locator(self._name, 0, row) for number in numbers for (row,) in self._rows(tuple[int], query, (number,))
+            Locator(self._name, 0, row)
+            for number in numbers
+            for (row,) in self._rows(tuple[int], query, (number,))
         ]
 
     def _read(self, place: Locator, most: int | None = None) -> Message:
-        rows = self._rows(tuple[int, int], "SELECT timestamp, topic_id FROM messages WHERE id = ?", (place.at,))
+        rows = self._rows(
+            tuple[int, int], "SELECT timestamp, topic_id FROM messages WHERE id = ?", (place.at,)
+        )
         if not rows:
-            raise SourceError(f"{self._where} has no message {place.at}: has it changed since the scan?")
+            raise SourceError(
+                f"{self._where} has no message {place.at}: has it changed since the scan?"
+            )
         ((log_ns, topic),) = rows
         data, length = self._bytes(place.at, most)
         return Message(self._ids[topic].name, log_ns, place, data, length)

@@ -48,7 +48,9 @@ class CameraModel(NamedTuple):
             )
 
 
-def camera_models(index: LogIndex, channel: str, topic: str, info_topic: str, ego: str) -> list[CameraModel]:
+def camera_models(
+    index: LogIndex, channel: str, topic: str, info_topic: str, ego: str
+) -> list[CameraModel]:
     """Return a camera's models in the order of time; raise SourceError for an unknown lens."""
     where = f"log '{index.name}', {channel}: {info_topic}"
     is_rectified = any("rect" in part for part in topic.split("/"))
@@ -64,8 +66,15 @@ def camera_models(index: LogIndex, channel: str, topic: str, info_topic: str, eg
     return found
 
 
-def _model(where: str, one: CameraInfo, cam2ego: NDArray[np.float64], *, is_rectified: bool) -> CameraModel:
-    if len(one.k) != 9 or not np.isfinite(one.k).all() or not one.k[0] > 0 or (is_rectified and not one.p[0] > 0):
+def _model(
+    where: str, one: CameraInfo, cam2ego: NDArray[np.float64], *, is_rectified: bool
+) -> CameraModel:
+    if (
+        len(one.k) != 9
+        or not np.isfinite(one.k).all()
+        or not one.k[0] > 0
+        or (is_rectified and not one.p[0] > 0)
+    ):
         raise SourceError(
             f"{where}: the camera is not calibrated: K is {list(one.k)}; the option cameras leaves it out"
         )

@@ -37,7 +37,9 @@ class FrameTree:
                 f"{self._where}: the frame '{child}' has the parents '{self._parents[child]}' and '{parent}'"
             )
         if is_static:
-            matrices = pose(edges.wxyz, edges.xyz, f"{self._where}: transform '{parent}' to '{child}'")
+            matrices = pose(
+                edges.wxyz, edges.xyz, f"{self._where}: transform '{parent}' to '{child}'"
+            )
             self._fixed[child] = parent, matrices[-1]
         else:
             self._moving.setdefault(child, []).append(edges)
@@ -70,7 +72,9 @@ class FrameTree:
         chain = self._chain(ego)
         if not top:
             top = next((name for name in GLOBAL_FRAMES if name in chain), chain[-1])
-        if top not in chain or not any(child in self._moving for child in chain[: chain.index(top)]):
+        if top not in chain or not any(
+            child in self._moving for child in chain[: chain.index(top)]
+        ):
             raise SourceError(
                 f"{self._where}: the transforms do not say how '{ego}' moves in '{top}': above '{ego}' are "
                 f"{', '.join(chain[1:]) or 'no frames'}; the options ego_frame and global_frame name other frames, "
@@ -84,7 +88,9 @@ class FrameTree:
         found = np.broadcast_to(np.eye(4), (len(times), 4, 4))
         for child in children:
             if child in self._moving:
-                step = edges_trajectory(self._moving[child], f"{self._where}: {child}", max_gap_s).at(times)
+                step = edges_trajectory(
+                    self._moving[child], f"{self._where}: {child}", max_gap_s
+                ).at(times)
             else:
                 step = self._fixed[child][1]
             found = step @ found

@@ -26,14 +26,21 @@ _NAMES: Final = {
 }
 
 _AXES: Final = ("x", "y", "z")
-_VECTORS: Final = (("vx", "vy", "vz"), ("vx", "vy"), ("vx_comp", "vy_comp"), ("velocity_x", "velocity_y"))
+_VECTORS: Final = (
+    ("vx", "vy", "vz"),
+    ("vx", "vy"),
+    ("vx_comp", "vy_comp"),
+    ("velocity_x", "velocity_y"),
+)
 """Columns that turn with the points; of those with the same first one, the first that is there counts."""
 
 
 def radar_channel(name: str, cloud: Cloud, topic: str) -> Channel:
     """Return the entry of the table for a radar whose clouds have these columns, without their times, and ``dt_s``."""
     times = {one.lower() for one in _NAMES["time"]}
-    more = [one.name for one in cloud.fields if one.name not in _AXES and one.name.lower() not in times]
+    more = [
+        one.name for one in cloud.fields if one.name not in _AXES and one.name.lower() not in times
+    ]
     columns = (*_AXES, *more, "dt_s")
     vectors = {group[0]: group for group in reversed(_VECTORS) if set(group) <= set(more)}
     return Channel(
@@ -107,7 +114,9 @@ def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
     """Return the points as records (P,); raise SourceError for a layout that contradicts itself."""
     fields = {field.name: field for field in cloud.fields}
     order = ">" if cloud.big_endian else "<"
-    inside = all(field.offset + np.dtype(field.kind).itemsize <= cloud.step for field in cloud.fields)
+    inside = all(
+        field.offset + np.dtype(field.kind).itemsize <= cloud.step for field in cloud.fields
+    )
     row_step = cloud.row_step or cloud.width * cloud.step
     needed = max(cloud.height - 1, 0) * row_step + cloud.width * cloud.step
     if not inside or row_step < cloud.width * cloud.step or len(memoryview(cloud.data)) < needed:
@@ -116,7 +125,9 @@ def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
             f"{', '.join(fields)} does not fit into its {len(memoryview(cloud.data))} bytes and rows of {row_step}"
         )
     if not {"x", "y", "z"} <= fields.keys():
-        raise SourceError(f"{where}: the cloud has the fields {', '.join(fields)}; x, y and z are needed")
+        raise SourceError(
+            f"{where}: the cloud has the fields {', '.join(fields)}; x, y and z are needed"
+        )
     dtype = np.dtype(
         {
             "names": list(fields),
@@ -125,7 +136,9 @@ def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
             "itemsize": cloud.step,
         }
     )
-    return np.ndarray((cloud.height, cloud.width), dtype, cloud.data, strides=(row_step, cloud.step)).reshape(-1)
+    return np.ndarray(
+        (cloud.height, cloud.width), dtype, cloud.data, strides=(row_step, cloud.step)
+    ).reshape(-1)
 
 
 def _seconds(values: NDArray[np.generic], stamp_ns: int) -> NDArray[np.float64]:
@@ -134,4 +147,6 @@ def _seconds(values: NDArray[np.generic], stamp_ns: int) -> NDArray[np.float64]:
         whole = values.astype(np.int64)
         return np.asarray((whole - stamp_ns if len(whole) and whole.max() > 1e15 else whole) * 1e-9)
     seconds = values.astype(np.float64)
-    return np.asarray(seconds - stamp_ns * 1e-9 if len(seconds) and np.nanmax(seconds) > 1e9 else seconds)
+    return np.asarray(
+        seconds - stamp_ns * 1e-9 if len(seconds) and np.nanmax(seconds) > 1e9 else seconds
+    )

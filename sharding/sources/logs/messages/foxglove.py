@@ -51,7 +51,11 @@ class Foxglove:
         """Read a CameraCalibration."""
         one = self._read(data)
         d, k, r, p = (tuple(one.doubles(name)) for name in "DKRP")
-        width, height, model = one.number("width"), one.number("height"), one.text("distortion_model")
+        width, height, model = (
+            one.number("width"),
+            one.number("height"),
+            one.text("distortion_model"),
+        )
         return CameraInfo(one.stamp_ns, one.text("frame_id"), width, height, model, d, k, r, p)
 
     def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, CameraInfo]]:
@@ -63,15 +67,24 @@ class Foxglove:
         one = self._read(data)
         return [
             Edge(
-                edge.text("parent_frame_id"), edge.text("child_frame_id"), edge.stamp_ns,
-                _quaternion(edge.message("rotation")), _vector(edge.message("translation")),
+                edge.text("parent_frame_id"),
+                edge.text("child_frame_id"),
+                edge.stamp_ns,
+                _quaternion(edge.message("rotation")),
+                _vector(edge.message("translation")),
             )
-            for edge in (one.messages("transforms") if self._topic.type.endswith("FrameTransforms") else [one])
-        ]  # fmt: skip
+            for edge in (
+                one.messages("transforms")
+                if self._topic.type.endswith("FrameTransforms")
+                else [one]
+            )
+        ]
 
     def edges(self, messages: Sequence[Buffer]) -> list[Edges]:
         """Read the transforms of many messages."""
-        return Edges.of((row, edge) for row, data in enumerate(messages) for edge in self.transforms(data))
+        return Edges.of(
+            (row, edge) for row, data in enumerate(messages) for edge in self.transforms(data)
+        )
 
     def marks(self, data: Buffer) -> Marks:
         """Read an ImageAnnotations."""
@@ -86,12 +99,18 @@ class Foxglove:
             )
             for shape in one.messages("points")
         ]
-        return Marks.of_shapes(one.stamp_ns, shapes, [text.text("text") for text in one.messages("texts")])
+        return Marks.of_shapes(
+            one.stamp_ns, shapes, [text.text("text") for text in one.messages("texts")]
+        )
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:
         """Read stamp, frame and number of points, the number by the length of the message."""
         one = self._read(data)
-        return one.stamp_ns, one.text("frame_id"), max(length // max(one.number("point_stride"), 1), 1)
+        return (
+            one.stamp_ns,
+            one.text("frame_id"),
+            max(length // max(one.number("point_stride"), 1), 1),
+        )
 
     def cloud(self, data: Buffer) -> Cloud:
         """Read a PointCloud."""
@@ -105,7 +124,9 @@ class Foxglove:
         points, width = memoryview(data)[start : start + length], length // max(step, 1)
         turn, moved = _quaternion(pose.message("orientation")), _vector(pose.message("position"))
         edge = Edge(frame_id, frame_id, one.stamp_ns, turn, moved) if any(turn) else None
-        return Cloud(one.stamp_ns, frame_id, 1, width, columns, False, step, width * step, points, edge)
+        return Cloud(
+            one.stamp_ns, frame_id, 1, width, columns, False, step, width * step, points, edge
+        )
 
 
 def _quaternion(q: Proto) -> tuple[float, float, float, float]:

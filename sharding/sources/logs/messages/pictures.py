@@ -37,7 +37,9 @@ _CONVERTED: Final = {
     "yuv422_yuy2": (cv2.COLOR_YUV2RGB_YUY2, 2),
     "yuyv": (cv2.COLOR_YUV2RGB_YUY2, 2),
 }
-_DEEP: Final = {"mono16": "mono8", "16UC1": "mono8"} | {f"bayer_{order}16": f"bayer_{order}8" for order in _ORDERS}
+_DEEP: Final = {"mono16": "mono8", "16UC1": "mono8"} | {
+    f"bayer_{order}16": f"bayer_{order}8" for order in _ORDERS
+}
 """Encodings of 16 bits, and what they are with 8."""
 ENCODINGS: Final = (*_PLAIN, *_CONVERTED, *_DEEP)
 
@@ -79,7 +81,9 @@ def check_encoding(encoding: str, where: str, *, has_levels: bool) -> None:
             "become black and white, as levels={CHANNEL: [0, 4095]}; the option cameras leaves a topic out, as of depth"
         )
     if encoding not in ENCODINGS:
-        raise SourceError(f"{where} has the encoding '{encoding}'; raw pictures are read of {', '.join(ENCODINGS)}")
+        raise SourceError(
+            f"{where} has the encoding '{encoding}'; raw pictures are read of {', '.join(ENCODINGS)}"
+        )
 
 
 def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int] = FULL) -> bytes:
@@ -101,10 +105,16 @@ def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int]
     rows = np.frombuffer(pixels, np.uint8, step * height).reshape(height, step)[:, :row_bytes]
     if encoding != picture.encoding:
         black, white = levels
-        values = np.ascontiguousarray(rows).view(">u2" if picture.big_endian else "<u2").astype(np.float32)
+        values = (
+            np.ascontiguousarray(rows)
+            .view(">u2" if picture.big_endian else "<u2")
+            .astype(np.float32)
+        )
         rows = np.clip(np.rint((values - black) * (255 / (white - black))), 0, 255).astype(np.uint8)
     image = np.ascontiguousarray(rows.reshape(height, width, in_channels))
     if not channels:
         image = np.asarray(cv2.cvtColor(image, code), np.uint8)
-    made: bytes = simplejpeg.encode_jpeg(image, RAW_QUALITY, colour, "444" if colour != "GRAY" else "Gray")
+    made: bytes = simplejpeg.encode_jpeg(
+        image, RAW_QUALITY, colour, "444" if colour != "GRAY" else "Gray"
+    )
     return made

@@ -47,7 +47,9 @@ class Reader:
 
     def calibrations(self, messages: Sequence[Message]) -> list[tuple[int, CameraInfo]]:
         """Read whole calibrations with their stamps; successive equal ones may be one record."""
-        return self._guard(lambda data: list(self._form.calibrations(data)), [one.data for one in messages])
+        return self._guard(
+            lambda data: list(self._form.calibrations(data)), [one.data for one in messages]
+        )
 
     def edges(self, messages: Sequence[Message]) -> list[Edges]:
         """Read whole transforms of many messages, by parent and child."""
@@ -56,7 +58,9 @@ class Reader:
     def poses(self, messages: Sequence[Message]) -> list[Edges]:
         """Read whole Odometry or PoseStamped messages; the child frame of a PoseStamped is ""."""
         assert isinstance(self._form, Ros), "a type of ROS"
-        return Edges.of(enumerate(self._guard(self._form.pose, message.data) for message in messages))
+        return Edges.of(
+            enumerate(self._guard(self._form.pose, message.data) for message in messages)
+        )
 
     def marks(self, message: Message) -> Marks:
         """Read all boxes in a picture."""
@@ -65,7 +69,11 @@ class Reader:
     @property
     def columns(self) -> list[str]:
         """Places of single numbers in a message of ROS; raises SourceError where it has none, or no stamp."""
-        names = self._guard(lambda form: form.columns, self._form) if isinstance(self._form, Ros) else []
+        names = (
+            self._guard(lambda form: form.columns, self._form)
+            if isinstance(self._form, Ros)
+            else []
+        )
         if not names:
             raise SourceError(
                 f"topic '{self._topic.name}' has the type {self._topic.type}, not a message of ROS 2 with numbers"
@@ -93,7 +101,7 @@ class Reader:
             return read(data)
 
 
-def _check_plain(data: Any, topic: str) -> None:  # noqa: ANN401 - of one message, or of several
+def _check_plain(data: Any, topic: str) -> None:
     """Raise SourceError where the first message is compressed by itself, which no topic of MCAP states."""
     first = data[0] if isinstance(data, list) and data else data
     if isinstance(first, bytes | bytearray | memoryview) and bytes(first[:4]) == _ZSTD:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 VIDEOS: Final = frozenset({"foxglove_msgs/CompressedVideo", "foxglove.CompressedVideo"})
 RAWS: Final = frozenset({"sensor_msgs/Image"})
 PICTURES: Final = (
-    VIDEOS | RAWS | {"sensor_msgs/CompressedImage", "foxglove_msgs/CompressedImage", "foxglove.CompressedImage"}
+    VIDEOS
+    | RAWS
+    | {"sensor_msgs/CompressedImage", "foxglove_msgs/CompressedImage", "foxglove.CompressedImage"}
 )
 CALIBRATIONS: Final = frozenset(
     {"sensor_msgs/CameraInfo", "foxglove_msgs/CameraCalibration", "foxglove.CameraCalibration"}
@@ -29,7 +31,9 @@ TRANSFORMS: Final = frozenset(
         "foxglove.FrameTransforms",
     }
 )
-POSES: Final = frozenset({"nav_msgs/Odometry", "geometry_msgs/PoseStamped", "geometry_msgs/PoseWithCovarianceStamped"})
+POSES: Final = frozenset(
+    {"nav_msgs/Odometry", "geometry_msgs/PoseStamped", "geometry_msgs/PoseWithCovarianceStamped"}
+)
 FIXES: Final = frozenset({"sensor_msgs/NavSatFix"})
 MARKS: Final = frozenset(
     {"vision_msgs/Detection2DArray", "foxglove_msgs/ImageAnnotations", "foxglove.ImageAnnotations"}
@@ -96,7 +100,12 @@ class Edges(NamedTuple):
     def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Edges:
         """Return some of the rows."""
         return Edges(
-            self.parent, self.child, self.row[chosen], self.stamp_ns[chosen], self.wxyz[chosen], self.xyz[chosen]
+            self.parent,
+            self.child,
+            self.row[chosen],
+            self.stamp_ns[chosen],
+            self.wxyz[chosen],
+            self.xyz[chosen],
         )
 
     @classmethod
@@ -150,7 +159,10 @@ class Marks(NamedTuple):
         def said(one: Shape, keys: tuple[str, ...]) -> str:
             return next((one.about[key] for key in keys if one.about.get(key)), "")
 
-        category = [said(one, ("category", "class", "label")) or name for one, name in zip(loops, names, strict=True)]
+        category = [
+            said(one, ("category", "class", "label")) or name
+            for one, name in zip(loops, names, strict=True)
+        ]
         stamps = (stamp_ns, *(one.stamp_ns for one in shapes))
         return cls(
             next(filter(None, stamps), 0),

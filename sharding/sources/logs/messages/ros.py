@@ -30,9 +30,16 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Topic
 
-_LITTLE, _BIG = (tuple(struct.Struct(order + kind).unpack_from for kind in ("I", "II", "7d")) for order in ("<", ">"))
+_LITTLE, _BIG = (
+    tuple(struct.Struct(order + kind).unpack_from for kind in ("I", "II", "7d"))
+    for order in ("<", ">")
+)
 """What reads a u32, a stamp, and a translation with a rotation, by the order of bytes."""
-_TIMES: Final = ("std_msgs/msg/Header", "builtin_interfaces/msg/Time", "builtin_interfaces/msg/Duration")
+_TIMES: Final = (
+    "std_msgs/msg/Header",
+    "builtin_interfaces/msg/Time",
+    "builtin_interfaces/msg/Duration",
+)
 _POSE_BYTES: Final = 56
 _STAMP: Final = slice(4, 12)
 """The place of the stamp in a message that begins with one."""
@@ -53,7 +60,7 @@ class Ros:
         self._calibrated: tuple[Buffer, CameraInfo] | None = None
         self._pictured: tuple[Buffer, Buffer, Picture] = b"", b"", Picture(0, "", 0, 0)
 
-    def _read(self, data: Buffer) -> Any:  # noqa: ANN401 - rosbags
+    def _read(self, data: Buffer) -> Any:
         return type_store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
 
     def picture(self, data: Buffer) -> Picture:
@@ -63,9 +70,16 @@ class Ros:
         if data[_STAMP.stop : at] == text and data[: _STAMP.start] == order:
             (length,) = _readers(data)[0](data, at)
             return Picture(
-                _stamp_ns(data, _STAMP.start), last.frame_id, last.offset, length, last.encoding, last.width,
-                last.height, last.step, last.big_endian,
-            )  # fmt: skip
+                _stamp_ns(data, _STAMP.start),
+                last.frame_id,
+                last.offset,
+                length,
+                last.encoding,
+                last.width,
+                last.height,
+                last.step,
+                last.big_endian,
+            )
         found = self._picture(data)
         self._pictured = data[: _STAMP.start], data[_STAMP.stop : found.offset - 4], found
         return found
@@ -78,7 +92,9 @@ class Ros:
             big_endian = bool(data[cdr.at])
             cdr.at += 1
             step, length = cdr.u32(), cdr.u32()
-            return Picture(stamp_ns, frame_id, cdr.at, length, encoding, width, height, step, big_endian)
+            return Picture(
+                stamp_ns, frame_id, cdr.at, length, encoding, width, height, step, big_endian
+            )
         if self._topic.type == "sensor_msgs/CompressedImage":
             cdr.chars()  # the format: free text that is often wrong
         length = cdr.u32()
@@ -107,7 +123,9 @@ class Ros:
             return CameraInfo(_time_ns(info.timestamp), info.frame_id, *size, d, k, r, p)
         binning, roi = (max(info.binning_x, 1), max(info.binning_y, 1)), info.roi
         part = (roi.x_offset, roi.y_offset, roi.width, roi.height)
-        return CameraInfo(_time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part)
+        return CameraInfo(
+            _time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part
+        )
 
     def transforms(self, data: Buffer) -> list[Edge]:
         """Read a TFMessage, or foxglove's FrameTransform and FrameTransforms."""
@@ -115,16 +133,21 @@ class Ros:
             cdr = _Cdr(data)
             edges = [cdr.edge() for _ in range(cdr.u32())]
             if len(data) - cdr.at > _PADDING:
-                raise ValueError(f"{len(data) - cdr.at} bytes are left after {len(edges)} transforms")
+                raise ValueError(
+                    f"{len(data) - cdr.at} bytes are left after {len(edges)} transforms"
+                )
             return edges
         one = self._read(data)
         return [
             Edge(
-                edge.parent_frame_id, edge.child_frame_id, _time_ns(edge.timestamp), _wxyz(edge.rotation),
+                edge.parent_frame_id,
+                edge.child_frame_id,
+                _time_ns(edge.timestamp),
+                _wxyz(edge.rotation),
                 _xyz(edge.translation),
             )
             for edge in getattr(one, "transforms", [one])
-        ]  # fmt: skip
+        ]
 
     def edges(self, messages: Sequence[Buffer]) -> list[Edges]:
         """Read the transforms of many messages.
@@ -134,7 +157,10 @@ class Ros:
         alike: dict[tuple[int, bytes], list[int]] = {}
         for row, data in enumerate(messages):
             at = _last_pose(data)
-            key = (len(data), bytes(data[: _FIRST_STAMP.start]) + bytes(data[_FIRST_STAMP.stop : at]))
+            key = (
+                len(data),
+                bytes(data[: _FIRST_STAMP.start]) + bytes(data[_FIRST_STAMP.stop : at]),
+            )
             alike.setdefault(key, []).append(row)
         found: list[Edges] = []
         loose: list[tuple[int, Edge]] = []
@@ -145,12 +171,29 @@ class Ros:
                 continue
             data = messages[rows[0]]
             at, order = _last_pose(data), "<" if data[1] & 1 else ">"
-            table = np.frombuffer(b"".join([messages[row] for row in rows]), np.uint8).reshape(len(rows), -1)
-            stamps = np.ascontiguousarray(table[:, _FIRST_STAMP]).view(f"{order}u4").astype(np.int64)
-            poses = np.ascontiguousarray(table[:, at : at + _POSE_BYTES]).view(f"{order}f8").astype(np.float64)
+            table = np.frombuffer(b"".join([messages[row] for row in rows]), np.uint8).reshape(
+                len(rows), -1
+            )
+            stamps = (
+                np.ascontiguousarray(table[:, _FIRST_STAMP]).view(f"{order}u4").astype(np.int64)
+            )
+            poses = (
+                np.ascontiguousarray(table[:, at : at + _POSE_BYTES])
+                .view(f"{order}f8")
+                .astype(np.float64)
+            )
             stamp_ns = stamps @ np.array([1_000_000_000, 1])
             own = np.array(rows)
-            found.append(Edges(edges[0].parent, edges[0].child, own, stamp_ns, poses[:, [6, 3, 4, 5]], poses[:, :3]))
+            found.append(
+                Edges(
+                    edges[0].parent,
+                    edges[0].child,
+                    own,
+                    stamp_ns,
+                    poses[:, [6, 3, 4, 5]],
+                    poses[:, :3],
+                )
+            )
         return Edges.joined([*found, *Edges.of(loose)])
 
     def pose(self, data: Buffer) -> Edge:
@@ -159,7 +202,9 @@ class Ros:
         pose = one.pose if self._topic.type == "geometry_msgs/PoseStamped" else one.pose.pose
         child = getattr(one, "child_frame_id", "")
         stamp_ns = _time_ns(one.header.stamp)
-        return Edge(one.header.frame_id, child, stamp_ns, _wxyz(pose.orientation), _xyz(pose.position))
+        return Edge(
+            one.header.frame_id, child, stamp_ns, _wxyz(pose.orientation), _xyz(pose.position)
+        )
 
     @functools.cached_property
     def columns(self) -> list[str]:
@@ -179,8 +224,12 @@ class Ros:
         """Read stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
         read = [operator.attrgetter(path) for path in self.columns]
         found = [self._read(data) for data in messages]
-        stamps = [_time_ns(one.header.stamp if hasattr(one, "header") else one.stamp) for one in found]
-        return np.array(stamps, np.int64), np.array([[get(one) for get in read] for one in found], np.float64)
+        stamps = [
+            _time_ns(one.header.stamp if hasattr(one, "header") else one.stamp) for one in found
+        ]
+        return np.array(stamps, np.int64), np.array(
+            [[get(one) for get in read] for one in found], np.float64
+        )
 
     def marks(self, data: Buffer) -> Marks:
         """Read a Detection2DArray of any version, or foxglove's ImageAnnotations.
@@ -200,18 +249,31 @@ class Ros:
                 for shape in one.points
             ]
             stamp_ns = _time_ns(one.timestamp) if hasattr(one, "timestamp") else 0
-            return Marks.of_shapes(stamp_ns, shapes, [text.text for text in getattr(one, "texts", ())])
+            return Marks.of_shapes(
+                stamp_ns, shapes, [text.text for text in getattr(one, "texts", ())]
+            )
         found = Marks(_time_ns(one.header.stamp), [], [], [])
         for detection in one.detections:
-            centre, size = detection.bbox.center, (detection.bbox.size_x / 2, detection.bbox.size_y / 2)
-            place, c, s = getattr(centre, "position", centre), abs(math.cos(centre.theta)), abs(math.sin(centre.theta))
+            centre, size = (
+                detection.bbox.center,
+                (detection.bbox.size_x / 2, detection.bbox.size_y / 2),
+            )
+            place, c, s = (
+                getattr(centre, "position", centre),
+                abs(math.cos(centre.theta)),
+                abs(math.sin(centre.theta)),
+            )
             half = size[0] * c + size[1] * s, size[0] * s + size[1] * c
-            found.box.append((place.x - half[0], place.y - half[1], place.x + half[0], place.y + half[1]))
+            found.box.append(
+                (place.x - half[0], place.y - half[1], place.x + half[0], place.y + half[1])
+            )
             results = [getattr(result, "hypothesis", result) for result in detection.results]
             best = max(results, key=lambda result: result.score, default=None)
             name = "" if best is None else str(getattr(best, "class_id", getattr(best, "id", "")))
             found.category.append(name or UNKNOWN)
-            found.track.append(getattr(detection, "id", "") or getattr(detection, "tracking_id", ""))
+            found.track.append(
+                getattr(detection, "id", "") or getattr(detection, "tracking_id", "")
+            )
         return found
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:  # noqa: ARG002 - foxglove's needs it
@@ -222,15 +284,24 @@ class Ros:
     def cloud(self, data: Buffer) -> Cloud:
         """Read a PointCloud2."""
         one = self._read(data)
-        columns = tuple(PointField(field.name, field.offset, _KINDS[field.datatype]) for field in one.fields)
+        columns = tuple(
+            PointField(field.name, field.offset, _KINDS[field.datatype]) for field in one.fields
+        )
         return Cloud(
-            _time_ns(one.header.stamp), one.header.frame_id, one.height, one.width, columns, bool(one.is_bigendian),
-            one.point_step, one.row_step, one.data,
-        )  # fmt: skip
+            _time_ns(one.header.stamp),
+            one.header.frame_id,
+            one.height,
+            one.width,
+            columns,
+            bool(one.is_bigendian),
+            one.point_step,
+            one.row_step,
+            one.data,
+        )
 
 
 @functools.cache
-def _standard() -> Any:  # noqa: ANN401 - rosbags
+def _standard() -> Any:
     """Return ROS 2's own types; making them takes tens of milliseconds."""
     from rosbags.typesys import Stores, get_typestore
 
@@ -238,7 +309,7 @@ def _standard() -> Any:  # noqa: ANN401 - rosbags
 
 
 @functools.cache
-def type_store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
+def type_store(name: str, schema: bytes) -> Any:
     """Return the types that include this one: ROS 2's own, else by the log's text."""
     from rosbags.interfaces import Nodetype
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
@@ -255,7 +326,11 @@ def type_store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
         raise ValueError(f"its definition has over {_MOST_LINES} lines")
     types, found = get_types_from_msg(text, name), get_typestore(Stores.ROS2_HUMBLE)
     header = types.get("std_msgs/msg/Header", ((), ()))
-    if [field for field, _ in header[1]] == ["seq", "stamp", "frame_id"]:  # of ROS 1: CDR made of it has no number
+    if [field for field, _ in header[1]] == [
+        "seq",
+        "stamp",
+        "frame_id",
+    ]:  # of ROS 1: CDR made of it has no number
         del types["std_msgs/msg/Header"]
     sizes: dict[str, int] = {}
 
@@ -265,12 +340,14 @@ def type_store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
             raise ValueError(f"in its definition {kind} has itself as a field")
         if kind not in sizes:
             fields: Any = types[kind][1] if kind in types else found.fielddefs[kind][1]
-            sizes[kind] = 1 + sum(of_field(node, about, (*inside, kind)) for _, (node, about) in fields)
+            sizes[kind] = 1 + sum(
+                of_field(node, about, (*inside, kind)) for _, (node, about) in fields
+            )
             if sizes[kind] > _MOST_VALUES:
                 raise ValueError(f"in its definition {kind} has over {_MOST_VALUES} values")
         return sizes[kind]
 
-    def of_field(node: Any, about: Any, inside: tuple[str, ...]) -> int:  # noqa: ANN401 - rosbags
+    def of_field(node: Any, about: Any, inside: tuple[str, ...]) -> int:
         if node in (Nodetype.ARRAY, Nodetype.SEQUENCE):
             (node, about), number = about
             is_numbers = node == Nodetype.BASE and about[0] != "string"
@@ -337,13 +414,13 @@ def _stamp_ns(data: Buffer, at: int) -> int:
     return int(seconds * 1_000_000_000 + rest)
 
 
-def _time_ns(time: Any) -> int:  # noqa: ANN401 - rosbags
+def _time_ns(time: Any) -> int:
     return int(time.sec) * 1_000_000_000 + int(time.nanosec)
 
 
-def _wxyz(q: Any) -> tuple[float, float, float, float]:  # noqa: ANN401 - rosbags
+def _wxyz(q: Any) -> tuple[float, float, float, float]:
     return (q.w, q.x, q.y, q.z)
 
 
-def _xyz(v: Any) -> tuple[float, float, float]:  # noqa: ANN401 - rosbags
+def _xyz(v: Any) -> tuple[float, float, float]:
     return (v.x, v.y, v.z)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION: Final = "bounds of the part of each 3-D box that is in the image, whatever hides it; row counts in boxes"
 _NEAR_M: Final = 0.1
-_FACES: Final = np.array(((0, 1, 3, 2), (4, 5, 7, 6), (0, 1, 5, 4), (2, 3, 7, 6), (0, 2, 6, 4), (1, 3, 7, 5)))
+_FACES: Final = np.array(
+    ((0, 1, 3, 2), (4, 5, 7, 6), (0, 1, 5, 4), (2, 3, 7, 6), (0, 2, 6, 4), (1, 3, 7, 5))
+)
 """Corners of each side of a box, in the order of `Boxes.corners`."""
 
 TOKENS: Final = value_channel(
@@ -51,7 +53,9 @@ def image_boxes(rows: SceneRows, at: int, boxes: BoxRows) -> dict[str, ImageBoxR
                 f"sample '{rows.tokens[at]}': the image of '{camera}' is not rectified, so that its 2-D boxes are not "
                 "known; leave out 'boxes2d' in the option channels"
             )
-        assert image.intrinsics is not None and image.cam2ego is not None, "every camera is calibrated"
+        assert image.intrinsics is not None and image.cam2ego is not None, (
+            "every camera is calibrated"
+        )
         assert image.ego2global is not None, "every row has a pose"
         ego2cam = invert_rigid(image.ego2global @ image.cam2ego) @ ego2global
         in_camera = corners @ ego2cam[:3, :3].T + ego2cam[:3, 3]
@@ -104,7 +108,9 @@ def _clipped(
         distance = polygon @ plane - shift
         following = np.roll(distance, -1)
         crosses = (distance >= 0) != (following >= 0)
-        share = np.divide(distance, distance - following, out=np.zeros_like(distance), where=crosses)
+        share = np.divide(
+            distance, distance - following, out=np.zeros_like(distance), where=crosses
+        )
         crossing = polygon + share[:, None] * (np.roll(polygon, -1, 0) - polygon)
         both = np.stack((polygon, crossing), 1).reshape(-1, 3)
         polygon = both[np.stack((distance >= 0, crosses), 1).reshape(-1)]

@@ -32,25 +32,50 @@ FOLDER: Final = "can_bus"
 MESSAGES: Final[dict[str, dict[str, tuple[int, str]]]] = {
     "ms_imu": {"linear_accel": (3, "m/s^2"), "q": (4, ""), "rotation_rate": (3, "rad/s")},
     "pose": {
-        "accel": (3, "m/s^2"), "orientation": (4, ""), "pos": (3, "m"), "rotation_rate": (3, "rad/s"),
+        "accel": (3, "m/s^2"),
+        "orientation": (4, ""),
+        "pos": (3, "m"),
+        "rotation_rate": (3, "rad/s"),
         "vel": (3, "m/s"),
     },
     "steeranglefeedback": {"value": (1, "rad")},
     "vehicle_monitor": {
-        "available_distance": (1, "km"), "battery_level": (1, "%"), "brake": (1, "bar"), "brake_switch": (1, ""),
-        "gear_position": (1, ""), "left_signal": (1, ""), "rear_left_rpm": (1, "1/min"),
-        "rear_right_rpm": (1, "1/min"), "right_signal": (1, ""), "steering": (1, "deg"), "steering_speed": (1, "deg/s"),
-        "throttle": (1, ""), "vehicle_speed": (1, "km/h"), "yaw_rate": (1, "deg/s"),
+        "available_distance": (1, "km"),
+        "battery_level": (1, "%"),
+        "brake": (1, "bar"),
+        "brake_switch": (1, ""),
+        "gear_position": (1, ""),
+        "left_signal": (1, ""),
+        "rear_left_rpm": (1, "1/min"),
+        "rear_right_rpm": (1, "1/min"),
+        "right_signal": (1, ""),
+        "steering": (1, "deg"),
+        "steering_speed": (1, "deg/s"),
+        "throttle": (1, ""),
+        "vehicle_speed": (1, "km/h"),
+        "yaw_rate": (1, "deg/s"),
     },
     "zoesensors": {"brake_sensor": (1, ""), "steering_sensor": (1, ""), "throttle_sensor": (1, "")},
     "zoe_veh_info": {
-        "FL_wheel_speed": (1, "1/min"), "FR_wheel_speed": (1, "1/min"), "RL_wheel_speed": (1, "1/min"),
-        "RR_wheel_speed": (1, "1/min"), "left_solar": (1, ""), "longitudinal_accel": (1, "m/s^2"),
-        "meanEffTorque": (1, "N m"), "odom": (1, "cm"), "odom_speed": (1, "km/h"), "pedal_cc": (1, ""),
-        "regen": (1, ""), "requestedTorqueAfterProc": (1, "N m"), "right_solar": (1, ""), "steer_corrected": (1, "deg"),
-        "steer_offset_can": (1, "deg"), "steer_raw": (1, "deg"), "transversal_accel": (1, "g"),
+        "FL_wheel_speed": (1, "1/min"),
+        "FR_wheel_speed": (1, "1/min"),
+        "RL_wheel_speed": (1, "1/min"),
+        "RR_wheel_speed": (1, "1/min"),
+        "left_solar": (1, ""),
+        "longitudinal_accel": (1, "m/s^2"),
+        "meanEffTorque": (1, "N m"),
+        "odom": (1, "cm"),
+        "odom_speed": (1, "km/h"),
+        "pedal_cc": (1, ""),
+        "regen": (1, ""),
+        "requestedTorqueAfterProc": (1, "N m"),
+        "right_solar": (1, ""),
+        "steer_corrected": (1, "deg"),
+        "steer_offset_can": (1, "deg"),
+        "steer_raw": (1, "deg"),
+        "transversal_accel": (1, "g"),
     },
-}  # fmt: skip
+}
 """Message to fields in the order of the columns: number of values and unit."""
 _FIRST_S: Final = 0.5
 _AXES: Final = {3: "xyz", 4: "wxyz"}
@@ -109,7 +134,9 @@ class CanBus:
             return
         keyframes, sample, until_us = rows.keyframes, rows.samples[at], rows.timestamp_us[at]
         before = int(keyframes.joined["sample"].links["prev"][sample])
-        after_us = until_us - round(_FIRST_S * 1e6) if before < 0 else int(keyframes.timestamp_us[before])
+        after_us = (
+            until_us - round(_FIRST_S * 1e6) if before < 0 else int(keyframes.timestamp_us[before])
+        )
         for channel in self.channels:
             file = f"{FOLDER}/{rows.scene.name}_{channel.source_name}.json"
             made = CanMessages(str(channel.source_name), file, after_us, until_us)
@@ -117,30 +144,44 @@ class CanBus:
 
 
 @lru_cache(maxsize=8)
-def _parsed(read: Callable[[str], bytes], message: str, file: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _parsed(
+    read: Callable[[str], bytes], message: str, file: str
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return times [us] (N,) and values (N, C) of a file; kept for the samples of its scene that follow."""
     return parse_can(read(file), message, file)
 
 
-def parse_can(data: bytes, message: str, file: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def parse_can(
+    data: bytes, message: str, file: str
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return times [us] (N,), ascending, and values (N, C) of a file of the CAN bus; raise SourceError."""
     fields = MESSAGES[message]
-    records = read_json(data, f"CAN file '{file}'", _RECORDS[message], f"is not a list of messages '{message}'")
+    records = read_json(
+        data, f"CAN file '{file}'", _RECORDS[message], f"is not a list of messages '{message}'"
+    )
     times = np.array([record.utime for record in records], np.int64)
     if (np.diff(times) < 0).any():
         at = int(np.argmax(np.diff(times) < 0)) + 1
-        raise SourceError(f"CAN file '{file}': message {at} of {times[at]} us is earlier than the one before it")
+        raise SourceError(
+            f"CAN file '{file}': message {at} of {times[at]} us is earlier than the one before it"
+        )
     columns = [
-        np.array([getattr(record, field) for record in records], np.float64).reshape(len(records), length)
+        np.array([getattr(record, field) for record in records], np.float64).reshape(
+            len(records), length
+        )
         for field, (length, _) in fields.items()
     ]
     return times, np.concatenate(columns, 1)
 
 
-_TYPES: Final[dict[int, Any]] = {1: float, 3: tuple[float, float, float], 4: tuple[float, float, float, float]}
+_TYPES: Final[dict[int, Any]] = {
+    1: float,
+    3: tuple[float, float, float],
+    4: tuple[float, float, float, float],
+}
 
 
-def _list_of(message: str) -> Any:  # noqa: ANN401 - a type made of the table above
+def _list_of(message: str) -> Any:
     fields = [(field, _TYPES[length]) for field, (length, _) in MESSAGES[message].items()]
     time: Any = ("utime", Annotated[int, Meta(ge=0, lt=2**53)])
     record: Any = msgspec.defstruct(message, [time, *fields], frozen=True)

@@ -22,7 +22,9 @@ GroupName = Literal["radar", "can", "boxes2d", "tokens", "trajectories", "descri
 """Names that the option ``channels`` takes."""
 CHANNELS_FILE: Final = "channels.json"
 CHANNELS_FOLDER: Final = "channels"
-DESCRIPTION: Final = value_channel("description", description="the scene in words; none in the test split")
+DESCRIPTION: Final = value_channel(
+    "description", description="the scene in words; none in the test split"
+)
 
 
 class Group(Protocol):
@@ -69,4 +71,6 @@ class OwnChannels:
         for channel in self.channels:
             hint = f'bring it there, or say "optional": true in {CHANNELS_FILE}'
             name = channel_file(channel, rows.tokens[at])
-            yield FileMember(channel.field, name, (name,), "" if channel.optional else hint, is_estimate=False)
+            yield FileMember(
+                channel.field, name, (name,), "" if channel.optional else hint, is_estimate=False
+            )

@@ -17,18 +17,35 @@ from fuelrail.sharding.sources.adapter.vector_maps import VectorMap
 from fuelrail.sharding.sources.shared.foreign import read_xml
 
 FILE: Final = "map/lanelet2_map.osm"
-MAP_LAYERS: Final = ("lane", "ped_crossing", "walkway", "lane_marking", "lane_border", "road_border", "stop_line")
+MAP_LAYERS: Final = (
+    "lane",
+    "ped_crossing",
+    "walkway",
+    "lane_marking",
+    "lane_border",
+    "road_border",
+    "stop_line",
+)
 """Outlines of lanelets, then lines: ``lane_marking`` is painted, ``lane_border`` is where a lane ends without paint."""
 _LANELETS: Final = {
-    "crosswalk": "ped_crossing", "walkway": "walkway", "shared_walkway": "walkway", "stairs": "walkway",
+    "crosswalk": "ped_crossing",
+    "walkway": "walkway",
+    "shared_walkway": "walkway",
+    "stairs": "walkway",
     "pedestrian_lane": "walkway",
-}  # fmt: skip
+}
 """Subtype to layer; others are lanes."""
 _WAYS: Final = {
-    "line_thin": "lane_marking", "line_thick": "lane_marking", "virtual": "lane_border", "road_border": "road_border",
-    "curbstone": "road_border", "guard_rail": "road_border", "wall": "road_border", "fence": "road_border",
+    "line_thin": "lane_marking",
+    "line_thick": "lane_marking",
+    "virtual": "lane_border",
+    "road_border": "road_border",
+    "curbstone": "road_border",
+    "guard_rail": "road_border",
+    "wall": "road_border",
+    "fence": "road_border",
     "stop_line": "stop_line",
-}  # fmt: skip
+}
 """Type to layer; others are left out."""
 
 
@@ -48,7 +65,9 @@ def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
         if tags.get("type") == "lanelet":
             roles = dict(found.members[name])
             if missing := {"left", "right"} - roles.keys():
-                raise SourceError(f"{where}: lanelet {name} has no {' and no '.join(sorted(missing))} way")
+                raise SourceError(
+                    f"{where}: lanelet {name} has no {' and no '.join(sorted(missing))} way"
+                )
             left, right = (found.line(roles[side], f"lanelet {name}") for side in ("left", "right"))
             bounds |= {roles["left"], roles["right"]}
             add(outline(left, right), _LANELETS.get(tags.get("subtype", ""), "lane"))
@@ -108,7 +127,9 @@ class _Elements:
         """Return the vertices (N, 2) of a way; raise SourceError where it, or a node of it, is missing."""
         x, y = self._places.values()
         if way not in self._nodes:
-            raise SourceError(f"{self._where}: {owner} refers to way {way}, which is not in the file")
+            raise SourceError(
+                f"{self._where}: {owner} refers to way {way}, which is not in the file"
+            )
         try:
             return np.array([(x[node], y[node]) for node in self._nodes[way]]).reshape(-1, 2)
         except KeyError as error:

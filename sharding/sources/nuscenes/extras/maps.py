@@ -21,9 +21,17 @@ if TYPE_CHECKING:
 
 FOLDER: Final = "maps/expansion"
 LAYERS: Final = (
-    "drivable_area", "road_segment", "road_block", "lane", "ped_crossing", "walkway", "stop_line", "carpark_area",
-    "road_divider", "lane_divider",
-)  # fmt: skip
+    "drivable_area",
+    "road_segment",
+    "road_block",
+    "lane",
+    "ped_crossing",
+    "walkway",
+    "stop_line",
+    "carpark_area",
+    "road_divider",
+    "lane_divider",
+)
 
 
 class _Node(msgspec.Struct, frozen=True, gc=False):
@@ -55,8 +63,14 @@ class _Element(msgspec.Struct, frozen=True, gc=False):
     line_token: str = ""
 
 
-_TABLES: Final[list[Any]] = [("node", list[_Node]), ("line", list[_Line]), ("polygon", list[_Polygon])]
-_File: Any = msgspec.defstruct("_File", [*_TABLES, *((layer, list[_Element], []) for layer in LAYERS)])
+_TABLES: Final[list[Any]] = [
+    ("node", list[_Node]),
+    ("line", list[_Line]),
+    ("polygon", list[_Polygon]),
+]
+_File: Any = msgspec.defstruct(
+    "_File", [*_TABLES, *((layer, list[_Element], []) for layer in LAYERS)]
+)
 
 
 class Maps:
@@ -80,7 +94,10 @@ def parse_map(data: bytes, file: str) -> VectorMap:
     of_polygon = {
         polygon.token: [
             [*tokens, *tokens[:1]]
-            for tokens in (polygon.exterior_node_tokens, *(hole.node_tokens for hole in polygon.holes))
+            for tokens in (
+                polygon.exterior_node_tokens,
+                *(hole.node_tokens for hole in polygon.holes),
+            )
         ]
         for polygon in found.polygon
     }
@@ -88,11 +105,18 @@ def parse_map(data: bytes, file: str) -> VectorMap:
     for number, layer in enumerate(LAYERS):
         elements: list[_Element] = getattr(found, layer)
         for element in elements:
-            named = [(of_polygon, token) for token in (element.polygon_token, *element.polygon_tokens) if token]
+            named = [
+                (of_polygon, token)
+                for token in (element.polygon_token, *element.polygon_tokens)
+                if token
+            ]
             named += [(of_line, element.line_token)] if element.line_token else []
             for table, token in named:
                 try:
-                    chains = [np.array([nodes[node] for node in chain]).reshape(-1, 2) for chain in table[token]]
+                    chains = [
+                        np.array([nodes[node] for node in chain]).reshape(-1, 2)
+                        for chain in table[token]
+                    ]
                 except KeyError as error:
                     raise SourceError(
                         f"map file '{file}': layer '{layer}' names the token {error!s:.80}, which is not in the file"

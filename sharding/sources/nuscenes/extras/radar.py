@@ -29,10 +29,25 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.joins import Database
 
 FIELDS: Final = {
-    "x": "m", "y": "m", "z": "m", "dyn_prop": "", "id": "", "rcs": "dBsm", "vx": "m/s", "vy": "m/s", "vx_comp": "m/s",
-    "vy_comp": "m/s", "is_quality_valid": "", "ambig_state": "", "x_rms": "", "y_rms": "", "invalid_state": "",
-    "pdh0": "", "vx_rms": "", "vy_rms": "",
-}  # fmt: skip
+    "x": "m",
+    "y": "m",
+    "z": "m",
+    "dyn_prop": "",
+    "id": "",
+    "rcs": "dBsm",
+    "vx": "m/s",
+    "vy": "m/s",
+    "vx_comp": "m/s",
+    "vy_comp": "m/s",
+    "is_quality_valid": "",
+    "ambig_state": "",
+    "x_rms": "",
+    "y_rms": "",
+    "invalid_state": "",
+    "pdh0": "",
+    "vx_rms": "",
+    "vy_rms": "",
+}
 """The fields of a file in its order, with their units."""
 _DT: Final = "dt_s"
 _VELOCITIES: Final = (("vx", "vy"), ("vx_comp", "vy_comp"))
@@ -86,7 +101,9 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
 class Radars:
     """All radars that have keyframes, by name."""
 
-    def __init__(self, tables: Tables, database: Database, keyframes: Keyframes, num_sweeps: int) -> None:
+    def __init__(
+        self, tables: Tables, database: Database, keyframes: Keyframes, num_sweeps: int
+    ) -> None:
         """Take the number of earlier sweeps of each radar that come with a keyframe's own (``num_sweeps``)."""
         self._sweeps = SensorSweeps(tables, database, "radar", keyframes, num_sweeps)
         self.channels = tuple(map(radar_channel, keyframes.radars))
@@ -97,12 +114,19 @@ class Radars:
         for channel, sweep in rows.radars[at].items():
             if sweep.absent:
                 continue
-            files, timestamp_ns, sensor2global = self._sweeps.files(self._sweeps.rows_up_to(rows.row_of(at, channel)))
+            files, timestamp_ns, sensor2global = self._sweeps.files(
+                self._sweeps.rows_up_to(rows.row_of(at, channel))
+            )
             dt_s = (rows.timestamp_us[at] * NS_PER_US - timestamp_ns) * 1e-9
             sensor2ego = (global2ego @ sensor2global)[:, :3].reshape(-1, 12)
             made = RadarFiles(channel, files, dt_s.tolist(), sensor2ego.tolist())
             hint = "leave out 'radar' in the option channels, or earlier sweeps by radar_sweeps=0"
-            yield FileMember(radar_channel(channel).field, POINTS + msgspec.json.encode(made).decode(), files, hint)
+            yield FileMember(
+                radar_channel(channel).field,
+                POINTS + msgspec.json.encode(made).decode(),
+                files,
+                hint,
+            )
 
 
 def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:

@@ -49,7 +49,9 @@ class Trajectories:
     def __init__(self, database: Database, keyframes: Keyframes, annotations: Annotations) -> None:
         self._annotations, self._links = annotations, keyframes.joined["sample"].links
         self.channels = (EGO, AGENTS) if len(annotations) else (EGO,)
-        self._frame: NDArray[np.int32] = database.filled(-1, len(keyframes.joined["sample"]), np.int32)
+        self._frame: NDArray[np.int32] = database.filled(
+            -1, len(keyframes.joined["sample"]), np.int32
+        )
         for _, samples in keyframes.scenes():
             self._frame[samples] = np.arange(len(samples))
 
@@ -58,26 +60,36 @@ class Trajectories:
         global2ego = invert_rigid(rows.ego2global[at])
         found = [self._ego(rows, at, global2ego)]
         if AGENTS in self.channels:
-            found.append(computed(AGENTS, KINDS[AGENTS.kind].encode(self._agents(rows, at, global2ego), AGENTS)))
+            found.append(
+                computed(
+                    AGENTS, KINDS[AGENTS.kind].encode(self._agents(rows, at, global2ego), AGENTS)
+                )
+            )
         return found
 
     def _ego(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> Reference:
         keyframes, own = rows.keyframes, rows.samples[at : at + 1]
         past, future = (
-            _followed(own, self._links[link], number) for link, number in (("prev", PAST), ("next", FUTURE))
+            _followed(own, self._links[link], number)
+            for link, number in (("prev", PAST), ("next", FUTURE))
         )
         samples = np.concatenate([past[::-1, 0], own, future[:, 0]])
         there = samples >= 0
         times_s = (keyframes.timestamp_us[samples[there]] - rows.timestamp_us[at]) * 1e-6
         return ego_trajectory(global2ego, keyframes.ego2global(samples[there]), times_s, there)
 
-    def _agents(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
+    def _agents(
+        self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]
+    ) -> dict[str, NDArray[np.generic]]:
         sample, annotations = int(rows.samples[at]), self._annotations
         own = annotations.rows_of(sample)
         steps = np.full((len(own), STEPS), -1, np.int64)
         steps[:, PAST] = own
         scene_of = self._links["scene_token"]
-        for link, number in ((annotations.links["prev"], PAST), (annotations.links["next"], FUTURE)):
+        for link, number in (
+            (annotations.links["prev"], PAST),
+            (annotations.links["next"], FUTURE),
+        ):
             for found in _followed(own, link, number):
                 # A track may leave keyframes out: what counts is the keyframe of the box, not the number of links.
                 samples = annotations.links["sample_token"][found]
@@ -86,7 +98,9 @@ class Trajectories:
                 fits &= scene_of[samples] == scene_of[sample]
                 steps[np.flatnonzero(fits), step[fits]] = found[fits]
         there = steps >= 0
-        position = annotations.columns["translation"][steps] @ global2ego[:3, :3].T + global2ego[:3, 3]
+        position = (
+            annotations.columns["translation"][steps] @ global2ego[:3, :3].T + global2ego[:3, 3]
+        )
         turn = global2ego[:3, :3] @ rotation_matrices(annotations.columns["rotation"][steps])
         yaw = np.arctan2(turn[..., 1, 0], turn[..., 0, 0])
         return {

@@ -61,9 +61,14 @@ class VehicleState(Record, frozen=True, gc=False):
         """The numbers in the order of the columns; an indicator is 1 for on, and 0 for off."""
         lights = msgspec.structs.astuple(self.indicators or _Indicators())
         return [
-            self.accel_pedal, self.brake_pedal, self.steer_pedal, self.steering_tire_angle, self.steering_wheel_angle,
-            *(_LIGHT.get(light or "") for light in lights), (self.additional_info or _More()).speed,
-        ]  # fmt: skip
+            self.accel_pedal,
+            self.brake_pedal,
+            self.steer_pedal,
+            self.steering_tire_angle,
+            self.steering_wheel_angle,
+            *(_LIGHT.get(light or "") for light in lights),
+            (self.additional_info or _More()).speed,
+        ]
 
 
 def state_channel(*, series: bool) -> Channel:

@@ -16,21 +16,36 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 def report(nodes, *found):
     return CommReport(
-        schema="fuelrail-bench-comm", version=1, created="2026-01-01T00:00:00+00:00", machine=machine_facts(),
-        backend="nccl", device="H100", nodes=nodes, ranks=16, options=CommOptions(), timed=list(found), warnings=[],
-    )  # fmt: skip
+        schema="fuelrail-bench-comm",
+        version=1,
+        created="2026-01-01T00:00:00+00:00",
+        machine=machine_facts(),
+        backend="nccl",
+        device="H100",
+        nodes=nodes,
+        ranks=16,
+        options=CommOptions(),
+        timed=list(found),
+        warnings=[],
+    )
 
 
 def test_bus_bandwidths_are_nccl_tests():
     # doc/PERFORMANCE.md: all-reduce 2 (n - 1) / n, all-gather and reduce-scatter (n - 1) / n, send/receive 1.
-    found = {kind: timed(kind, "tp", 4, 10**9, 0.5) for kind in ("all_reduce", "all_gather", "reduce_scatter")}
+    found = {
+        kind: timed(kind, "tp", 4, 10**9, 0.5)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    }
     assert {one.algorithm_gb_per_s for one in found.values()} == {2.0}
     assert [one.bus_gb_per_s for one in found.values()] == [3.0, 1.5, 1.5]
     assert timed("send_recv", "pp", 4, 10**9, 0.5).bus_gb_per_s == 2.0
 
 
 def test_the_link_is_the_largest_groups_all_reduce():
-    small, large = timed("all_reduce", "all", 16, 1024, 2e-5), timed("all_reduce", "all", 16, 10**9, 0.01)
+    small, large = (
+        timed("all_reduce", "all", 16, 1024, 2e-5),
+        timed("all_reduce", "all", 16, 10**9, 0.01),
+    )
     inner = timed("all_reduce", "tp", 2, 10**9, 0.001)
     rate, latency = link_of([inner, large, small])
     assert (rate, latency) == (pytest.approx(2 * 15 / 16 * 100), pytest.approx(20))
@@ -61,11 +76,19 @@ def test_two_ranks_of_this_host(tmp_path, capsys):
     assert page.count("<tr>") == 17, "a row for each size"
 
 
-@pytest.mark.parametrize(("disturbed", "written"), [(None, True), ("other processes used 1.5 of 2 CPUs", False)])
+@pytest.mark.parametrize(
+    ("disturbed", "written"), [(None, True), ("other processes used 1.5 of 2 CPUs", False)]
+)
 def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp_path, monkeypatch):
-    found = report(1, timed("all_reduce", "all", 16, 1024, 2e-5), timed("all_reduce", "all", 16, 10**9, 0.01))
-    monkeypatch.setattr(run, "_on_this_host", lambda _: msgspec.structs.replace(found, disturbed=disturbed))
-    monkeypatch.setattr(run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")])
+    found = report(
+        1, timed("all_reduce", "all", 16, 1024, 2e-5), timed("all_reduce", "all", 16, 10**9, 0.01)
+    )
+    monkeypatch.setattr(
+        run, "_on_this_host", lambda _: msgspec.structs.replace(found, disturbed=disturbed)
+    )
+    monkeypatch.setattr(
+        run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")]
+    )
     options = CommOptions(base="1x8-h100")
     if written:
         run_comm(options, tmp_path, html=False)
@@ -73,15 +96,21 @@ def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp
         assert cluster.inside.gb_per_s.value == pytest.approx(link_of(found.timed)[0])
         assert cluster.device == load_cluster("1x8-h100").device
     else:
-        with pytest.raises(FuelrailError, match=r"cluster.yaml is not written: other processes used 1.5 of 2 CPUs"):
+        with pytest.raises(
+            FuelrailError, match=r"cluster.yaml is not written: other processes used 1.5 of 2 CPUs"
+        ):
             run_comm(options, tmp_path, html=False)
         assert "loaded host" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "cluster.yaml").exists() is written
 
 
 @pytest.mark.parametrize(("backend", "gpus"), [("gloo", 1), ("auto", 0)])
-def test_rates_of_gloo_on_a_cpu_are_kept_out_of_a_clusters_file(backend, gpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")] * gpus)
+def test_rates_of_gloo_on_a_cpu_are_kept_out_of_a_clusters_file(
+    backend, gpus, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        run, "installed_gpus", lambda: [Gpu(name="H100", memory_bytes=1, driver="1")] * gpus
+    )
     with pytest.raises(ConfigError, match="by gloo on the CPU"):
         run_comm(CommOptions(base="1x8-h100", backend=backend), tmp_path)
 
@@ -104,7 +133,12 @@ def test_gloo_on_a_machine_with_gpus_is_warned_of(tmp_path, monkeypatch):
 
     monkeypatch.setattr(measure, "KINDS", ("all_reduce",))  # a rank alone has nobody to send to
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     options = CommOptions(backend="gloo", smallest=64, largest=64, repeats=1)
     found = measure.measure(options)

@@ -35,7 +35,9 @@ SIZE = ("--height", 32, "--width", 48, "--batch-size", 2, "--no-html", "--cpus",
 
 
 def bench(dataset, out, *options):
-    return main(["bench", "compare", str(dataset), "--out", str(out), *map(str, SIZE), *map(str, options)])
+    return main(
+        ["bench", "compare", str(dataset), "--out", str(out), *map(str, SIZE), *map(str, options)]
+    )
 
 
 def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, capsys):
@@ -52,7 +54,9 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
         assert entry.check.num_missing == 0
         assert entry.runs[0].peak_memory_bytes > 50 << 20
         (run,) = entry.runs
-        assert run.doubt or run.images_per_s > 0 < run.num_batches  # a machine that stands still is not a fault of ours
+        assert (
+            run.doubt or run.images_per_s > 0 < run.num_batches
+        )  # a machine that stands still is not a fault of ours
     assert (report.cut_off, report.num_rounds) == (None, 1)
     assert str(dataset) not in (out / "report.json").read_text()
     assert "speed-up of fuelrail:turbo" in capsys.readouterr().out
@@ -68,9 +72,25 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
     assert load_compare_report(out / "report.json") == more
 
 
-def test_images_that_differ_and_missing_packages_keep_loaders_out(dataset, tmp_path, monkeypatch, capsys):
+def test_images_that_differ_and_missing_packages_keep_loaders_out(
+    dataset, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setitem(PEERS, "mds", PEERS["mds"]._replace(needs=("no_such_module_of_streaming",)))
-    assert bench(dataset, tmp_path, "--only", "fuelrail:turbo", "--only", "mds", "--psnr", 90, "--rounds", 2) == 0
+    assert (
+        bench(
+            dataset,
+            tmp_path,
+            "--only",
+            "fuelrail:turbo",
+            "--only",
+            "mds",
+            "--psnr",
+            90,
+            "--rounds",
+            2,
+        )
+        == 0
+    )
     ours, *theirs = load_compare_report(tmp_path / "report.json").contestants
     assert "90 dB are required" in ours.left_out
     assert ours.runs == []
@@ -84,13 +104,27 @@ def test_images_that_differ_and_missing_packages_keep_loaders_out(dataset, tmp_p
 def test_what_a_peer_raises_is_its_answer(dataset, tmp_path):
     """A process of its own, as it is run: the failure is said, and the exit is clean."""
     work = Work(
-        height=32, width=48, batch_size=2, num_workers=1, seed=0, num_samples=24, source_wh=(96, 64),
+        height=32,
+        width=48,
+        batch_size=2,
+        num_workers=1,
+        seed=0,
+        num_samples=24,
+        source_wh=(96, 64),
         cameras=tuple(camera.channel for camera in open_dataset(dataset).manifest.cameras),
-    )  # fmt: skip
+    )
     task = Task(
-        action="time", peer="loose", recipe="cv2", folder=str(tmp_path / "empty"), dataset=str(dataset), work=work,
-        whole_epoch=False, cpus=(0,), result=str(tmp_path / "result.json"), arrivals=str(tmp_path / "arrivals"),
-    )  # fmt: skip
+        action="time",
+        peer="loose",
+        recipe="cv2",
+        folder=str(tmp_path / "empty"),
+        dataset=str(dataset),
+        work=work,
+        whole_epoch=False,
+        cpus=(0,),
+        result=str(tmp_path / "result.json"),
+        arrivals=str(tmp_path / "arrivals"),
+    )
     with pytest.raises(FileNotFoundError):
         perform(task)
     (tmp_path / "task.json").write_bytes(msgspec.json.encode(task))
@@ -105,10 +139,19 @@ def test_what_a_peer_raises_is_its_answer(dataset, tmp_path):
 def test_every_recipe_shows_the_same_part_of_a_picture(recipe):
     """A smooth picture, so that filters matter little: what is left is where its pixels come from."""
     x, y = np.meshgrid(np.arange(400), np.arange(240))
-    picture = np.stack((x * 255 / 400, y * 255 / 240, (x + y) * 255 / 640), axis=-1).astype(np.uint8)
+    picture = np.stack((x * 255 / 400, y * 255 / 240, (x + y) * 255 / 640), axis=-1).astype(
+        np.uint8
+    )
     encoded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 100])[1].tobytes()
     work = Work(
-        height=64, width=176, batch_size=1, num_workers=1, seed=0, num_samples=2, source_wh=(400, 240), cameras=("c",)
+        height=64,
+        width=176,
+        batch_size=1,
+        num_workers=1,
+        seed=0,
+        num_samples=2,
+        source_wh=(400, 240),
+        cameras=("c",),
     )
     decoded = decode_sample([encoded], recipe, np.empty(work.sample_shape, np.uint8))[0]
     assert np.abs(decoded.astype(float) - reference(encoded, work)).max() <= 3
@@ -152,4 +195,8 @@ def test_compare_takes_one_split_of_several(tmp_path, capsys):
     assert bench(tmp_path / "two", tmp_path / "out", *only, "--split", "nope") == 2
     assert bench(tmp_path / "two", tmp_path / "out", *only, "--split", "val") == 0
     report = load_compare_report(tmp_path / "out" / "report.json")
-    assert (report.dataset.split, report.dataset.num_samples, report.work.num_samples) == ("val", 8, 8)
+    assert (report.dataset.split, report.dataset.num_samples, report.work.num_samples) == (
+        "val",
+        8,
+        8,
+    )

@@ -23,7 +23,9 @@ worker.wait()
 
 
 def test_workers_are_gone_with_it(tmp_path):
-    with process_group([sys.executable, "-c", WITH_A_WORKER], os.environ, tmp_path / "log") as process:
+    with process_group(
+        [sys.executable, "-c", WITH_A_WORKER], os.environ, tmp_path / "log"
+    ) as process:
         while (tmp_path / "log").read_text() != "both\n":
             assert process.poll() is None
             time.sleep(0.01)

@@ -68,14 +68,18 @@ def test_what_ends_or_never_begins_is_noticed(tmp_path):
     with process_group([sys.executable, "-c", "print('no')"], os.environ, log) as started:
         assert not LapProcess(started, tmp_path / "arrivals").begin(0.0, 60.0)
     assert log.read_text() == "no\n"
-    with process_group([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, log) as started:
+    with process_group(
+        [sys.executable, "-c", "import time; time.sleep(600)"], os.environ, log
+    ) as started:
         process = LapProcess(started, tmp_path / "arrivals")
         assert not process.begin(0.0, 0.1)
         assert process.is_alive()
     assert not process.is_alive()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped group may outlive who stopped it")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere a stopped group may outlive who stopped it"
+)
 def test_nothing_stays_stopped_for_ever_when_its_parent_is_killed(tmp_path):
     arrivals, worker, log = (str(tmp_path / name) for name in ("arrivals", "worker", "log"))
     script = textwrap.dedent(f"""
@@ -93,7 +97,10 @@ def test_nothing_stays_stopped_for_ever_when_its_parent_is_killed(tmp_path):
     """)
     path = os.pathsep.join(sys.path)
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, process_group=0
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        process_group=0,
     ) as parent:
         group = int(parent.stdout.readline())
         parent.kill()

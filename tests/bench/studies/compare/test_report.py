@@ -34,7 +34,9 @@ def test_a_steady_run_has_its_rate():
 def test_where_a_burst_is_cut_does_not_matter_much(cut):
     """Four workers that finish together: four batches at once, then nothing for a while."""
     arrivals = np.repeat(np.arange(20) * 0.2, 4) + np.tile([0, 0.002, 0.004, 0.006], 20)
-    assert run_of(arrivals[: 80 - cut]).images_per_s == pytest.approx(20 * IMAGES_PER_BATCH, rel=0.03)
+    assert run_of(arrivals[: 80 - cut]).images_per_s == pytest.approx(
+        20 * IMAGES_PER_BATCH, rel=0.03
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,9 @@ def test_the_fastest_stands_first_and_who_was_left_out_is_named():
     entries = [
         contestant("loose:pil", [200.0], reference=[900.0]),
         contestant("fuelrail:turbo", [900.0]),
-        contestant("mds:cv2", [], left_out="'streaming' is not installed: pip install mosaicml-streaming"),
+        contestant(
+            "mds:cv2", [], left_out="'streaming' is not installed: pip install mosaicml-streaming"
+        ),
     ]
     report = compare_report_of(entries, cut_off="the run was interrupted")
     assert [entry.name for entry in ranking(report)] == ["fuelrail:turbo", "loose:pil"]
@@ -102,10 +106,17 @@ def test_the_fastest_stands_first_and_who_was_left_out_is_named():
     assert "4.50 x" in page.text
 
 
-@pytest.mark.parametrize(("ours", "undecided"), [([650.0, 900.0, 550.0], True), ([900.0, 905.0, 910.0], False)])
+@pytest.mark.parametrize(
+    ("ours", "undecided"), [([650.0, 900.0, 550.0], True), ([900.0, 905.0, 910.0], False)]
+)
 def test_a_lead_within_the_noise_is_reported_as_none(ours, undecided):
-    entries = [contestant("fuelrail:turbo", ours), contestant("wds:cv2fast", [600.0] * 3, reference=ours)]
-    assert ("The interval contains 1" in Page(render_page(compare_report_of(entries))).text) == undecided
+    entries = [
+        contestant("fuelrail:turbo", ours),
+        contestant("wds:cv2fast", [600.0] * 3, reference=ours),
+    ]
+    assert (
+        "The interval contains 1" in Page(render_page(compare_report_of(entries))).text
+    ) == undecided
 
 
 def test_without_our_reference_there_are_rates_and_no_ratios():
@@ -117,8 +128,12 @@ def test_without_our_reference_there_are_rates_and_no_ratios():
 
 
 def test_comparisons_differ_by_what_both_timed():
-    before = compare_report_of([contestant("fuelrail:turbo", [900.0, 905.0, 910.0]), contestant("loose:pil", [200.0])])
-    after = compare_report_of([contestant("fuelrail:turbo", [700.0, 705.0, 710.0]), contestant("wds:cv2", [300.0])])
+    before = compare_report_of(
+        [contestant("fuelrail:turbo", [900.0, 905.0, 910.0]), contestant("loose:pil", [200.0])]
+    )
+    after = compare_report_of(
+        [contestant("fuelrail:turbo", [700.0, 705.0, 710.0]), contestant("wds:cv2", [300.0])]
+    )
     (change,) = compare(before, after)
     assert change.is_worse(0.1)
     with pytest.raises(ConfigError, match="nothing to compare"):

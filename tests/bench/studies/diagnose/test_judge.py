@@ -13,7 +13,12 @@ from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.report.page import render_page
 from fuelrail.bench.studies.diagnose.judge import Bound, Round, counterfactual, find_bound
-from fuelrail.bench.studies.diagnose.report import DiagnoseReport, conclusion, suggestions, verdict_on
+from fuelrail.bench.studies.diagnose.report import (
+    DiagnoseReport,
+    conclusion,
+    suggestions,
+    verdict_on,
+)
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.studies.train.settings import TrainOptions
 from support.bench_runs import MS, SETTINGS, log, report_of, step
@@ -43,9 +48,12 @@ def judge(base, *, without=None, again=None, **facts):
 
     Without them the second run is the same as the first.
     """
-    runs = {"loading": {}, "storage": {}, "decompression": {}, "decode": {}, "all-reduce": {}} | (without or {})
+    runs = {"loading": {}, "storage": {}, "decompression": {}, "decode": {}, "all-reduce": {}} | (
+        without or {}
+    )
     reports = {
-        name: training(number, leave_out=(name,), **times) for number, (name, times) in enumerate(runs.items(), 1)
+        name: training(number, leave_out=(name,), **times)
+        for number, (name, times) in enumerate(runs.items(), 1)
     }
     second = base if again is None else training(99, **again)
     return find_bound([Round(base, reports, second)], **facts)
@@ -65,7 +73,12 @@ def test_nothing_wrong_is_called_healthy():
 
 
 WAITS = {"wait_ms": 15.0}
-LOADER = {"storage": "storage", "decompression": "decompression", "decode": "CPU decode", "transform": "Python"}
+LOADER = {
+    "storage": "storage",
+    "decompression": "decompression",
+    "decode": "CPU decode",
+    "transform": "Python",
+}
 SLOW_RANK = {"other_ms": [0.0, 9.0], "reduce_ms": [9.0, 0.0]}
 # In step, what one of them waits for data, the other waits in the all-reduce; apart, they are as fast.
 TAKING_TURNS = {"wait_ms": [1.0, 15.0], "reduce_ms": [15.0, 1.0]}
@@ -78,14 +91,29 @@ NO_LOADING, NO_STORAGE = {"loading": {}}, {"loading": {}, "storage": {}}
     ("times", "helps", "facts", "bound"),
     [
         (WAITS, NO_STORAGE, {"again": WAITS, "is_remote": True}, "network"),
-        ({"other_ms": 1.2}, everywhere(other_ms=0.1), {"again": {"other_ms": 0.0}}, "compute"),  # it became faster
+        (
+            {"other_ms": 1.2},
+            everywhere(other_ms=0.1),
+            {"again": {"other_ms": 0.0}},
+            "compute",
+        ),  # it became faster
         ({"reduce_ms": 12}, {"all-reduce": {}}, {}, "all-reduce"),
         ({"copy_ms": 12}, {}, {}, "host to device"),
         (CONTENDED, NO_LOADING | {"decode": {}}, {}, "GPU decode contention"),
         (SLOW_RANK, {"all-reduce": {"other_ms": [0.0, 9.0]}}, {}, "slow rank"),
-        (TAKING_TURNS, NO_LOADING | {"decode": {}, "all-reduce": {"wait_ms": 10.0}}, {}, "CPU decode"),
+        (
+            TAKING_TURNS,
+            NO_LOADING | {"decode": {}, "all-reduce": {"wait_ms": 10.0}},
+            {},
+            "CPU decode",
+        ),
         ({"other_ms": 5}, {}, {}, "host"),
-        (BOTH, {"loading": {"reduce_ms": 9}, "all-reduce": {"wait_ms": 3}}, {}, "all-reduce"),  # the larger loss
+        (
+            BOTH,
+            {"loading": {"reduce_ms": 9}, "all-reduce": {"wait_ms": 3}},
+            {},
+            "all-reduce",
+        ),  # the larger loss
     ],
 )
 def test_the_part_whose_absence_helps_is_named(times, helps, facts, bound):
@@ -118,8 +146,13 @@ def test_a_cache_that_was_cold():
 
 def reading(report, busy):
     """The report with a stage `fetch` that was busy for that share."""
-    stages = [msgspec.structs.replace(stage, name="fetch", busy=busy) for stage in report.figures.stages[:1]]
-    return msgspec.structs.replace(report, figures=msgspec.structs.replace(report.figures, stages=stages))
+    stages = [
+        msgspec.structs.replace(stage, name="fetch", busy=busy)
+        for stage in report.figures.stages[:1]
+    ]
+    return msgspec.structs.replace(
+        report, figures=msgspec.structs.replace(report.figures, stages=stages)
+    )
 
 
 @pytest.mark.parametrize(("others", "said"), [(0.0, "more cores"), (1.0, "Other processes")])
@@ -129,28 +162,43 @@ def test_a_loader_without_free_cpus(others, said):
     assert said in judge(training(0, **WAITS, cpu=cpu), without=without).advice
 
 
-@pytest.mark.parametrize(("own", "advice"), [(0.9, "where='process'"), (1.9, "RemoteWorkers(num_workers=1)")])
+@pytest.mark.parametrize(
+    ("own", "advice"), [(0.9, "where='process'"), (1.9, "RemoteWorkers(num_workers=1)")]
+)
 def test_a_loader_that_holds_up_the_trainers_python_belongs_elsewhere(own, advice):
     """Without it the time outside the phases is shorter, not the wait."""
     busy = {"wait_ms": 1.0, "other_ms": 9.0}
     cpu = CpuUse(seconds=2.0, own=own, others=0.0, usable=2.0)
-    found = judge(training(0, **busy, cpu=cpu), without=everywhere(**busy) | {"loading": {"other_ms": 1.0}}, again=busy)
+    found = judge(
+        training(0, **busy, cpu=cpu),
+        without=everywhere(**busy) | {"loading": {"other_ms": 1.0}},
+        again=busy,
+    )
     assert found.bound == "Python"
     assert advice in found.advice
     assert found.expected_gain == pytest.approx(41.2 / 32.2 - 1, abs=0.03)
 
 
 def test_ranks_of_one_model_share_what_they_load():
-    shared = msgspec.structs.replace(training(0, **WAITS), global_batch=2)  # of two ranks with two samples each
+    shared = msgspec.structs.replace(
+        training(0, **WAITS), global_batch=2
+    )  # of two ranks with two samples each
     runs = {"without": everywhere(**WAITS) | NO_LOADING | {"decode": {}}, "again": WAITS}
-    assert "2 ranks of one model load the same samples each: with where='node'" in judge(shared, **runs).advice
+    assert (
+        "2 ranks of one model load the same samples each: with where='node'"
+        in judge(shared, **runs).advice
+    )
     assert "where='node'" not in judge(training(0, **WAITS), **runs).advice
 
 
 def test_used_up_cpus_are_counted_in_those_of_other_machines():
     """19 CPUs and 46 % more of them, for two ranks."""
     cpu = CpuUse(seconds=2.0, own=19.0, others=0.0, usable=20.0)
-    found = judge(training(0, **WAITS, cpu=cpu), without=everywhere(**WAITS) | NO_LOADING | {"decode": {}}, again=WAITS)
+    found = judge(
+        training(0, **WAITS, cpu=cpu),
+        without=everywhere(**WAITS) | NO_LOADING | {"decode": {}},
+        again=WAITS,
+    )
     assert "where=fr.RemoteWorkers(num_workers=5), a CPU each, for each rank" in found.advice
 
 
@@ -160,7 +208,9 @@ def test_steps_of_other_sizes_are_compared_by_sample():
     assert counterfactual("trial", base, doubled).gain == pytest.approx(0, abs=0.02)
 
 
-@pytest.mark.parametrize(("num_workers", "options"), [(1, ["--workers 2"]), (3, ["--workers 1", "--workers 4"])])
+@pytest.mark.parametrize(
+    ("num_workers", "options"), [(1, ["--workers 2"]), (3, ["--workers 1", "--workers 4"])]
+)
 def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
     settings = msgspec.structs.replace(SETTINGS, workers=num_workers)
     found = suggestions("Python", settings, num_shards=4, num_ranks=2, out=tmp_path)
@@ -170,7 +220,9 @@ def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
 @pytest.mark.parametrize("bound", [*get_args(Bound)])
 def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
     found = suggestions(bound, SETTINGS, num_shards=4, num_ranks=2, out=tmp_path)
-    line = conclusion([counterfactual(trial.options, training(0, **WAITS), training(1)) for trial in found], 0.0)
+    line = conclusion(
+        [counterfactual(trial.options, training(0, **WAITS), training(1)) for trial in found], 0.0
+    )
     assert line.startswith("use: " if found else "nothing was tried")
     for trial in found:
         msgspec.structs.replace(TrainOptions(), **trial.changes)
@@ -181,7 +233,15 @@ def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
 def test_the_command_runs_and_prints_what_its_report_and_page_say(dataset, tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--batch-size", "1", "--steps", "12", "--warmup", "2", "--workers", "1", "--no-html"]
-    options += ["--accelerator", "emulated:resnet50-224-h100", "--out", str(out), "--apply", "--max-rounds", "1"]
+    options += [
+        "--accelerator",
+        "emulated:resnet50-224-h100",
+        "--out",
+        str(out),
+        "--apply",
+        "--max-rounds",
+        "1",
+    ]
     assert main(["bench", "diagnose", str(dataset), *options]) == 0
     result = msgspec.json.decode((out / "report.json").read_bytes(), type=DiagnoseReport)
     left_out = ["loading", "storage", "decompression", "decode"]  # one rank reduces nothing
@@ -227,7 +287,10 @@ def test_further_rounds_tell_what_one_could_not():
 
     first = Round(training(0, **waits), without(10), training(99, wait_ms=1.5, noise_ms=6.0))
     assert find_bound([first]).bound == "undecided"
-    more = [Round(training(n, **waits), without(n + 10), training(n + 99, **waits)) for n in (100, 200, 300, 400)]
+    more = [
+        Round(training(n, **waits), without(n + 10), training(n + 99, **waits))
+        for n in (100, 200, 300, 400)
+    ]
     found = find_bound([first, *more])
     assert (found.bound, found.num_rounds) == ("CPU decode", 5)
     assert found.noise < 0.1

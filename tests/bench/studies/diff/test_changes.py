@@ -72,10 +72,16 @@ def test_figures_that_are_not_above_zero_are_refused(before, after):
     report = loader_report_of([loader_run(100.0)])
     figures, replace = report.figures, msgspec.structs.replace
     old, new = (
-        replace(report, figures=replace(figures, samples_per_s=replace(figures.samples_per_s, median=median)))
+        replace(
+            report,
+            figures=replace(figures, samples_per_s=replace(figures.samples_per_s, median=median)),
+        )
         for median in (before, after)
     )
-    with pytest.raises(ConfigError, match=f"'samples/s' is {before:g} in A and {after:g} in B; both must be above 0"):
+    with pytest.raises(
+        ConfigError,
+        match=f"'samples/s' is {before:g} in A and {after:g} in B; both must be above 0",
+    ):
         compare(old, new)
 
 
@@ -94,9 +100,12 @@ def test_what_else_differs_is_reported():
 @pytest.fixture
 def reports(tmp_path):
     for name, report in {
-        "quick": noisy(0), "slow": noisy(1, slower_ms=4.0), "short": report_of([log([step(0, 0)])]),
-        "loader": loader_report_of([loader_run()]), "other": {"schema": "x", "version": 1},
-    }.items():  # fmt: skip
+        "quick": noisy(0),
+        "slow": noisy(1, slower_ms=4.0),
+        "short": report_of([log([step(0, 0)])]),
+        "loader": loader_report_of([loader_run()]),
+        "other": {"schema": "x", "version": 1},
+    }.items():
         (tmp_path / name).mkdir()
         publish_json(tmp_path / name / "report.json", report)
     return tmp_path
@@ -106,13 +115,18 @@ def test_the_exit_code_is_for_ci_and_the_names_of_figures_are_printed_whole(repo
     words = ["bench", "diff", str(reports / "quick"), str(reports / "slow")]
     assert main(words) == 1
     printed = capsys.readouterr().out
-    assert "worse by more than 2.0%, beyond noise: mean step time [ms], occupancy, samples/s" in printed
+    assert (
+        "worse by more than 2.0%, beyond noise: mean step time [ms], occupancy, samples/s"
+        in printed
+    )
     assert "mean , " not in printed
     assert main([*words, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["worse"] == ["mean step time [ms]", "occupancy", "samples/s"]
     assert found["changes"][0]["ratio_low"] > 1
-    assert main(["bench", "diff", str(reports / "slow" / "report.json"), str(reports / "quick")]) == 0
+    assert (
+        main(["bench", "diff", str(reports / "slow" / "report.json"), str(reports / "quick")]) == 0
+    )
     assert "nothing is worse" in capsys.readouterr().out
     assert main([*words, "--threshold", "0.5"]) == 0
 
@@ -134,10 +148,14 @@ def test_what_cannot_be_compared_is_refused(reports, capsys, before, after, said
 
 
 def of_other_data(report, **changes):
-    return msgspec.structs.replace(report, dataset=msgspec.structs.replace(report.dataset, **changes))
+    return msgspec.structs.replace(
+        report, dataset=msgspec.structs.replace(report.dataset, **changes)
+    )
 
 
-@pytest.mark.parametrize("changes", [{"fingerprint": "e" * 16}, {"split": "val"}], ids=["dataset", "split"])
+@pytest.mark.parametrize(
+    "changes", [{"fingerprint": "e" * 16}, {"split": "val"}], ids=["dataset", "split"]
+)
 def test_reports_of_different_data_are_refused_unless_allowed(reports, capsys, changes):
     other = of_other_data(noisy(1, slower_ms=4.0), **changes)
     publish_json(reports / "other" / "report.json", other)
@@ -149,7 +167,10 @@ def test_reports_of_different_data_are_refused_unless_allowed(reports, capsys, c
 
 
 def test_fewer_than_three_repeats_give_no_interval_and_no_verdict():
-    few, many = loader_report_of([loader_run(50.0)]), loader_report_of([loader_run(100.0 + n) for n in range(3)])
+    few, many = (
+        loader_report_of([loader_run(50.0)]),
+        loader_report_of([loader_run(100.0 + n) for n in range(3)]),
+    )
     change = compare(few, many)[0]
     assert (change.ratio_low, change.ratio_high, change.is_real) == (None, None, False)
     assert compare(many, many)[0].ratio_low is not None

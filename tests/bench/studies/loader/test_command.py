@@ -19,7 +19,9 @@ from support.datasets import build_dataset
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = LoaderOptions(batch_size=2, workers=2, decoder="turbo", image=ImageAugment(height=32, width=48))
+OPTIONS = LoaderOptions(
+    batch_size=2, workers=2, decoder="turbo", image=ImageAugment(height=32, width=48)
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,9 @@ def test_limits_of_frame_shards(tmp_path):
     build_dataset(tmp_path / "tiny", {"train": (8,)}, layout="frame")
     opened = open_dataset(tmp_path / "tiny")
     items = {entry.stage.name: entry.items for entry in record_stages(opened, OPTIONS, 2)}
-    limits = measure_limits(items["parse"], items["decode"], {"lidar_top"}, 2 * 3 * 32 * 48, 1, 0.0, opened)
+    limits = measure_limits(
+        items["parse"], items["decode"], {"lidar_top"}, 2 * 3 * 32 * 48, 1, 0.0, opened
+    )
     assert "zstd" in [rate.name for rate in limits]
 
 
@@ -68,7 +72,9 @@ def test_limits_are_of_what_the_loader_reads(dataset):
     def to_device(_):  # emulated: it takes what a copy takes
         device[:] = picture
 
-    limits = measure_limits(items["parse"], items["decode"], {"lidar_top"}, len(picture), 1, 0.0, None, to_device)
+    limits = measure_limits(
+        items["parse"], items["decode"], {"lidar_top"}, len(picture), 1, 0.0, None, to_device
+    )
     assert limits[-1].num_threads == 1
     names = [rate.name for rate in limits]
     # Images of 96 x 64 that end up 48 wide are decoded at half size.
@@ -108,7 +114,9 @@ def test_a_measurement_is_reported(dataset, tmp_path, capsys):
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore")  # Ray's own, of its dependencies
 @pytest.mark.parametrize("where", ["process", "node", "remote"])
-def test_another_place_is_measured_beside_threads_of_this_process(dataset, tmp_path, monkeypatch, where, request):
+def test_another_place_is_measured_beside_threads_of_this_process(
+    dataset, tmp_path, monkeypatch, where, request
+):
     if where == "remote":
         ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
         request.addfinalizer(ray.shutdown)  # of the cluster that the measurement starts
@@ -116,7 +124,14 @@ def test_another_place_is_measured_beside_threads_of_this_process(dataset, tmp_p
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # what the measurement sets is gone afterwards
     report = bench_loader(
-        dataset, batch_size=2, workers=1, seconds=1.0, repeats=2, where=where, out=tmp_path / "out", html=False
+        dataset,
+        batch_size=2,
+        workers=1,
+        seconds=1.0,
+        repeats=2,
+        where=where,
+        out=tmp_path / "out",
+        html=False,
     )
     here = next(rate for rate in report.limits if rate.name == "the loader in threads here")
     assert here.samples_per_s > 0
@@ -127,20 +142,38 @@ def test_another_place_is_measured_beside_threads_of_this_process(dataset, tmp_p
 
 
 def test_an_address_of_ray_is_for_remote_batches_alone(dataset):
-    with pytest.raises(ConfigError, match="a Ray address needs where='remote', got address 'auto' without it"):
+    with pytest.raises(
+        ConfigError, match="a Ray address needs where='remote', got address 'auto' without it"
+    ):
         bench_loader(dataset, where="process", ray_address="auto")
 
 
 def test_a_run_too_short_gives_no_figure_and_says_so(dataset, tmp_path, capsys):
     out = tmp_path / "out"
-    assert bench(dataset, out, "--batch-size", 2, "--seconds", 0.001, "--repeats", 1, "--json", "--no-html") == 0
+    assert (
+        bench(
+            dataset,
+            out,
+            "--batch-size",
+            2,
+            "--seconds",
+            0.001,
+            "--repeats",
+            1,
+            "--json",
+            "--no-html",
+        )
+        == 0
+    )
     assert sorted(path.name for path in out.iterdir()) == ["report.json", "report.md"]
     printed = json.loads(capsys.readouterr().out)
     assert printed["figures"] is None
     assert "no run became steady" in printed["too_short"]
 
 
-def test_an_interrupted_measurement_reports_its_finished_rounds_as_partial(dataset, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_measurement_reports_its_finished_rounds_as_partial(
+    dataset, tmp_path, capsys, monkeypatch
+):
     calls = []
 
     def interrupted(*arguments):

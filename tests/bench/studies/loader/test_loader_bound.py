@@ -15,16 +15,24 @@ SECONDS = 10.0
 CPU_MS = {"fetch": 0.5, "parse": 0.5, "decode": 20.0, "collate": 0.2}
 
 
-def judge(*, samples_per_s, busy, threads=None, cpu_ms=CPU_MS, usable=4.0, others=0.0, jpeg_ms=15.0):
+def judge(
+    *, samples_per_s, busy, threads=None, cpu_ms=CPU_MS, usable=4.0, others=0.0, jpeg_ms=15.0
+):
     """``busy`` gives each stage's busy share, the rest is starved; CPU in use follows from rate and CPU time."""
     count = dict.fromkeys(busy, 1) | {"decode": 4} | (threads or {})
     clocks = [
         StageClock(
-            name=name, num_threads=count[name], items=int(samples_per_s * SECONDS), waiting=0, capacity=2,
-            blocked_s=0.0, busy_s=share * count[name] * SECONDS, starved_s=(1 - share) * count[name] * SECONDS,
+            name=name,
+            num_threads=count[name],
+            items=int(samples_per_s * SECONDS),
+            waiting=0,
+            capacity=2,
+            blocked_s=0.0,
+            busy_s=share * count[name] * SECONDS,
+            starved_s=(1 - share) * count[name] * SECONDS,
         )
         for name, share in busy.items()
-    ]  # fmt: skip
+    ]
     alone = [
         Rate(name=name, num_threads=count[name], samples_per_s=1e3 / ms, cpu_ms_per_sample=ms)
         for name, ms in cpu_ms.items()
@@ -49,21 +57,33 @@ WAITING = {"fetch": 0.5, "parse": 0.5, "decode": 10.0, "collate": 0.2}
         # The loader leaves out what the crop leaves out: a library that decodes more is not a limit.
         (
             {"samples_per_s": 180, "busy": DECODING, "jpeg_ms": 25.0},
-            "cpu", "decode", "on whole images, takes 25.0 ms", None,
+            "cpu",
+            "decode",
+            "on whole images, takes 25.0 ms",
+            None,
         ),
         ({"samples_per_s": 180, "busy": IDLE, "cpu_ms": READING}, "cpu", "fetch", "", 20.1 / 5.1),
         (
             {"samples_per_s": 45, "busy": DECODING, "others": 3.0},
-            "cpu", "decode", "of the 1.0 CPUs that other processes left free of 4", 21.2 / 15,
+            "cpu",
+            "decode",
+            "of the 1.0 CPUs that other processes left free of 4",
+            21.2 / 15,
         ),
         (
             {"samples_per_s": 48, "busy": IDLE | {"decode": 0.98}, "threads": {"decode": 1}},
-            "threads", "decode", "--workers 4", 1e3 * 4 / 21.2 / 48,
+            "threads",
+            "decode",
+            "--workers 4",
+            1e3 * 4 / 21.2 / 48,
         ),
         # Of one thread of Python; decode is next.
         (
             {"samples_per_s": 105, "busy": IDLE | {"parse": 0.99}, "cpu_ms": PARSING},
-            "single thread", "parse", "", 200 / 105,
+            "single thread",
+            "parse",
+            "",
+            200 / 105,
         ),
         ({"samples_per_s": 40, "busy": IDLE | {"fetch": 0.99}}, "storage", "fetch", "", ANY),
         ({"samples_per_s": 100, "busy": DECODING, "cpu_ms": WAITING}, "waiting", "decode", "", ANY),
@@ -71,7 +91,7 @@ WAITING = {"fetch": 0.5, "parse": 0.5, "decode": 10.0, "collate": 0.2}
         # Stages without any time are not divided by.
         ({"samples_per_s": 1, "busy": dict.fromkeys(CPU_MS, 0.0)}, "hand-over", None, "", None),
     ],
-)  # fmt: skip
+)
 def test_the_bound_is_named_with_what_its_removal_gains(run, kind, stage, said, gain):
     bound = judge(**run)
     assert (bound.kind, bound.stage) == (kind, stage)

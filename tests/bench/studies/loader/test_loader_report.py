@@ -11,8 +11,14 @@ from support.loader_runs import loader_report_of, loader_run
 
 
 def test_figures_are_medians_of_the_steady_runs():
-    figures = loader_report_of([loader_run(100.0), loader_run(120.0), loader_run(125.0), loader_run(None)]).figures
-    assert (figures.samples_per_s.median, figures.samples_per_s.low, figures.samples_per_s.high) == (120, 100, 125)
+    figures = loader_report_of(
+        [loader_run(100.0), loader_run(120.0), loader_run(125.0), loader_run(None)]
+    ).figures
+    assert (
+        figures.samples_per_s.median,
+        figures.samples_per_s.low,
+        figures.samples_per_s.high,
+    ) == (120, 100, 125)
     assert figures.images_per_s.median == 240
     assert figures.stored_mb_per_s == pytest.approx(120)
     assert figures.cpu_s_per_1000_images == pytest.approx(7.5)
@@ -33,7 +39,9 @@ def test_doubts_are_said(runs, said):
 
 
 def test_a_quiet_measurement_has_no_doubt():
-    assert loader_report_of([loader_run(124.0), loader_run(125.0), loader_run(126.0)]).warnings == []
+    assert (
+        loader_report_of([loader_run(124.0), loader_run(125.0), loader_run(126.0)]).warnings == []
+    )
 
 
 def both_texts(report):
@@ -43,7 +51,9 @@ def both_texts(report):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("runs", [[loader_run(124.0), loader_run(126.0)], [loader_run(None)]], ids=["figures", "none"])
+@pytest.mark.parametrize(
+    "runs", [[loader_run(124.0), loader_run(126.0)], [loader_run(None)]], ids=["figures", "none"]
+)
 def test_page_and_markdown_show_what_the_report_says(runs):
     report = loader_report_of(runs)
     markdown, page = both_texts(report)
@@ -59,7 +69,9 @@ def test_a_report_survives_its_file():
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("rates", "shown"), [([120.0, 121.0], False), ([120.0, 121.0, 122.0], True)])
+@pytest.mark.parametrize(
+    ("rates", "shown"), [([120.0, 121.0], False), ([120.0, 121.0, 122.0], True)]
+)
 def test_an_interval_needs_three_runs(rates, shown):
     report = loader_report_of([loader_run(rate) for rate in rates])
     for text in both_texts(report):

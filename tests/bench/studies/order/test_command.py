@@ -29,7 +29,11 @@ def described(capsys, *arguments):
 def test_shuffled_is_as_good_as_true_and_better_than_a_buffer(dataset, capsys):
     facts = described(capsys, dataset, "--seed", 3, "--epoch", 2, "--buffer", 200)
     ours, theirs, true = facts["figures"]
-    assert [each["name"] for each in facts["figures"]] == ["fuelrail shuffled", "webdataset 200", "true shuffle"]
+    assert [each["name"] for each in facts["figures"]] == [
+        "fuelrail shuffled",
+        "webdataset 200",
+        "true shuffle",
+    ]
     assert facts["epoch_length"] == facts["num_selected"] == 2400
     assert facts["num_steps"] == 37
     for name in ("rank_correlation_z", "serial_correlation_z"):
@@ -42,7 +46,9 @@ def test_shuffled_is_as_good_as_true_and_better_than_a_buffer(dataset, capsys):
 def test_packs_and_ranks_are_described(dataset, tmp_path, capsys):
     config = tmp_path / "order.yaml"
     cost = "{linear: {frame: 1}, constant: 1}"
-    config.write_text(f"pack: {{budget: 200, cost: {cost}, window: 300}}\nbalance: {{cost: {cost}}}\n")
+    config.write_text(
+        f"pack: {{budget: 200, cost: {cost}, window: 300}}\nbalance: {{cost: {cost}}}\n"
+    )
     facts = described(capsys, dataset, "--config", config, "--global-batch", 8, "--ranks", 4)
     costs = facts["costs"]
     assert costs["fill"] == pytest.approx(60 * sum(range(1, 41)) / 200 / facts["epoch_length"])
@@ -51,7 +57,9 @@ def test_packs_and_ranks_are_described(dataset, tmp_path, capsys):
     assert 0.95 < costs["fill"] <= 1 <= costs["dearest_rank"] < 1.02
     assert costs["randomness_lost"] < 0.02
     config.write_text(f"balance: {{cost: {cost}}}\n")
-    costs = described(capsys, dataset, "--config", config, "--global-batch", 64, "--ranks", 4)["costs"]
+    costs = described(capsys, dataset, "--config", config, "--global-batch", 64, "--ranks", 4)[
+        "costs"
+    ]
     assert (costs["fill"], costs["ranks"]) == (None, 4)
     assert 1 <= costs["dearest_rank"] < 1.01
     assert described(capsys, dataset)["costs"] is None
@@ -61,17 +69,24 @@ def test_packs_and_ranks_are_described(dataset, tmp_path, capsys):
 
 def test_buckets_are_described(dataset, tmp_path, capsys):
     config = tmp_path / "order.yaml"
-    config.write_text("bucket: {by: frame, bounds: [9, 19, 29, 39], window: 500}\nbalance: {cost: frame}\n")
+    config.write_text(
+        "bucket: {by: frame, bounds: [9, 19, 29, 39], window: 500}\nbalance: {cost: frame}\n"
+    )
     arguments = (dataset, "--config", config, "--global-batch", 16, "--ranks", 4)
     costs = described(capsys, *arguments)["costs"]
     assert (costs["num_buckets"], costs["fill"]) == (4, None)
-    assert 0.4 < costs["padding_before"] < 0.5  # of frames 0 .. 39, of which one of 16 is nearly always high
+    assert (
+        0.4 < costs["padding_before"] < 0.5
+    )  # of frames 0 .. 39, of which one of 16 is nearly always high
     assert 0.15 < costs["padding"] < 0.25  # of ten frames in a bucket, by the sizes of the buckets
     assert 0.9 < costs["randomness_lost"] < 1
     assert 1 < costs["dearest_rank"] < 1.05
     assert main(["order", "describe", *map(str, arguments)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"4 buckets: padding {costs['padding_before']:.2%} without, {costs['padding']:.2%} with them" in shown
+    assert (
+        f"4 buckets: padding {costs['padding_before']:.2%} without, {costs['padding']:.2%} with them"
+        in shown
+    )
     config.write_text("bucket: {by: night}\n")
     costs = described(capsys, *arguments)["costs"]
     assert (costs["num_buckets"], costs["padding"]) == (2, None)
@@ -93,7 +108,9 @@ def test_the_intraclass_correlation_is_that_of_its_definition():
 
 def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys):
     assert described(capsys, dataset, "--filter", "night and frame < 10")["num_selected"] == 120
-    lanes = described(capsys, dataset, "--kind", "lanes", "--pieces-per-clip", 2, "--global-batch", 7)
+    lanes = described(
+        capsys, dataset, "--kind", "lanes", "--pieces-per-clip", 2, "--global-batch", 7
+    )
     assert lanes["num_steps"] * 7 == lanes["epoch_length"] == 2400 + lanes["num_padding"]
     config = tmp_path / "order.yaml"
     config.write_text(
@@ -107,7 +124,10 @@ def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys)
     )
     staged = described(capsys, dataset, "--config", config, "--epoch", 1)
     assert (staged["num_selected"], staged["epoch_length"]) == (48 * 40 + 12 * 10, 2400)
-    assert [stage["order"]["filter"] for stage in staged["identity"]["stages"]] == ["not night", "frame < 10"]
+    assert [stage["order"]["filter"] for stage in staged["identity"]["stages"]] == [
+        "not night",
+        "frame < 10",
+    ]
 
 
 @pytest.mark.costly
@@ -119,10 +139,17 @@ def test_the_table(dataset, capsys):
 
 
 def test_where_there_is_no_whole_batch_a_dash_stands(dataset, capsys):
-    assert main(["order", "describe", str(dataset), "--filter", "frame < 1", "--global-batch", "64"]) == 0
+    assert (
+        main(["order", "describe", str(dataset), "--filter", "frame < 1", "--global-batch", "64"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "nan" not in printed
-    (pairs,) = (line.split() for line in printed.splitlines() if line.startswith("same-clip pairs in a batch"))
+    (pairs,) = (
+        line.split()
+        for line in printed.splitlines()
+        if line.startswith("same-clip pairs in a batch")
+    )
     assert pairs[-3:] == ["-", "-", "-"]
 
 
@@ -137,7 +164,10 @@ def test_where_there_is_no_whole_batch_a_dash_stands(dataset, capsys):
         (["--subset", "no-such-file"], "keys file 'no-such-file' cannot be read"),
         (["--buffer", "0"], "--buffer 0: Expected `int` >= 1"),
         (["--config", "no-such.yaml"], "no-such.yaml"),
-        (["--config", "configs/orders/object-store-windows.yaml", "--seed", "3"], "config is a whole order"),
+        (
+            ["--config", "configs/orders/object-store-windows.yaml", "--seed", "3"],
+            "config is a whole order",
+        ),
     ],
 )
 def test_mistakes_end_in_one_sentence(dataset, capsys, arguments, message):
@@ -149,7 +179,10 @@ def test_mistakes_end_in_one_sentence(dataset, capsys, arguments, message):
 
 
 def test_a_verdict_comes_before_the_figures(dataset, capsys):
-    for kind, said in (("shuffled", "As random as a true shuffle: the largest |z| is"), ("sequential", "Less random")):
+    for kind, said in (
+        ("shuffled", "As random as a true shuffle: the largest |z| is"),
+        ("sequential", "Less random"),
+    ):
         assert main(["order", "describe", str(dataset), "--kind", kind]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[1].startswith(said) or lines[2].startswith(said), lines[:4]

@@ -54,7 +54,10 @@ def test_the_keyed_permutation_is_as_good_as_a_true_shuffle(n):
 def test_its_figures_scatter_over_keys_as_those_of_true_shuffles_do():
     n, count = 1025, 600  # the shortest length that is not a table
     rng = np.random.default_rng(2)
-    ours = [measure(KeyedPermutation(n, derive_key("quality", key))(np.arange(n))) for key in range(count)]
+    ours = [
+        measure(KeyedPermutation(n, derive_key("quality", key))(np.arange(n)))
+        for key in range(count)
+    ]
     true = [measure(rng.permutation(n)) for _ in range(count)]
     for name in Z_FIGURES:
         a, b = (np.array([getattr(figure, name) for figure in figures]) for figures in (ours, true))
@@ -112,7 +115,9 @@ def test_webdatasets_order_is_what_its_pipeline_hands_out():
 
     urls = [str(shard) for shard in range(len(lengths))]
     theirs = list(
-        wds.DataPipeline(wds.SimpleShardList(urls), wds.detshuffle(100, seed=3), read, wds.detshuffle(6, seed=3))
+        wds.DataPipeline(
+            wds.SimpleShardList(urls), wds.detshuffle(100, seed=3), read, wds.detshuffle(6, seed=3)
+        )
     )
     ours = webdataset_order(lengths, np.arange(sum(lengths)), seed=3, sample_buffer=6)
     assert ours.tolist() == theirs
@@ -120,7 +125,10 @@ def test_webdatasets_order_is_what_its_pipeline_hands_out():
 
 def test_selected_samples_come_once_in_webdatasets_order():
     selected = np.array([1, 4, 5, 6, 11, 20, 21, 30])
-    assert sorted(webdataset_order([10, 10, 15], selected, seed=0, sample_buffer=3).tolist()) == selected.tolist()
+    assert (
+        sorted(webdataset_order([10, 10, 15], selected, seed=0, sample_buffer=3).tolist())
+        == selected.tolist()
+    )
 
 
 def test_a_true_shuffle_is_described_as_one():
@@ -140,5 +148,7 @@ def test_copies_are_samples_of_their_own():
 @pytest.mark.parametrize(("count", "shown"), [(MAX_POSITIONS + 1, "10,000,001"), (7, "7")])
 def test_epochs_too_long_or_too_short_are_refused(count, shown):
     samples = np.broadcast_to(np.int64(0), count)
-    with pytest.raises(OrderError, match=f"an epoch of {shown} positions cannot be measured: 8 to 10,000,000"):
+    with pytest.raises(
+        OrderError, match=f"an epoch of {shown} positions cannot be measured: 8 to 10,000,000"
+    ):
         describe("no", samples, np.zeros(1, dtype=int), 64)

@@ -26,7 +26,9 @@ IMAGES = {"cameras": 2, "height": 64, "width": 128}
 
 def test_flags_replace_what_a_scenario_says():
     asked = Scenario(name="n", model="gpt-tiny", cluster="1x8-h100", global_batch=16)
-    changed = with_options(asked, PlanOptions(cluster="8x8-h100", sequence=16, strategy="fsdp2", recompute="full"))
+    changed = with_options(
+        asked, PlanOptions(cluster="8x8-h100", sequence=16, strategy="fsdp2", recompute="full")
+    )
     assert (changed.cluster, changed.settings.context, changed.name) == ("8x8-h100", 16, "n")
     assert changed.parallel == ParallelSettings(strategy="fsdp2", recompute="full")
     again = with_options(changed, PlanOptions(recompute="none"))
@@ -35,9 +37,13 @@ def test_flags_replace_what_a_scenario_says():
 
 
 def test_what_flags_must_say():
-    with pytest.raises(ConfigError, match=r"needs cluster, global_batch: .*--cluster --global-batch"):
+    with pytest.raises(
+        ConfigError, match=r"needs cluster, global_batch: .*--cluster --global-batch"
+    ):
         with_options(None, PlanOptions(model="gpt2"))
-    with pytest.raises(ConfigError, match="strategy auto looks for the rest itself, and recompute is given"):
+    with pytest.raises(
+        ConfigError, match="strategy auto looks for the rest itself, and recompute is given"
+    ):
         with_options(Scenario(name="n", **TINY), PlanOptions(strategy="auto", recompute="full"))
     with pytest.raises(ConfigError, match="recompute is given without a strategy"):
         with_options(Scenario(name="n", **TINY), PlanOptions(recompute="full"))
@@ -48,7 +54,10 @@ def test_what_flags_must_say():
     [
         ({"model": "gpt2", "cameras": 6}, "model 'gpt2' reads tokens, and cameras is given"),
         ({**TINY, **IMAGES, "sequence": 9}, "model 'bev-tiny' reads images, and sequence is given"),
-        ({**TINY, **IMAGES, "max_global_batch": 4}, "global_batch is 8, and max_global_batch, .* trains as well, 4;"),
+        (
+            {**TINY, **IMAGES, "max_global_batch": 4},
+            "global_batch is 8, and max_global_batch, .* trains as well, 4;",
+        ),
     ],
 )
 def test_what_contradicts_the_model_or_the_batch_is_refused(given, message):
@@ -75,7 +84,10 @@ def test_a_stored_teacher_says_bytes_a_token_and_when_it_pays(how, row_bytes):
 
 def test_stored_tokens_are_of_a_teacher_of_tokens():
     given = {**TINY, **IMAGES, "teacher": "vit-tiny", "teacher_from": "topk:8"}
-    with pytest.raises(ConfigError, match="teacher_from 'topk:8' is of a teacher of tokens, and 'vit-tiny' says occup"):
+    with pytest.raises(
+        ConfigError,
+        match="teacher_from 'topk:8' is of a teacher of tokens, and 'vit-tiny' says occup",
+    ):
         fuelrail.plan(None, **given)
     with pytest.raises(ConfigError, match="teacher_from"):
         fuelrail.plan(None, **{**TINY, **IMAGES, "teacher": "vit-tiny", "teacher_from": "topk"})
@@ -83,8 +95,27 @@ def test_stored_tokens_are_of_a_teacher_of_tokens():
 
 @pytest.mark.slow
 def test_a_plan_by_flags_alone_and_its_files(tmp_path, capsys):
-    given = ["--model", "bev-tiny", "--cluster", "1x8-h100", "--global-batch", "8", "--precision", "fp32"]
-    given += ["--cameras", "2", "--height", "64", "--width", "128", "--strategy", "zero1", "--explain"]
+    given = [
+        "--model",
+        "bev-tiny",
+        "--cluster",
+        "1x8-h100",
+        "--global-batch",
+        "8",
+        "--precision",
+        "fp32",
+    ]
+    given += [
+        "--cameras",
+        "2",
+        "--height",
+        "64",
+        "--width",
+        "128",
+        "--strategy",
+        "zero1",
+        "--explain",
+    ]
     assert main(["plan", *given, "--out", str(tmp_path / "out"), "--json"]) == 0
     found = msgspec.json.decode(capsys.readouterr().out)
     assert found["strategy"] == "zero1"
@@ -94,9 +125,17 @@ def test_a_plan_by_flags_alone_and_its_files(tmp_path, capsys):
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 2
     text = (tmp_path / "out" / "report.md").read_text()
-    assert all(f"## {title}" in text for title in ("What was tried", "Memory and work of each stage", "Scaling"))
-    weak, strong = (next(one for one in found["scaling"] if one["scaling"] == kind) for kind in ("weak", "strong"))
-    assert [point["num_ranks"] for point in weak["points"]] == [1, 2, 4, 8], "no link leads out of the node"
+    assert all(
+        f"## {title}" in text
+        for title in ("What was tried", "Memory and work of each stage", "Scaling")
+    )
+    weak, strong = (
+        next(one for one in found["scaling"] if one["scaling"] == kind)
+        for kind in ("weak", "strong")
+    )
+    assert [point["num_ranks"] for point in weak["points"]] == [1, 2, 4, 8], (
+        "no link leads out of the node"
+    )
     assert any("scaling ends at 8 devices, one node" in text for text in found["assumed"])
     assert [point["num_ranks"] for point in strong["points"]] == [1, 2, 4, 8]
     assert weak["points"][0]["efficiency"] == 1.0
@@ -109,8 +148,14 @@ def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monke
     monkeypatch.setattr(variants, "_MICRO_BATCHES", (1, 3, 8, 16, 32))
     monkeypatch.setattr(variants, "_RECOMPUTE", ("none",))
     monkeypatch.setattr(variants, "_SIMPLE", ("ddp", "fsdp2"))
-    pair = (CLUSTERS / "1x8-h100.yaml").read_text().replace("devices_per_node: 8", "devices_per_node: 2")
-    (tmp_path / "pair.yaml").write_text(pair.replace("memory_gib: {value: 80,", "memory_gib: {value: 0.009,"))
+    pair = (
+        (CLUSTERS / "1x8-h100.yaml")
+        .read_text()
+        .replace("devices_per_node: 8", "devices_per_node: 2")
+    )
+    (tmp_path / "pair.yaml").write_text(
+        pair.replace("memory_gib: {value: 80,", "memory_gib: {value: 0.009,")
+    )
     cluster = load_cluster(str(tmp_path / "pair.yaml"))
     asked = Scenario(name="n", model="gpt-tiny", cluster="pair", global_batch=64, precision="fp32")
     run_rank.cache_clear()
@@ -122,7 +167,9 @@ def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monke
     assert found["ddp", 8].samples_per_s > found["ddp", 1].samples_per_s
     assert "do not divide the global batch of 64" in found["fsdp2", 3].fails
     assert found["ddp", 16].fails.startswith("needs 0.0 GiB on stage 0 (Activation 0.0, ")
-    assert found["ddp", 32].fails == f"a smaller micro-batch {found['ddp', 16].fails}", "it is not tried"
+    assert found["ddp", 32].fails == f"a smaller micro-batch {found['ddp', 16].fails}", (
+        "it is not tried"
+    )
     assert found["tp=2", 16].fails is None
     # What ranks share does not lie on each of them.
     assert found["fsdp2", 1].peak_gib < found["ddp", 1].peak_gib
@@ -146,10 +193,15 @@ def test_a_loaders_report_says_what_decoding_and_storage_can_do(tmp_path):
     assert found.cluster.images_per_node_s == pytest.approx(cpus * 2 / 0.015)
     assert (found.scenario.cameras, found.scenario.sample_bytes) == (2, 1_000_000)
     assert found.cluster.storage_gb_per_s == load_cluster("1x8-h100").storage_gb_per_s
-    assert any("storage is the cluster file's: the measured loader was held up by cpu" in one for one in found.assumed)
+    assert any(
+        "storage is the cluster file's: the measured loader was held up by cpu" in one
+        for one in found.assumed
+    )
     short = tmp_path / "short.json"
     short.write_bytes(msgspec.json.encode(loader_report_of([loader_run(None)])))
-    with pytest.raises(ConfigError, match=r"--loader-report '.*' has no figures: no run became steady"):
+    with pytest.raises(
+        ConfigError, match=r"--loader-report '.*' has no figures: no run became steady"
+    ):
         fuelrail.plan(None, **TINY, **IMAGES, loader_report=str(short))
 
 
@@ -157,7 +209,9 @@ def test_a_loaders_report_says_what_decoding_and_storage_can_do(tmp_path):
 def test_a_dataset_without_a_loaders_report_says_what_is_assumed(tmp_path):
     build_dataset(tmp_path / "data", {"train": (5, 4)})
     found = fuelrail.plan(None, **TINY, height=64, width=128, data=str(tmp_path / "data"))
-    assert any("no report of `fuelrail bench loader` for the dataset" in one for one in found.assumed)
+    assert any(
+        "no report of `fuelrail bench loader` for the dataset" in one for one in found.assumed
+    )
 
 
 @pytest.mark.slow
@@ -175,7 +229,9 @@ def test_efficiencies_are_fitted_to_training_on_the_cluster(tmp_path):
     assert "4 numbers fitted to 1 measured step; identifiable by them: " in said[0]
     emulated = report_of([log(steps(20))])
     path.write_bytes(msgspec.json.encode(emulated))
-    with pytest.raises(ConfigError, match="its accelerator was emulated, which says nothing of 'NVIDIA H100"):
+    with pytest.raises(
+        ConfigError, match="its accelerator was emulated, which says nothing of 'NVIDIA H100"
+    ):
         measured(asked, cluster, [str(path)])
 
 
@@ -184,7 +240,12 @@ FLAGS = {"model": "gpt-tiny", "cluster": "1x8-h100", "global_batch": 16, "strate
 
 @pytest.mark.slow
 def test_a_users_own_measured_steps_narrow_the_range(tmp_path):
-    asked = {"model": "gpt-tiny", "cluster": "1x8-h100", "global_batch": 16, "parallel": {"strategy": "ddp"}}
+    asked = {
+        "model": "gpt-tiny",
+        "cluster": "1x8-h100",
+        "global_batch": 16,
+        "parallel": {"strategy": "ddp"},
+    }
     for number, size in enumerate((1, 2)):
         text = {**asked, "name": "mine", "micro_batch": size, "measured_step_s": 0.004 / size}
         (tmp_path / f"{number}.yaml").write_bytes(msgspec.yaml.encode(text))
@@ -192,7 +253,9 @@ def test_a_users_own_measured_steps_narrow_the_range(tmp_path):
     before = fuelrail.plan(None, **FLAGS)
     after = fuelrail.plan(None, **FLAGS, measure=files)
     assert any("identifiable by them" in text for text in after.assumed)
-    assert after.step_s > before.step_s, "a step takes milliseconds, which no H100 needs for so little"
+    assert after.step_s > before.step_s, (
+        "a step takes milliseconds, which no H100 needs for so little"
+    )
     assert after.step_range_s[0] < after.step_s < after.step_range_s[1]
     (tmp_path / "0.yaml").write_bytes(msgspec.yaml.encode({**asked, "name": "mine"}))
     with pytest.raises(ConfigError, match="needs parallel, and measured_step_s"):
@@ -201,4 +264,7 @@ def test_a_users_own_measured_steps_narrow_the_range(tmp_path):
 
 def test_every_scenario_is_of_a_cluster():
     for path in (CLUSTERS.parent / "scenarios").glob("*.yaml"):
-        assert load_cluster(msgspec.yaml.decode(path.read_bytes(), type=dict)["cluster"]).num_devices >= 4
+        assert (
+            load_cluster(msgspec.yaml.decode(path.read_bytes(), type=dict)["cluster"]).num_devices
+            >= 4
+        )

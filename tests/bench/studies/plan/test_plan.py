@@ -47,18 +47,28 @@ def test_the_simplest_strategy_that_fits_and_why_the_simpler_one_does_not(tmp_pa
 
 
 def test_nothing_fits_with_a_reason_for_each(tmp_path):
-    none = msgspec.structs.replace(GPT, cluster=cluster(tmp_path, memory_gib=0.0001), global_batch=8)
+    none = msgspec.structs.replace(
+        GPT, cluster=cluster(tmp_path, memory_gib=0.0001), global_batch=8
+    )
     with pytest.raises(
-        ConfigError, match=r"does not fit on 8 x .*: ddp: needs .*; zero1: .*; tp=8, full recomputation"
+        ConfigError,
+        match=r"does not fit on 8 x .*: ddp: needs .*; zero1: .*; tp=8, full recomputation",
     ):
         plan(none)
 
 
 def test_slow_storage_and_few_decoders_are_named(tmp_path):
     camera = Scenario(
-        name="images", model="bev-tiny", cluster=cluster(tmp_path, storage_gb_per_s=1e-4), global_batch=8,
-        precision="fp32", cameras=2, height=64, width=128, sample_bytes=100_000,
-    )  # fmt: skip
+        name="images",
+        model="bev-tiny",
+        cluster=cluster(tmp_path, storage_gb_per_s=1e-4),
+        global_batch=8,
+        precision="fp32",
+        cameras=2,
+        height=64,
+        width=128,
+        sample_bytes=100_000,
+    )
     found = plan(camera)
     assert found.bottleneck == "storage"
     assert found.step_s == pytest.approx(8 * 100_000 / 1e5)
@@ -77,7 +87,9 @@ def test_a_pipeline_has_a_bubble_and_all_its_stages():
     found = plan(msgspec.structs.replace(GPT, parallel=parallel, failures_per_day=1.0))
     assert [shape.stage for shape in found.stages] == [0, 1, 2, 3]
     parts = found.step
-    assert parts.bubble == pytest.approx(3 / 16 * (parts.compute + parts.memory + parts.tensor + parts.pipeline))
+    assert parts.bubble == pytest.approx(
+        3 / 16 * (parts.compute + parts.memory + parts.tensor + parts.pipeline)
+    )
     weights = sum(shape.parameters for shape in plan(GPT).stages)
     # Norms and what else no plan divides lie on both ranks of the tensor-parallel group.
     assert found.checkpoint_gb == pytest.approx(12 * weights / 1e9, rel=0.05)
@@ -87,25 +99,37 @@ def test_a_pipeline_has_a_bubble_and_all_its_stages():
 def test_other_strategies_that_may_be_faster_are_tried_and_named():
     found = plan(msgspec.structs.replace(GPT, cluster="8x8-h100", global_batch=64))
     assert found.strategy == "ddp"
-    assert [one.strategy for one in found.tried] == ["ddp", "zero1", "zero2", "dp_replicate=8,dp_shard=8", "fsdp2"]
+    assert [one.strategy for one in found.tried] == [
+        "ddp",
+        "zero1",
+        "zero2",
+        "dp_replicate=8,dp_shard=8",
+        "fsdp2",
+    ]
     rates = {one.strategy: one.samples_per_s for one in found.tried}
     assert rates["zero1"] < rates["ddp"], "it sends its parameters"
-    assert rates["dp_replicate=8,dp_shard=8"] > rates["fsdp2"], "small messages take longer between nodes"
+    assert rates["dp_replicate=8,dp_shard=8"] > rates["fsdp2"], (
+        "small messages take longer between nodes"
+    )
     best = max(found.tried, key=lambda one: one.samples_per_s)
     used = [change for change in found.remedies if change.startswith("use ")]
     assert (f"use {best.strategy}" in used) == (best.samples_per_s > 1.02 * rates["ddp"])
-    assert [point.num_ranks for point in found.scaling[0].points] == [2**power for power in range(11)]
+    assert [point.num_ranks for point in found.scaling[0].points] == [
+        2**power for power in range(11)
+    ]
 
 
 def test_a_batch_that_does_not_divide_is_refused_and_one_that_is_too_small_divides_the_model():
     with pytest.raises(
-        ConfigError, match=r"ddp: 8 .* do not divide the global batch of 12; use a multiple of 8, or --"
+        ConfigError,
+        match=r"ddp: 8 .* do not divide the global batch of 12; use a multiple of 8, or --",
     ):
         plan(msgspec.structs.replace(GPT, global_batch=12))
     found = plan(msgspec.structs.replace(GPT, global_batch=4))
     assert found.strategy.startswith("dp_shard=4,tp=2")
     assert any(
-        "a global_batch of 4 is less than one micro-batch of 1 on each of 8 devices" in text for text in found.assumed
+        "a global_batch of 4 is less than one micro-batch of 1 on each of 8 devices" in text
+        for text in found.assumed
     )
 
 
@@ -160,9 +184,16 @@ def test_what_a_scenario_must_say(changes, message):
         pytest.param("vit-2b-64-gpus", 12, marks=pytest.mark.long),
     ],
 )
-def test_the_text_beside_a_shipped_scenario_is_what_the_command_writes(name, runs, tmp_path, capsys):
+def test_the_text_beside_a_shipped_scenario_is_what_the_command_writes(
+    name, runs, tmp_path, capsys
+):
     run_rank.cache_clear()
-    assert main(["plan", str(SCENARIOS / f"{name}.yaml"), "--json", "--out", str(tmp_path), "--no-html"]) == 0
+    assert (
+        main(
+            ["plan", str(SCENARIOS / f"{name}.yaml"), "--json", "--out", str(tmp_path), "--no-html"]
+        )
+        == 0
+    )
     assert (tmp_path / "report.md").read_text().startswith((SCENARIOS / f"{name}.md").read_text())
     found = msgspec.json.decode(capsys.readouterr().out)
     assert 0 < found["peak_gib"] <= found["usable_gib"]

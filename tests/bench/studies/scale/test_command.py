@@ -29,13 +29,26 @@ def bench(dataset, out, *options):
 
 
 def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(CpuUse, "disturbed", None)  # other tests run beside this one, and hurt the simulation too
+    monkeypatch.setattr(
+        CpuUse, "disturbed", None
+    )  # other tests run beside this one, and hurt the simulation too
     monkeypatch.setattr(report_module, "_MAX_ERROR", 100.0)
     monkeypatch.setattr(run_module, "_LOADER_SECONDS", 1.5)
     (tmp_path / "quick.yaml").write_text(_PROFILE)
     out = tmp_path / "out"
     options = ("--ranks", 1, 2, "--steps", 14, "--warmup", 4, "--batch-size", 1)
-    assert bench(dataset, out, *options, "--accelerator", f"emulated:{tmp_path / 'quick.yaml'}", "--max-ranks", 8) == 0
+    assert (
+        bench(
+            dataset,
+            out,
+            *options,
+            "--accelerator",
+            f"emulated:{tmp_path / 'quick.yaml'}",
+            "--max-ranks",
+            8,
+        )
+        == 0
+    )
     report = load_comparable(out / "report.json")
     assert [(run.num_ranks, run.batch_size, list(run.efficiency)) for run in report.measured] == [
         (1, 1, ["weak"]),

@@ -21,8 +21,17 @@ def test_efficiency_is_reported_against_one_rank():
 
 def test_the_model_is_tried_on_every_run_and_those_with_more_ranks_are_held_out():
     report = scale_report()
-    assert all(run.error == pytest.approx(run.simulated_ms / run.step_ms.median - 1) for run in report.measured)
-    assert [row[-1].endswith("(held out)") for row in measured_rows(report)] == [False, False, False, False, True]
+    assert all(
+        run.error == pytest.approx(run.simulated_ms / run.step_ms.median - 1)
+        for run in report.measured
+    )
+    assert [row[-1].endswith("(held out)") for row in measured_rows(report)] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_model_that_is_off_says_so():

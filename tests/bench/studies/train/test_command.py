@@ -31,7 +31,20 @@ def bench(dataset, out, *options):
 
 def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, capsys):
     out = tmp_path / "out"
-    options = ("--ranks", 2, "--batch-size", 1, "--steps", 14, "--warmup", 3, "--workers", 1, "--price-per-gpu-hour", 2)
+    options = (
+        "--ranks",
+        2,
+        "--batch-size",
+        1,
+        "--steps",
+        14,
+        "--warmup",
+        3,
+        "--workers",
+        1,
+        "--price-per-gpu-hour",
+        2,
+    )
     assert bench(dataset, out, *options) == 0
     report = load_report(out / "report.json")
     assert report.cut_off is None
@@ -45,10 +58,19 @@ def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, 
     for rank in range(2):
         records = read_rank(rank_path(out / "records", rank)).steps
         # One sample of two cameras; the profile counts images.
-        assert {record.device_busy_ns for record in records} == {round((2 * (0.1866 + 0.3731) + 0.15) * 1e6)}
+        assert {record.device_busy_ns for record in records} == {
+            round((2 * (0.1866 + 0.3731) + 0.15) * 1e6)
+        }
         assert [record.epoch for record in records] == [0] * 12 + [1] * 2
     printed = capsys.readouterr().out
-    for word in ("occupancy", "data wait", "all-reduce", "samples/s", "GPU-hours per million samples", "report.html"):
+    for word in (
+        "occupancy",
+        "data wait",
+        "all-reduce",
+        "samples/s",
+        "GPU-hours per million samples",
+        "report.html",
+    ):
         assert word in printed
     assert "emulated" in (out / "report.html").read_text()
 
@@ -60,11 +82,27 @@ def test_packs_are_reported_with_their_padding_and_imbalance(tiny_dataset, tmp_p
         tmp_path / "o.yaml",
     )
     order.write_bytes(msgspec.yaml.encode(OrderSpec(seed=3, pack=PACK)))
-    run = ("--model", "gpt-tiny", "--ranks", 2, "--batch-size", 2, "--steps", 14, "--warmup", 3, "--order", order)
+    run = (
+        "--model",
+        "gpt-tiny",
+        "--ranks",
+        2,
+        "--batch-size",
+        2,
+        "--steps",
+        14,
+        "--warmup",
+        3,
+        "--order",
+        order,
+    )
     assert bench(root, out, *run, "--cost", "timestamp_ns") == 0
     figures = load_report(out / "report.json").figures
     assert figures.losses.keys() == {"padding", "imbalance"}
-    assert figures.cost_fit.num_measured == 22 and "cost model from 22 steps" in capsys.readouterr().out
+    assert (
+        figures.cost_fit.num_measured == 22
+        and "cost model from 22 steps" in capsys.readouterr().out
+    )
     measured = []
     for rank in range(2):
         for record in read_rank(rank_path(out / "records", rank)).steps:
@@ -75,14 +113,30 @@ def test_packs_are_reported_with_their_padding_and_imbalance(tiny_dataset, tmp_p
     assert 0 < figures.losses["padding"].size < max(measured)
 
 
-def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses(dataset, tmp_path, capsys):
+def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses(
+    dataset, tmp_path, capsys
+):
     place = tmp_path / "checkpoints"
     common = ("--model", "light", "--workers", 1, "--warmup", 3, "--no-html")
     whole = tmp_path / "whole"
     assert bench(dataset, whole, "--ranks", 1, "--batch-size", 4, "--steps", 20, *common) == 0
     ledger = tmp_path / "a.ledger"
     checkpoints = ("--checkpoint", place, "--every", 4, "--keep", 2, "--ledger", ledger)
-    assert bench(dataset, tmp_path / "a", "--ranks", 2, "--batch-size", 2, "--steps", 9, *common, *checkpoints) == 0
+    assert (
+        bench(
+            dataset,
+            tmp_path / "a",
+            "--ranks",
+            2,
+            "--batch-size",
+            2,
+            "--steps",
+            9,
+            *common,
+            *checkpoints,
+        )
+        == 0
+    )
     assert sorted(path.name[:13] for path in place.iterdir()) == ["step-00000008", "step-00000009"]
     capsys.readouterr()
     again = ("--ranks", 1, "--batch-size", 4, "--steps", 20, *common, *checkpoints)
@@ -91,26 +145,46 @@ def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses
     assert "continued after step 9 from checkpoint step-00000009" in printed
     parts = run_history(ledger).stretches
     assert [(one.first_step, one.num_steps, one.ranks, one.skipped) for one in parts] == [
-        (0, 9, 2, False), (9, 11, 1, False),
-    ]  # fmt: skip
+        (0, 9, 2, False),
+        (9, 11, 1, False),
+    ]
     report = load_report(tmp_path / "b" / "report.json")
     assert report.checkpoints.restored.world_size == 2
     assert [series.first_step for series in report.series] == [9]
     undisturbed = load_report(whole / "report.json")
     assert report.series[0].loss == pytest.approx(undisturbed.series[0].loss[9:], abs=2e-6)
-    for options, said in ((again, "20 of 20"), ((*common, *checkpoints, "--epochs", 3), "epoch 3 of 3")):
+    for options, said in (
+        (again, "20 of 20"),
+        ((*common, *checkpoints, "--epochs", 3), "epoch 3 of 3"),
+    ):
         assert bench(dataset, tmp_path / "c", *options) == 2
         assert said in capsys.readouterr().err
 
 
 def test_a_pipeline_without_a_model_gets_one_of_enough_layers(dataset, tmp_path):
-    options = TrainOptions(ranks=2, batch_size=2, strategy="pipeline", accelerator="emulated:resnet50-224-h100")
+    options = TrainOptions(
+        ranks=2, batch_size=2, strategy="pipeline", accelerator="emulated:resnet50-224-h100"
+    )
     assert ask(dataset, options, tmp_path).settings.model == "bev-tiny"
-    out = ("--ranks", 2, "--strategy", "pipeline", "--steps", 4, "--warmup", 1, "--workers", 1, "--no-html")
+    out = (
+        "--ranks",
+        2,
+        "--strategy",
+        "pipeline",
+        "--steps",
+        4,
+        "--warmup",
+        1,
+        "--workers",
+        1,
+        "--no-html",
+    )
     assert bench(dataset, tmp_path / "out", *out) == 0
 
 
-def test_a_damaged_sample_ends_the_run_with_its_address_and_a_partial_report(dataset, tmp_path, capsys):
+def test_a_damaged_sample_ends_the_run_with_its_address_and_a_partial_report(
+    dataset, tmp_path, capsys
+):
     damaged = tmp_path / "damaged"
     shutil.copytree(dataset, damaged)
     row = _row_of_step(damaged, 9)
@@ -120,7 +194,20 @@ def test_a_damaged_sample_ends_the_run_with_its_address_and_a_partial_report(dat
         shard.seek(-1, 1)
         shard.write(bytes([byte[0] ^ 0xFF]))
     out = tmp_path / "out"
-    code = bench(damaged, out, "--ranks", 1, "--batch-size", 1, "--steps", 20, "--warmup", 1, "--json", "--no-html")
+    code = bench(
+        damaged,
+        out,
+        "--ranks",
+        1,
+        "--batch-size",
+        1,
+        "--steps",
+        20,
+        "--warmup",
+        1,
+        "--json",
+        "--no-html",
+    )
     assert code == 1
     captured = capsys.readouterr()
     reason = json.loads(captured.out)["cut_off"]
@@ -138,7 +225,9 @@ def _row_of_step(folder, step):
     from fuelrail.pipeline.order.spec import OrderSpec, position_map
 
     dataset = open_dataset(folder)
-    order = position_map(OrderSpec(kind="shuffled", seed=0), [dataset.split("train").num_samples], 0)
+    order = position_map(
+        OrderSpec(kind="shuffled", seed=0), [dataset.split("train").num_samples], 0
+    )
     return dataset.index.row(dataset.split("train").first_sample + int(order(np.array([step]))[0]))
 
 
@@ -171,16 +260,26 @@ CRASHED = RankExit(rank=0, exit_code=1)
         # Rank 1 refuses a sample; rank 0 may notice first.
         (
             Outcome(1, interrupted=False, failed=[CRASHED, ENDED]),
-            [failed("crashed", "RuntimeError: peer closed", 1), failed("refused", "shard is bad", 2)],
+            [
+                failed("crashed", "RuntimeError: peer closed", 1),
+                failed("refused", "shard is bad", 2),
+            ],
             "rank 1: shard is bad",
         ),
         # Of two crashes the first is the cause.
         (
             Outcome(1, interrupted=False, failed=[CRASHED]),
-            [failed("crashed", "RuntimeError: peer closed", 2), failed("crashed", "ZeroDivisionError: x", 1)],
+            [
+                failed("crashed", "RuntimeError: peer closed", 2),
+                failed("crashed", "ZeroDivisionError: x", 1),
+            ],
             "rank 1: ZeroDivisionError: x (the ranks' output is in records/ranks.log",
         ),
-        (Outcome(1, interrupted=False, failed=[]), [log(steps(3)), RankLog()], "rank 1 ended early"),
+        (
+            Outcome(1, interrupted=False, failed=[]),
+            [log(steps(3)), RankLog()],
+            "rank 1 ended early",
+        ),
     ],
     ids=["complete", "interrupted", "killed", "refused", "crashed", "unknown"],
 )

@@ -36,13 +36,28 @@ def words(tiny_dataset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     dataset = str(tiny_dataset({"train": (16, 16, 16), "val": (7, 6)}).root)
-    options = ["--strategy", "fsdp2", "--steps", "4", "--warmup", "1", "--batch-size", "2", "--no-html", "--out", "out"]
+    options = [
+        "--strategy",
+        "fsdp2",
+        "--steps",
+        "4",
+        "--warmup",
+        "1",
+        "--batch-size",
+        "2",
+        "--no-html",
+        "--out",
+        "out",
+    ]
     return ["bench", "train", dataset, "--model", "outside:Brightness", *options]
 
 
 def check(folder):
     report = json.loads((folder / "out" / "report.json").read_text())
-    assert report["cut_off"] is None and report["model"] == {"name": "outside:Brightness", "num_parameters": 41}
+    assert report["cut_off"] is None and report["model"] == {
+        "name": "outside:Brightness",
+        "num_parameters": 41,
+    }
     assert [len(one["loss"]) for one in report["series"]] == [4, 4]
 
 
@@ -55,10 +70,20 @@ def test_ranks_of_a_world_train_a_model_from_outside_and_the_first_one_reports(w
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_nodes_of_torchrun_are_one_world(words, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+    ]
     place = ["--master-addr", "127.0.0.1", "--master-port", "29655"]
     nodes = [
-        subprocess.Popen([*torchrun, "--node-rank", node, *place, "-m", "fuelrail", *words], env=environment())
+        subprocess.Popen(
+            [*torchrun, "--node-rank", node, *place, "-m", "fuelrail", *words], env=environment()
+        )
         for node in "01"
     ]
     assert [node.wait(500) for node in nodes] == [0, 0]
@@ -67,7 +92,10 @@ def test_two_nodes_of_torchrun_are_one_world(words, tmp_path):
 
 @pytest.mark.parametrize(
     ("model", "message"),
-    [("nothing", "must be light, .*, or MODULE:FUNCTION of your own"), ("nowhere:build", "cannot be imported")],
+    [
+        ("nothing", "must be light, .*, or MODULE:FUNCTION of your own"),
+        ("nowhere:build", "cannot be imported"),
+    ],
 )
 def test_a_model_that_is_not_there_is_refused(words, model, message, capsys):
     words[words.index("--model") + 1] = model

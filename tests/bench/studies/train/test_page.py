@@ -15,10 +15,14 @@ pytestmark = pytest.mark.slow
 
 LEARNED = log(steps(60))
 LEARNED.end = msgspec.structs.replace(
-    LEARNED.end, peak_device_bytes=2**23, state_bytes={"model": 2**20, "gradients": 2**20, "optimiser": 2**21}
+    LEARNED.end,
+    peak_device_bytes=2**23,
+    state_bytes={"model": 2**20, "gradients": 2**20, "optimiser": 2**21},
 )
 LEARNED.saves = [CheckpointSave(step=20, stall_ns=10**7, total_ns=10**9, num_bytes=10**6)]
-LEARNED.restored = CheckpointRestore(step=10, folder="step-00000010.0123abcd", world_size=4, skipped=["<cut>"])
+LEARNED.restored = CheckpointRestore(
+    step=10, folder="step-00000010.0123abcd", world_size=4, skipped=["<cut>"]
+)
 SUMS = {"x": (4, 10.0, 30.0)}
 RUNS = {
     "with memory and checkpoints": report_of(
@@ -29,17 +33,27 @@ RUNS = {
         settings=msgspec.structs.replace(SETTINGS, price_per_gpu_hour=2.5),
     ),
     "three hundred steps": report_of([log(steps(300, wait_ms=3))]),
-    "a first step that towers": report_of([log([step(0, 0, wait_ms=9_000), *steps(30, 9_031_000_000)])]),
+    "a first step that towers": report_of(
+        [log([step(0, 0, wait_ms=9_000), *steps(30, 9_031_000_000)])]
+    ),
     "too short": report_of([log(steps(3))]),
     "nothing": report_of([RankLog()], cut_off="rank 0 <died>"),
-    "cut off": report_of([log(steps(20)), log(steps(14), complete=False)], cut_off="rank 1 was ended"),
+    "cut off": report_of(
+        [log(steps(20)), log(steps(14), complete=False)], cut_off="rank 1 was ended"
+    ),
     "a loss of NaN": report_of([log([step(n, 31_000_000 * n, loss=None) for n in range(20)])]),
-    "accumulating": report_of([log(steps(20))], settings=msgspec.structs.replace(SETTINGS, accumulation=2)),
+    "accumulating": report_of(
+        [log(steps(20))], settings=msgspec.structs.replace(SETTINGS, accumulation=2)
+    ),
     "packs": report_of(
         [log(steps(30, padding=0.2, sums=SUMS)), log(steps(30, padding=0.4, sums=SUMS))],
-        settings=msgspec.structs.replace(SETTINGS, order=OrderSpec(pack=Pack(budget=8, cost="x")), cost=("x",)),
+        settings=msgspec.structs.replace(
+            SETTINGS, order=OrderSpec(pack=Pack(budget=8, cost="x")), cost=("x",)
+        ),
     ),
-    "on a GPU": report_of([log(steps(20))], settings=msgspec.structs.replace(SETTINGS, profile=None)),
+    "on a GPU": report_of(
+        [log(steps(20))], settings=msgspec.structs.replace(SETTINGS, profile=None)
+    ),
 }
 
 

@@ -17,7 +17,10 @@ def test_every_phase_has_a_colour_of_its_own_and_a_label():
 def test_a_whole_run_has_every_plot():
     drawn = plots(report_of([log(steps(20, wait_ms=1)), log(steps(20))]))
     assert set(drawn) == {"occupancy", "breakdown", "stages", "loss"}
-    assert all(svg.startswith("<svg viewBox=") and svg.rstrip().endswith("</svg>") for svg in drawn.values())
+    assert all(
+        svg.startswith("<svg viewBox=") and svg.rstrip().endswith("</svg>")
+        for svg in drawn.values()
+    )
 
 
 @pytest.mark.costly

@@ -16,13 +16,26 @@ from fuelrail.bench.report.page import render_markdown, render_page
 from fuelrail.bench.studies.train.page import verdict
 from fuelrail.bench.studies.train.report import build_report, load_report
 from fuelrail.pipeline.errors import ConfigError
-from support.bench_runs import DATASET, MACHINE, MS, PROFILE, SETTINGS, HandClock, log, report_of, step, steps
+from support.bench_runs import (
+    DATASET,
+    MACHINE,
+    MS,
+    PROFILE,
+    SETTINGS,
+    HandClock,
+    log,
+    report_of,
+    step,
+    steps,
+)
 from support.html_page import Page
 
 
 def test_rates_follow_from_samples_and_wall_time():
     priced = msgspec.structs.replace(SETTINGS, price_per_gpu_hour=3.0)
-    figures = report_of([log(steps(20, wait_ms=9)), log(steps(20, wait_ms=9))], settings=priced).figures
+    figures = report_of(
+        [log(steps(20, wait_ms=9)), log(steps(20, wait_ms=9))], settings=priced
+    ).figures
     rate = figures.throughput
     assert rate.samples_per_s == pytest.approx(2 * 2 / 0.040)
     assert rate.images_per_s == pytest.approx(2 * 4 / 0.040)
@@ -37,7 +50,9 @@ def test_shares_of_the_phases_add_up_to_one(wait_ms, reduce_ms, other_ms):
     records = steps(20, wait_ms=wait_ms, reduce_ms=reduce_ms, other_ms=other_ms)
     figures = report_of([log(records)]).figures
     assert sum(phase.share for phase in figures.phases) == pytest.approx(1, abs=1e-6)
-    assert {phase.phase: phase.time.p50_ms for phase in figures.phases}["data_wait"] == pytest.approx(wait_ms, abs=1e-5)
+    assert {phase.phase: phase.time.p50_ms for phase in figures.phases}[
+        "data_wait"
+    ] == pytest.approx(wait_ms, abs=1e-5)
 
 
 def test_stage_figures_are_of_the_measured_window_summed_over_ranks():
@@ -49,7 +64,10 @@ def test_stage_figures_are_of_the_measured_window_summed_over_ranks():
 
 
 def test_a_rank_without_its_last_snapshot_leaves_the_stages_out():
-    assert report_of([log(steps(20)), log(steps(20), complete=False)], cut_off="x").figures.stages == []
+    assert (
+        report_of([log(steps(20)), log(steps(20), complete=False)], cut_off="x").figures.stages
+        == []
+    )
 
 
 def test_runs_without_figures_make_a_report():
@@ -118,7 +136,10 @@ def test_other_files_are_refused(tmp_path, text):
 
 def test_a_run_on_cuda_names_its_device():
     cuda = msgspec.structs.replace(SETTINGS, profile=None)
-    assert report_of([log(steps(20))], settings=cuda).accelerator == {"kind": "cuda", "device": "Test GPU"}
+    assert report_of([log(steps(20))], settings=cuda).accelerator == {
+        "kind": "cuda",
+        "device": "Test GPU",
+    }
     assert report_of([log(steps(20))]).accelerator["sources"] == PROFILE.sources
 
 
@@ -151,7 +172,11 @@ def test_a_run_from_the_page_cache_says_so():
 )
 def test_what_storage_read_is_reported(read_bytes, said):
     report = on_data(read_bytes)
-    assert [said] == [said for warning in report.warnings if said in warning] if said else report.warnings == []
+    assert (
+        [said] == [said for warning in report.warnings if said in warning]
+        if said
+        else report.warnings == []
+    )
 
 
 def test_a_run_without_loading_has_no_source():
@@ -173,7 +198,9 @@ def test_headline_bar_and_sentence_agree_on_a_loaded_host():
             clock.pass_ms(0.1)
         device = accelerator.finish_step()
         durations = {name: getattr(device, name) for name in device.__struct_fields__}
-        other_ns = clock.now - start_ns - device.forward_ns - device.backward_ns - device.optimiser_ns
+        other_ns = (
+            clock.now - start_ns - device.forward_ns - device.backward_ns - device.optimiser_ns
+        )
         records.append(step(number, start_ns, **durations, other_ns=other_ns, end_ns=clock.now))
     report = report_of([log(records)])
     share = {phase.phase: phase.share for phase in report.figures.phases}

@@ -45,7 +45,9 @@ def _one_rank():
 
 def trained(width=8, rate=1e-2):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1))
+    model = nn.Sequential(
+        nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1)
+    )
     optimiser = torch.optim.AdamW(model.parameters(), rate)
     parallel = Parallel([model], optimiser, lambda _: (), settings=ParallelSettings(rate_warmup=7))
     parallel.scaler = torch.amp.GradScaler("cpu", growth_interval=4)
@@ -63,14 +65,18 @@ def run(dataset, place, num_steps=STEPS, *, width=8, rate=1e-2, keep=3, every=2,
             restored = checkpoints.restore(parallel, loader)
             first = restored.step if restored else 0
             for step, batch in zip(range(first, num_steps), forever(loader), strict=False):
-                loss = parallel.models[0](batch["img"].float().mean((1, 3, 4)) / 255).square().mean()
+                loss = (
+                    parallel.models[0](batch["img"].float().mean((1, 3, 4)) / 255).square().mean()
+                )
                 parallel.scaler.scale(loss).backward()
                 parallel.scaler.step(parallel.optimiser)
                 parallel.scaler.update()
                 parallel.optimiser.zero_grad()
                 parallel.schedule.step()
                 rate = parallel.optimiser.param_groups[0]["lr"]
-                done.append((step, batch["sample_key"], loss.item(), rate, parallel.scaler.get_scale()))
+                done.append(
+                    (step, batch["sample_key"], loss.item(), rate, parallel.scaler.get_scale())
+                )
                 if (step + 1) % every == 0:
                     checkpoints.save(step + 1, parallel, loader.state_dict())
     finally:
@@ -112,14 +118,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(datasets, tmp_path, kind):
     assert [*before[:4], *after] == whole
 
 
-def test_the_newest_are_kept_and_what_killed_runs_left_is_removed_with_a_warning(datasets, saved, caplog):
+def test_the_newest_are_kept_and_what_killed_runs_left_is_removed_with_a_warning(
+    datasets, saved, caplog
+):
     left = saved / "step-00000009.0123abcd"
     shutil.copytree(next(saved.glob("step-00000004.*")), left)
     (left / "checkpoint.json").rename(left / ".checkpoint.json.0123abcd")
     (saved / "notes.txt").write_text("mine")
     restored, _ = run(datasets / "one", saved, keep=2)
     assert restored.step == 4
-    assert f"'{left}' has no checkpoint.json: its save did not finish; it is removed" in caplog.messages
+    assert (
+        f"'{left}' has no checkpoint.json: its save did not finish; it is removed"
+        in caplog.messages
+    )
     (saved / "notes.txt").unlink()
     assert steps_of(saved) == [8, 10]
 
@@ -162,7 +173,11 @@ def folder(path):
 @pytest.mark.parametrize(
     ("name", "damage", "said"),
     [
-        ("__0_0.distcp", cut, r"__0_0.distcp does not match its digest; of (\d+) bytes it has (?!\1)\d+"),
+        (
+            "__0_0.distcp",
+            cut,
+            r"__0_0.distcp does not match its digest; of (\d+) bytes it has (?!\1)\d+",
+        ),
         ("__0_0.distcp", flip, "__0_0.distcp does not match its digest"),
         ("__0_0.distcp", remove, "__0_0.distcp is missing"),
         (".metadata", flip, ".metadata does not match its digest"),
@@ -173,11 +188,21 @@ def folder(path):
         ("__0_0.distcp", pipe, "__0_0.distcp is not a regular file"),
         (".metadata", folder, ".metadata is a folder, not a file"),
         (".metadata", loop, ".metadata is missing"),
-        ("__0_0.distcp", endless, r"__0_0.distcp does not match its digest; of \d+ bytes it has 1099511627776"),
-        ("checkpoint.json", endless, "checkpoint.json has 1099511627776 bytes, at most 67108864 are read"),
+        (
+            "__0_0.distcp",
+            endless,
+            r"__0_0.distcp does not match its digest; of \d+ bytes it has 1099511627776",
+        ),
+        (
+            "checkpoint.json",
+            endless,
+            "checkpoint.json has 1099511627776 bytes, at most 67108864 are read",
+        ),
     ],
 )
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(datasets, saved, name, damage, said):
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
+    datasets, saved, name, damage, said
+):
     (newest,) = saved.glob("step-00000004.*")
     damage(newest / name)
     restored, done = run(datasets / "one", saved)
@@ -220,7 +245,10 @@ def test_a_resumed_run_has_the_learning_rate_that_it_asks_for(datasets, saved):
 def test_where_all_are_damaged_the_run_does_not_start_again_unasked(datasets, saved):
     for path in saved.glob("*/__0_0.distcp"):
         flip(path)
-    with pytest.raises(FuelrailError, match=r"no checkpoint in .* is whole \(step-00000004.*; step-00000002.*another"):
+    with pytest.raises(
+        FuelrailError,
+        match=r"no checkpoint in .* is whole \(step-00000004.*; step-00000002.*another",
+    ):
         run(datasets / "one", saved)
 
 
@@ -232,7 +260,9 @@ def test_where_all_are_damaged_the_run_does_not_start_again_unasked(datasets, sa
         ("other", {}, r"dataset: state has '.*', loader has '.*'"),
     ],
 )
-def test_another_model_or_dataset_is_refused_with_both_sides(datasets, saved, dataset, changes, message):
+def test_another_model_or_dataset_is_refused_with_both_sides(
+    datasets, saved, dataset, changes, message
+):
     with pytest.raises(StateMismatchError, match=message):
         run(datasets / dataset, saved, **changes)
 
@@ -245,12 +275,17 @@ def test_a_newer_version_is_refused_with_both_sides(datasets, saved, monkeypatch
     monkeypatch.setattr("fuelrail.bench.trainer.checkpoints.store.VERSION", VERSION + 1)
     store.publish(folder, msgspec.structs.replace(manifest, step=6))
     monkeypatch.undo()
-    with pytest.raises(StateMismatchError, match=rf"has version {VERSION + 1}; this Fuelrail reads version {VERSION}"):
+    with pytest.raises(
+        StateMismatchError,
+        match=rf"has version {VERSION + 1}; this Fuelrail reads version {VERSION}",
+    ):
         run(datasets / "one", saved)
 
 
 @pytest.mark.parametrize(("kind", "method"), [(Store, "publish"), (FileSystemWriter, "write_data")])
-def test_a_save_that_fails_is_reported_and_leaves_the_one_before(datasets, saved, monkeypatch, kind, method):
+def test_a_save_that_fails_is_reported_and_leaves_the_one_before(
+    datasets, saved, monkeypatch, kind, method
+):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -267,7 +302,9 @@ def test_the_private_parts_of_torch_are_where_they_were():
     try:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
     except ImportError:
-        pytest.fail("torch has moved FsspecReader, which bench/trainer/checkpoints/store.py uses: change it there")
+        pytest.fail(
+            "torch has moved FsspecReader, which bench/trainer/checkpoints/store.py uses: change it there"
+        )
     assert issubclass(FsspecWriter, FileSystemWriter)
     assert issubclass(FsspecReader, FileSystemReader)
 
@@ -303,7 +340,10 @@ os._exit(0)  # the group is broken
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("method", "said"),
-    [("restore", "timed out"), ("save", r"earlier .* whole; a rank did not answer for 2 s \(timeout_s")],
+    [
+        ("restore", "timed out"),
+        ("save", r"earlier .* whole; a rank did not answer for 2 s \(timeout_s"),
+    ],
 )
 def test_a_rank_that_is_silent_ends_the_others_waiting(tmp_path, method, said):
     script = tmp_path / "silent.py"

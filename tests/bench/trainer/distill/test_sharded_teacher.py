@@ -60,17 +60,26 @@ def main(folder):
     checkpoints.close()
 
     loaded, load = [], teacher.load
-    teacher.load = lambda tensors, **options: (loaded.extend(tensors.values()), load(tensors, **options))
+    teacher.load = lambda tensors, **options: (
+        loaded.extend(tensors.values()),
+        load(tensors, **options),
+    )
     made = Teacher(f"{folder}/teacher", shard=True)
     teacher.load = load
     parameters = list(made.parameters())
     assert len(loaded) == len(parameters)
     assert all(isinstance(one, DTensor) for one in loaded), "no rank makes or reads the whole model"
-    assert made.model.stem.mean.flatten().tolist() == pytest.approx([123.675, 116.28, 103.53], abs=0.01)
+    assert made.model.stem.mean.flatten().tolist() == pytest.approx(
+        [123.675, 116.28, 103.53], abs=0.01
+    )
     assert all(isinstance(one, DTensor) and not one.requires_grad for one in parameters)
-    assert sum(one.to_local().numel() for one in parameters) < 0.6 * sum(one.numel() for one in parameters)
+    assert sum(one.to_local().numel() for one in parameters) < 0.6 * sum(
+        one.numel() for one in parameters
+    )
 
-    (taught, predicted), (expected, wanted) = (losses(folder, sharded=sharded) for sharded in (True, False))
+    (taught, predicted), (expected, wanted) = (
+        losses(folder, sharded=sharded) for sharded in (True, False)
+    )
     assert max(abs(one - other) for one, other in zip(taught, expected, strict=True)) < BOUND
     for one, other in zip(predicted, wanted, strict=True):
         assert not one.requires_grad

@@ -33,7 +33,9 @@ def topk(teacher: torch.Tensor, k: int) -> Logits:
 
 def drawn(teacher: torch.Tensor, count: int, generator: torch.Generator) -> Logits:
     flat = teacher.softmax(-1).flatten(0, -2)
-    indices = torch.multinomial(flat, count, replacement=True, generator=generator).view(*teacher.shape[:-1], count)
+    indices = torch.multinomial(flat, count, replacement=True, generator=generator).view(
+        *teacher.shape[:-1], count
+    )
     weights = torch.full(indices.shape, 1 / count)
     return Logits(indices.int(), weights, None, torch.ones(teacher.shape[:-1], dtype=torch.bool))
 
@@ -60,7 +62,8 @@ def test_the_rest_of_top_k_counts_as_one_token(pair) -> None:
     q, p = teacher.softmax(-1), own.detach().softmax(-1)
     indices = stored.indices.long()
     left, right = (
-        torch.cat([one.gather(-1, indices), 1 - one.gather(-1, indices).sum(-1, keepdim=True)], -1) for one in (q, p)
+        torch.cat([one.gather(-1, indices), 1 - one.gather(-1, indices).sum(-1, keepdim=True)], -1)
+        for one in (q, p)
     )
     wanted = (left * (left / right).log()).sum(-1)
     torch.testing.assert_close(divergence(own, stored).detach(), wanted, rtol=1e-4, atol=1e-5)
@@ -71,7 +74,12 @@ def test_a_student_that_is_sure_of_the_listed_tokens_keeps_a_gradient_towards_th
     own = torch.zeros(1, 10)
     own[0, :2] = 40.0
     own.requires_grad_()
-    stored = Logits(torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.4]]), torch.tensor([0.1]), torch.ones(1, dtype=bool))
+    stored = Logits(
+        torch.tensor([[0, 1]]),
+        torch.tensor([[0.5, 0.4]]),
+        torch.tensor([0.1]),
+        torch.ones(1, dtype=bool),
+    )
     value = divergence(own, stored).sum()
     value.backward()
     assert math.isfinite(value.item()) and own.grad is not None
@@ -101,7 +109,9 @@ def test_masks_and_weights_of_tokens(pair) -> None:
     own, teacher = pair
     stored = topk(teacher, 4)
     known = torch.tensor([[True, False, True], [True, True, False]])
-    masked = stored.map(lambda part: part * known.view(2, 3, *[1] * (part.ndim - 2)))._replace(known=known)
+    masked = stored.map(lambda part: part * known.view(2, 3, *[1] * (part.ndim - 2)))._replace(
+        known=known
+    )
     values = divergence(own, masked)
     assert (values[~known] == 0).all() and (values[known] > 0).all()
     weights = torch.tensor([[1.0, 5.0, 0.5], [2.0, 0.0, 9.0]])
@@ -118,7 +128,9 @@ def test_masks_and_weights_of_tokens(pair) -> None:
 def test_half_precision_students_and_packed_rows(pair) -> None:
     own, teacher = pair
     stored = topk(teacher, 4)
-    rows = Logits(*(part.flatten(0, 1) for part in stored[:4]))._replace(offsets=torch.tensor([0, 3, 6]))
+    rows = Logits(*(part.flatten(0, 1) for part in stored[:4]))._replace(
+        offsets=torch.tensor([0, 3, 6])
+    )
     values = divergence(own.flatten(0, 1), rows)
     assert torch.equal(values.view(2, 3), divergence(own, stored))
     assert divergence(own.bfloat16(), stored).dtype == torch.float32
@@ -148,19 +160,34 @@ def taught(tmp_path_factory):
 
     (folder / "table.yaml").write_text(TABLE)
     ways = {
-        "whole": {}, "all": {"channels": folder / "table.yaml"}, "topk": {"store": "topk:16"},
-        "sampled": {"store": "sampled:40"}, "some": {"channels": folder / "table.yaml", "positions": 0.5},
+        "whole": {},
+        "all": {"channels": folder / "table.yaml"},
+        "topk": {"store": "topk:16"},
+        "sampled": {"store": "sampled:40"},
+        "some": {"channels": folder / "table.yaml", "positions": 0.5},
         "soft": {"channels": folder / "table.yaml", "temperature": 2.0},
-    }  # fmt: skip
+    }
     for name, options in ways.items():
-        annotate(folder / "data", folder / name, logits, batch_size=4, workers=1, transforms=TINY, **options)
+        annotate(
+            folder / "data",
+            folder / name,
+            logits,
+            batch_size=4,
+            workers=1,
+            transforms=TINY,
+            **options,
+        )
     return folder
 
 
 def trained(taught, layer: str, **settings) -> list[float]:
     layers = {LAYER: str(taught / layer)}
-    with DataLoader(taught / "data", 4, shuffle=True, num_workers=1, transforms=TINY, layers=layers) as loader:
-        wrap, _ = distilled(GPT, loader, "cpu", layer=layers[LAYER], **{"weights": "logits=1", **settings})
+    with DataLoader(
+        taught / "data", 4, shuffle=True, num_workers=1, transforms=TINY, layers=layers
+    ) as loader:
+        wrap, _ = distilled(
+            GPT, loader, "cpu", layer=layers[LAYER], **{"weights": "logits=1", **settings}
+        )
         parallel = parallelise(lambda: wrap(build_model(GPT)))
         return [train_step(parallel, batch) for batch in loader]
 
@@ -169,12 +196,18 @@ def trained(taught, layer: str, **settings) -> list[float]:
 def test_the_trainers_decoder_learns_from_either_kind(taught) -> None:
     whole = trained(taught, "whole", temperature=1.0)
     assert trained(taught, "all") == pytest.approx(whole, rel=1e-3)
-    assert trained(taught, "soft") == pytest.approx(trained(taught, "whole", temperature=2.0), rel=1e-3)
+    assert trained(taught, "soft") == pytest.approx(
+        trained(taught, "whole", temperature=2.0), rel=1e-3
+    )
     topk, sampled, some = (trained(taught, name) for name in ("topk", "sampled", "some"))
-    assert all(one < full for one, full in zip(topk, whole, strict=True)), "tokens that count as one differ by less"
+    assert all(one < full for one, full in zip(topk, whole, strict=True)), (
+        "tokens that count as one differ by less"
+    )
     assert len({tuple(one) for one in (whole, topk, sampled, some)}) == 4
     assert some == pytest.approx(whole, rel=0.5), "a mean over the positions that are stored"
-    with pytest.raises(ConfigError, match=r"temperature=3.0: layer '.*soft' has logits that were stored at 2.0"):
+    with pytest.raises(
+        ConfigError, match=r"temperature=3.0: layer '.*soft' has logits that were stored at 2.0"
+    ):
         trained(taught, "soft", temperature=3.0)
 
 

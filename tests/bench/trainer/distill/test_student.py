@@ -49,7 +49,13 @@ def place(tmp_path_factory):
         dist.destroy_process_group()
     teacher = Teacher(str(folder / "vit-tiny"))
     for store in ("as_is", "float16"):
-        annotate(folder / "data", folder / store, teacher.outputs, store=store, transforms=Transforms(image=IMAGE))
+        annotate(
+            folder / "data",
+            folder / store,
+            teacher.outputs,
+            store=store,
+            transforms=Transforms(image=IMAGE),
+        )
     return folder
 
 
@@ -90,8 +96,12 @@ def test_divergence_is_that_of_torchs_distributions():
     own, wanted = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
     kinds = (torch.distributions.Bernoulli, True), (torch.distributions.Categorical, False)
     for kind, binary in kinds:
-        expected = torch.distributions.kl_divergence(kind(logits=wanted / 3), kind(logits=own / 3)) * 9
-        torch.testing.assert_close(divergence(own, wanted, 3.0, binary=binary), expected, rtol=1e-4, atol=1e-5)
+        expected = (
+            torch.distributions.kl_divergence(kind(logits=wanted / 3), kind(logits=own / 3)) * 9
+        )
+        torch.testing.assert_close(
+            divergence(own, wanted, 3.0, binary=binary), expected, rtol=1e-4, atol=1e-5
+        )
         assert divergence(own, own, 3.0, binary=binary).abs().max() == 0
 
 
@@ -104,7 +114,13 @@ def write(place, name, channels, value):
 
 
 def logits_channel(law=GRID, shape=(8, 8)):
-    head = {"name": "logits", "kind": "array", "field": "logits.npy", "dtype": "float32", "law": law}
+    head = {
+        "name": "logits",
+        "kind": "array",
+        "field": "logits.npy",
+        "dtype": "float32",
+        "law": law,
+    }
     frame = {} if law == FIXED else {"frame": "ego"}
     return {**head, **frame, "axes": ["x", "y"][: len(shape)], "shape": list(shape)}
 
@@ -114,7 +130,9 @@ def test_logits_of_a_grid_move_with_the_ego_augmentation(place):
     """A teacher that says what the labels say is right on mirrored samples too, by the law of its channel."""
 
     def occupied(row):
-        with DataLoader(place / "data", 1, shuffle=False, num_workers=1, transforms=Transforms(image=IMAGE)) as loader:
+        with DataLoader(
+            place / "data", 1, shuffle=False, num_workers=1, transforms=Transforms(image=IMAGE)
+        ) as loader:
             batch = next(islice(loader, row, None))
         target = build(MODELS["bev-tiny"], "cpu", 0).inputs(batch)[-2]
         return {"logits": np.where(target.view(8, 8) > 0, 20, -20).astype(np.float32)}
@@ -132,7 +150,13 @@ def test_detections_of_a_layer_take_the_labels_place(place):
         return {"detections": {"box": np.array([[3.0 * row - 20, 5, 0, 4, 2, 1.5, 0]], np.float32)}}
 
     roles = {"name": "ego_boxes", "roles": {"boxes": [["box"]]}}
-    table = {"name": "detections", "kind": "ragged", "field": "detections.safetensors", "law": roles, "frame": "ego"}
+    table = {
+        "name": "detections",
+        "kind": "ragged",
+        "field": "detections.safetensors",
+        "law": roles,
+        "frame": "ego",
+    }
     arrays = [{"name": "box", "dtype": "float32", "shape": [7]}]
     layer = write(place, "detections", [{**table, "arrays": arrays}], boxes)
     found = losses(place, {"layer": layer, "weights": "targets=1"})
@@ -148,19 +172,28 @@ FLIPPED = {"ego": BevAugment(train=True, flip_x_prob=0.5)}
     [
         ({"layer": "narrow"}, {}, r"must have a channel 'logits' of \[8, 8\].*it has \[10\]"),
         (
-            {"layer": "narrow", "weights": "features=1"}, {},
+            {"layer": "narrow", "weights": "features=1"},
+            {},
             r"must have a channel 'features_cam_front'.*its channels are teacher.logits",
         ),
-        ({"layer": "still"}, FLIPPED, "law 'fixed', and the samples are augmented; give it the law 'ego_grid'"),
+        (
+            {"layer": "still"},
+            FLIPPED,
+            "law 'fixed', and the samples are augmented; give it the law 'ego_grid'",
+        ),
         ({"teacher": "resnet-tiny"}, {}, r"teacher 'resnet-tiny' predicts .* the student"),
         ({"teacher": "nothing"}, {}, "has no whole checkpoint"),
     ],
-)  # fmt: skip
-def test_a_teacher_that_does_not_fit_is_refused_before_training(place, settings, transforms, message):
+)
+def test_a_teacher_that_does_not_fit_is_refused_before_training(
+    place, settings, transforms, message
+):
     shape = {"narrow": (10,), "still": (8, 8)}.get(settings.get("layer"))
     if shape is not None and not (place / settings["layer"]).exists():
         channel = logits_channel(FIXED, shape)
-        write(place, settings["layer"], [channel], lambda _: {"logits": np.zeros(shape, np.float32)})
+        write(
+            place, settings["layer"], [channel], lambda _: {"logits": np.zeros(shape, np.float32)}
+        )
     paths = {name: str(place / value) for name, value in settings.items() if name != "weights"}
     with pytest.raises(ConfigError, match=message):
         losses(place, settings | paths, **transforms)
@@ -195,4 +228,6 @@ def test_weights_are_read_by_name():
 )
 def test_options_without_sense_are_refused_before_a_rank_starts(place, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
-        bench_train(place / "data", out=tmp_path, accelerator="emulated:resnet50-224-h100", **options)
+        bench_train(
+            place / "data", out=tmp_path, accelerator="emulated:resnet50-224-h100", **options
+        )

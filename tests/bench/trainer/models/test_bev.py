@@ -17,7 +17,9 @@ def batch(samples=2, cameras=3, *, boxes=True, seed=0):
     random = torch.Generator().manual_seed(seed)
     focal = torch.tensor([[40.0, 0, 31.5], [0, 40.0, 15.5], [0, 0, 1]])
     made = {
-        "img": torch.randint(0, 256, (samples, cameras, 3, 32, 64), dtype=torch.uint8, generator=random),
+        "img": torch.randint(
+            0, 256, (samples, cameras, 3, 32, 64), dtype=torch.uint8, generator=random
+        ),
         "cam_valid": torch.ones(samples, cameras, dtype=torch.bool),
         "intrinsics": focal.expand(samples, cameras, 3, 3).clone(),
         "cam2ego": torch.eye(4).expand(samples, cameras, 4, 4).clone(),
@@ -34,13 +36,23 @@ def loss_of(model, made):
 
 
 def test_a_cell_is_occupied_where_a_box_has_its_centre():
-    target = occupied_cells([torch.tensor([[-19.0, -19.0], [19.0, -19.0]]), torch.zeros(0, 7)], 4, 20.0)
+    target = occupied_cells(
+        [torch.tensor([[-19.0, -19.0], [19.0, -19.0]]), torch.zeros(0, 7)], 4, 20.0
+    )
     assert target.shape == (2, 16)
-    assert target[0].reshape(4, 4).nonzero().tolist() == [[0, 0], [3, 0]]  # x ahead counts rows, y left columns
+    assert target[0].reshape(4, 4).nonzero().tolist() == [
+        [0, 0],
+        [3, 0],
+    ]  # x ahead counts rows, y left columns
     assert target[1].sum() == 0
 
 
-@given(x=st.floats(-60, 60, width=32), y=st.floats(-60, 60, width=32), grid=st.integers(1, 9), range_m=st.floats(1, 50))
+@given(
+    x=st.floats(-60, 60, width=32),
+    y=st.floats(-60, 60, width=32),
+    grid=st.integers(1, 9),
+    range_m=st.floats(1, 50),
+)
 def test_centres_outside_are_left_out_and_inside_are_in(x, y, grid, range_m):
     box = torch.zeros(1, 7)
     box[0, 0], box[0, 1] = x, y
@@ -49,7 +61,9 @@ def test_centres_outside_are_left_out_and_inside_are_in(x, y, grid, range_m):
     assert on_the_edge or occupied_cells([box], grid, range_m).sum() == inside
 
 
-@pytest.mark.parametrize("name", [name for name, size in MODELS.items() if isinstance(size, BevSettings)])
+@pytest.mark.parametrize(
+    "name", [name for name, size in MODELS.items() if isinstance(size, BevSettings)]
+)
 def test_models_train_on_the_loaders_sizes(name):
     settings_ = MODELS[name]
     model = BevOccupancy(settings_)
@@ -64,7 +78,10 @@ def test_models_train_on_the_loaders_sizes(name):
 
 def test_a_batch_without_calibration_has_cameras_of_unit_matrices():
     model, plain, unit = BevOccupancy(SMALL), batch(), batch()
-    unit["intrinsics"], unit["cam2ego"] = torch.eye(3).expand(2, 3, 3, 3), torch.eye(4).expand(2, 3, 4, 4)
+    unit["intrinsics"], unit["cam2ego"] = (
+        torch.eye(3).expand(2, 3, 3, 3),
+        torch.eye(4).expand(2, 3, 4, 4),
+    )
     del plain["intrinsics"], plain["cam2ego"]
     assert torch.equal(loss_of(model, plain), loss_of(model, unit))
 
@@ -88,7 +105,9 @@ def padding_row(made):
     ],
     ids=["absent camera", "padding", "pixels", "geometry"],
 )
-def test_pixels_and_geometry_count_where_there_is_a_camera_and_a_sample(change, entry, where, counts):
+def test_pixels_and_geometry_count_where_there_is_a_camera_and_a_sample(
+    change, entry, where, counts
+):
     torch.manual_seed(0)
     model, made = BevOccupancy(SMALL), batch()
     change(made)

@@ -32,8 +32,12 @@ DIVIDED = [
 
 def tensors(models):
     """Parameters and buffers of this rank's part by name, each of them whole."""
-    named = (pair for model in models for pair in (*model.named_parameters(), *model.named_buffers()))
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named}
+    named = (
+        pair for model in models for pair in (*model.named_parameters(), *model.named_buffers())
+    )
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named
+    }
 
 
 @pytest.mark.parametrize("name", ["bev-tiny", "resnet-tiny", "vit-tiny", "gpt-tiny"])

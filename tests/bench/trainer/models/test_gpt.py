@@ -19,10 +19,20 @@ TINY = MODELS["gpt-tiny"]
 
 def made(folder, length=33, words=64):
     channel = Channel(
-        name="tokens", kind="tokens", field="tokens.npy", law=Law("fixed"), dtype="uint16", axes=("token",),
-        shape=(length,), vocabulary=Vocabulary("words", words),
-    )  # fmt: skip
-    build_dataset(folder, {"train": (4,)}, extra=[(channel, lambda row: np.arange(length, dtype=np.uint16) + row)])
+        name="tokens",
+        kind="tokens",
+        field="tokens.npy",
+        law=Law("fixed"),
+        dtype="uint16",
+        axes=("token",),
+        shape=(length,),
+        vocabulary=Vocabulary("words", words),
+    )
+    build_dataset(
+        folder,
+        {"train": (4,)},
+        extra=[(channel, lambda row: np.arange(length, dtype=np.uint16) + row)],
+    )
     return folder
 
 
@@ -49,7 +59,8 @@ def test_other_models_read_no_tokens(tmp_path):
 
 def test_tokens_that_the_model_cannot_read_are_refused(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"shape \[32\]; model 'gpt-tiny' reads kind 'tokens' of any length, or of 33 or more"
+        ConfigError,
+        match=r"shape \[32\]; model 'gpt-tiny' reads kind 'tokens' of any length, or of 33 or more",
     ):
         token_channel(str(made(tmp_path / "short", length=32)), "gpt-tiny")
     with pytest.raises(ConfigError, match="has 65 words, model 'gpt-tiny' knows 64"):

@@ -36,6 +36,11 @@ def test_absent_cameras_and_padding_do_not_count():
     images[1] = torch.tensor([[1, 0], [1, 1]], dtype=torch.uint8)
     images[5] = torch.tensor([1.0, 0.0])
     whole = model(*images)
-    only = model(*[value[:1, :1] if value.ndim > 2 else value[:1] for value in images[:1]],
-                 torch.ones(1, 1), *images[2:4], images[4][:1], torch.ones(1))  # fmt: skip
+    only = model(
+        *[value[:1, :1] if value.ndim > 2 else value[:1] for value in images[:1]],
+        torch.ones(1, 1),
+        *images[2:4],
+        images[4][:1],
+        torch.ones(1),
+    )
     assert torch.allclose(whole, only, rtol=1e-4)

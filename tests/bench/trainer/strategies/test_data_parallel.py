@@ -57,7 +57,9 @@ def test_gradients_are_those_of_the_plain_model_and_buckets_are_reported_in_orde
         for expected, found in zip(plain.parameters(), wrapped.parameters(), strict=True):
             assert torch.equal(expected.grad, found.grad)
         shares = [entry for entry in listener.heard if isinstance(entry, float)]
-        assert len(shares) > 1 or number == 0  # DDP makes its buckets again after the first backward
+        assert (
+            len(shares) > 1 or number == 0
+        )  # DDP makes its buckets again after the first backward
         assert shares == sorted(shares)
         assert shares[-1] == 1.0
         assert listener.heard.count("start") == listener.heard.count("finish") == len(shares)

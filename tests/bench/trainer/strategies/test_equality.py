@@ -61,7 +61,9 @@ def test_ranks_train_as_one_process(world, cases, tmp_path):
     assert all(one.first_loss != one.last_loss for one in compared)
     if world == 4:
         said = (tmp_path / "ranks.log").read_text()
-        assert "Warning" not in said, "gradients over two axes are clipped without a warning of torch"
+        assert "Warning" not in said, (
+            "gradients over two axes are clipped without a warning of torch"
+        )
 
 
 def test_gradients_that_are_added_and_not_averaged_are_seen_in_every_model(tmp_path, monkeypatch):
@@ -75,7 +77,11 @@ def test_gradients_that_are_added_and_not_averaged_are_seen_in_every_model(tmp_p
         return float(loss)
 
     write_cameras(tmp_path / "cameras", 2 * GLOBAL_BATCH, channels=("cam_front", "cam_front_right"))
-    of_ddp = [case for case in cases_of(2) if case.parallel == divided(strategy="ddp") and case.precision == "fp32"]
+    of_ddp = [
+        case
+        for case in cases_of(2)
+        if case.parallel == divided(strategy="ddp") and case.precision == "fp32"
+    ]
     cases = [msgspec.structs.replace(case, steps=5) for case in of_ddp]
     assert [case.model for case in cases] == list(TINY)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

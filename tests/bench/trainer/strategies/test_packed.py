@@ -52,9 +52,13 @@ def test_no_token_sees_another_document():
 
 def test_samples_that_fill_up_a_batch_count_for_nothing():
     model, padding = build_model(MODELS["gpt-tiny"]), batch((4, 5), (7,), valid=False)
-    assert model(*model.inputs(padding)).item() == model.real_share(*model.inputs(padding)).item() == 0
+    assert (
+        model(*model.inputs(padding)).item() == model.real_share(*model.inputs(padding)).item() == 0
+    )
 
 
 def test_a_pack_of_more_tokens_than_a_row_is_refused():
-    with pytest.raises(ConfigError, match=r"a pack has 8 tokens, and a row of the model 7: .* budget"):
+    with pytest.raises(
+        ConfigError, match=r"a pack has 8 tokens, and a row of the model 7: .* budget"
+    ):
         packed_rows(batch((2, 6), (1,)), 6)

@@ -17,7 +17,9 @@ class Transpose(nn.Module):
 
 def test_a_stage_sends_contiguous_values_and_gradients():
     blocks = [nn.Identity(), Transpose(), nn.Identity()]
-    model = SimpleNamespace(stem=nn.Identity(), blocks=blocks, head=nn.Identity(), loss=None, beside=dict)
+    model = SimpleNamespace(
+        stem=nn.Identity(), blocks=blocks, head=nn.Identity(), loss=None, beside=dict
+    )
     hidden = torch.rand(2, 3, 4, requires_grad=True)
     sent = Stage(model, 1, 3)(hidden)
     assert sent.is_contiguous()

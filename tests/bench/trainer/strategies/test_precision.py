@@ -47,5 +47,8 @@ def test_too_many_skipped_steps_end_the_run_with_the_scalers_state():
     parallel = scaled(max_skipped=3)
     for _ in range(2):
         step(parallel, float("nan"))
-    with pytest.raises(FuelrailError, match=r"3 steps in a row .* loss scale is 1024 by now; lower the learning rate"):
+    with pytest.raises(
+        FuelrailError,
+        match=r"3 steps in a row .* loss scale is 1024 by now; lower the learning rate",
+    ):
         step(parallel, float("nan"))

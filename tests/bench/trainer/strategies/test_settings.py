@@ -38,14 +38,22 @@ def test_degrees_of_a_world(options, world, degrees):
         ({"mesh": "pp=2,tp=2"}, 8, "is for 4 ranks, the run has 8; use ranks=4 or dp_shard=2"),
         ({"mesh": "dp_shard=3"}, 8, "is for 3 ranks, the run has 8; use ranks=3 or dp_shard=8"),
         ({"mesh": "tp=3"}, 8, "is for 3 ranks, the run has 8; use ranks=3$"),
-        ({"mesh": "dp=2"}, 2, "has the part 'dp=2'; write AXIS=N .* axes: pp, dp_replicate, dp_shard, tp"),
+        (
+            {"mesh": "dp=2"},
+            2,
+            "has the part 'dp=2'; write AXIS=N .* axes: pp, dp_replicate, dp_shard, tp",
+        ),
         ({"mesh": "tp=2,tp=2"}, 4, "each axis once"),
         ({"mesh": "tp=0"}, 2, "N of at least 1"),
         ({"strategy": "hsdp"}, 3, "two ranks, which do not divide 3; use ranks=4"),
         ({"strategy": "hsdp"}, 1, "two ranks, which do not divide 1; use ranks=2"),
         ({"strategy": "ddp", "offload": True}, 2, "offload needs sharded parameters"),
         ({"strategy": "fsdp2", "compression": "fp16"}, 2, "compression needs whole models"),
-        ({"compile": "inductor", "bucket_mib": 0.5}, 2, "no bucket_mib below 1, and it is 0.5; use 1 or more"),
+        (
+            {"compile": "inductor", "bucket_mib": 0.5},
+            2,
+            "no bucket_mib below 1, and it is 0.5; use 1 or more",
+        ),
     ],
 )
 def test_degrees_that_do_not_make_the_world_are_refused(options, world, message):
@@ -56,18 +64,62 @@ def test_degrees_that_do_not_make_the_world_are_refused(options, world, message)
 @pytest.mark.parametrize(
     ("model", "degrees", "options", "batch_size", "message"),
     [
-        ("gpt-tiny", Degrees(tp=3), {}, 4, "tp=3 does not divide the 8 heads of the model; tp of 1, 2, 4, 8 would"),
+        (
+            "gpt-tiny",
+            Degrees(tp=3),
+            {},
+            4,
+            "tp=3 does not divide the 8 heads of the model; tp of 1, 2, 4, 8 would",
+        ),
         ("vit-base", Degrees(tp=5), {}, 4, "tp=5 does not divide the 12 heads"),
-        ("vit-base", Degrees(tp=4), {}, 4, "tp=4 does not divide the 35 patches of an image .*; tp of 1, 5, 7, 35"),
-        ("gpt-tiny", Degrees(pp=3), {}, 6, "3 stages .* do not divide the model's 8 layers; stages of 1, 2, 4, 8"),
+        (
+            "vit-base",
+            Degrees(tp=4),
+            {},
+            4,
+            "tp=4 does not divide the 35 patches of an image .*; tp of 1, 5, 7, 35",
+        ),
+        (
+            "gpt-tiny",
+            Degrees(pp=3),
+            {},
+            6,
+            "3 stages .* do not divide the model's 8 layers; stages of 1, 2, 4, 8",
+        ),
         ("light", Degrees(pp=2), {}, 4, "more than the model's 1 layers"),
-        ("gpt-tiny", Degrees(pp=2), {"micro_batches": 3}, 4, "does not divide the batch of 4 .* of 1, 2, 4 would"),
-        ("gpt-tiny", Degrees(pp=4), {}, 2, "1F1B with pp=4 needs 4 micro-batches or more, .* gives 2"),
-        ("gpt-tiny", Degrees(pp=2), {"pipeline_schedule": "Interleaved1F1B"}, 3, "2 micro-batches or a multiple"),
-        ("gpt-tiny", Degrees(pp=2, dp_shard=2), {"pipeline_schedule": "DualPipeV"}, 4, "loses gradients .*dp_shard=2"),
+        (
+            "gpt-tiny",
+            Degrees(pp=2),
+            {"micro_batches": 3},
+            4,
+            "does not divide the batch of 4 .* of 1, 2, 4 would",
+        ),
+        (
+            "gpt-tiny",
+            Degrees(pp=4),
+            {},
+            2,
+            "1F1B with pp=4 needs 4 micro-batches or more, .* gives 2",
+        ),
+        (
+            "gpt-tiny",
+            Degrees(pp=2),
+            {"pipeline_schedule": "Interleaved1F1B"},
+            3,
+            "2 micro-batches or a multiple",
+        ),
+        (
+            "gpt-tiny",
+            Degrees(pp=2, dp_shard=2),
+            {"pipeline_schedule": "DualPipeV"},
+            4,
+            "loses gradients .*dp_shard=2",
+        ),
     ],
 )
-def test_degrees_that_do_not_divide_model_or_batch_are_refused(model, degrees, options, batch_size, message):
+def test_degrees_that_do_not_divide_model_or_batch_are_refused(
+    model, degrees, options, batch_size, message
+):
     with pytest.raises(ConfigError, match=message):
         check_fits(ParallelSettings(**options), degrees, MODELS[model], batch_size, (80, 112))
 

@@ -18,7 +18,9 @@ class TestCachedStorage(StorageSuite):
     def opened(self, tmp_path):
         def made(root, **options):
             dataset = open_dataset(root)
-            return dataset, open_storage(dataset, cache_dir=tmp_path / "cache", cache_size="1MB", **options)
+            return dataset, open_storage(
+                dataset, cache_dir=tmp_path / "cache", cache_size="1MB", **options
+            )
 
         return made
 
@@ -44,7 +46,9 @@ class TestCachedStorage(StorageSuite):
         assert stats.cache_bytes == stats.request_bytes == sum(map(len, expected))
 
     @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
-    def test_an_error_that_a_good_file_can_have_forgets_nothing(self, opened, pristine, monkeypatch, error):
+    def test_an_error_that_a_good_file_can_have_forgets_nothing(
+        self, opened, pristine, monkeypatch, error
+    ):
         dataset, storage = opened(pristine)
         rows, expected = rows_of(dataset), spans_of(pristine)
 

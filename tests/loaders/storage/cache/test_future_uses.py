@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses, build_future_uses, coming_rows
+from fuelrail.loaders.storage.cache.future_uses import (
+    NEVER,
+    FarthestFirst,
+    FutureUses,
+    build_future_uses,
+    coming_rows,
+)
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
 from fuelrail.pipeline.order.spec import OrderSpec, position_map
 from support.cache_policies import lru_hits
@@ -17,7 +23,9 @@ from support.cache_policies import lru_hits
 
 def future_uses_of(sequence, horizon=None):
     rows = np.array(sequence, np.int64)
-    return FutureUses(lambda first, count: rows[first : first + count], horizon or 2 * len(rows) + 2)
+    return FutureUses(
+        lambda first, count: rows[first : first + count], horizon or 2 * len(rows) + 2
+    )
 
 
 def next_use(sequence, row, after, end):
@@ -123,13 +131,24 @@ def test_a_horizon_of_two_epochs_is_as_good_as_knowing_everything():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    num_samples=st.integers(6, 40), size=st.integers(1, 3), batch=st.integers(1, 3), drop_last=st.booleans(),
-    consumed=st.integers(0, 5), data=st.data(),
-)  # fmt: skip
-def test_coming_rows_are_those_that_the_ranks_will_take(num_samples, size, batch, drop_last, consumed, data):
-    whole = [Batching(num_samples, batch * size, World(rank, size), drop_last=drop_last) for rank in range(size)] if (
-        batch * size <= num_samples or not drop_last
-    ) else []  # fmt: skip
+    num_samples=st.integers(6, 40),
+    size=st.integers(1, 3),
+    batch=st.integers(1, 3),
+    drop_last=st.booleans(),
+    consumed=st.integers(0, 5),
+    data=st.data(),
+)
+def test_coming_rows_are_those_that_the_ranks_will_take(
+    num_samples, size, batch, drop_last, consumed, data
+):
+    whole = (
+        [
+            Batching(num_samples, batch * size, World(rank, size), drop_last=drop_last)
+            for rank in range(size)
+        ]
+        if (batch * size <= num_samples or not drop_last)
+        else []
+    )
     if not whole:
         return
     ranks = data.draw(st.sampled_from([range(size), range(size - 1, size)]))
@@ -138,7 +157,9 @@ def test_coming_rows_are_those_that_the_ranks_will_take(num_samples, size, batch
     frames = data.draw(st.integers(1, 3))
 
     def rows_of(epoch, positions):
-        return (position_map(spec, [num_samples], epoch)(positions)[:, None] * 10 + np.arange(frames)).reshape(-1)
+        return (
+            position_map(spec, [num_samples], epoch)(positions)[:, None] * 10 + np.arange(frames)
+        ).reshape(-1)
 
     coming, per_step = coming_rows(rows_of, Walk(start, whole[0]), ranks, frames)
     expected = []
@@ -161,7 +182,9 @@ def test_a_share_of_the_steps_knows_when_its_samples_come(first, of, consumed):
     order = position_map(OrderSpec(kind="shuffled", seed=1), [26], 0)
     share = WorkerShard(first, of)
     walk = Walk(start, whole, share)
-    future_uses, uses = build_future_uses(lambda epoch, positions: order(positions) + 100 * epoch, walk)
+    future_uses, uses = build_future_uses(
+        lambda epoch, positions: order(positions) + 100 * epoch, walk
+    )
     assert uses == 4
     own = []  # as `tasks.coming` walks
     for epoch in range(3, 7):

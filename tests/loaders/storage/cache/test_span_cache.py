@@ -78,7 +78,11 @@ class TestContent:
     def test_it_evicts_or_does_not_admit_what_is_needed_last(self, tmp_path, later, kept):
         cache = cache_at(tmp_path, max_bytes=2 * BYTES)
         cache.evict_by(future_uses_of([0, 1, 2, *later]))
-        assert [cache.put(index, span(index), index) for index in range(3)] == [True, True, 2 in kept]
+        assert [cache.put(index, span(index), index) for index in range(3)] == [
+            True,
+            True,
+            2 in kept,
+        ]
         assert files(tmp_path) == kept
 
     def test_small_ones_stay_unless_all_that_must_go_are_needed_later(self, tmp_path):
@@ -86,7 +90,9 @@ class TestContent:
         cache.evict_by(future_uses_of([0, 1, 2, 0, 2, 1]))
         cache.put(0, span(0), 0)
         cache.put(1, span(1), 1)
-        assert not cache.put(2, memoryview(bytes(2 * BYTES)), 2)  # 1 could go, but 0 comes sooner than 2
+        assert not cache.put(
+            2, memoryview(bytes(2 * BYTES)), 2
+        )  # 1 could go, but 0 comes sooner than 2
         assert files(tmp_path) == [0, 1]
         assert cache.put(2, span(2), 2)
         assert files(tmp_path) == [0, 2]
@@ -113,7 +119,9 @@ class TestContent:
 
 
 @pytest.mark.parametrize("uses_per_step", [0, 1, 5])
-def test_samples_of_different_lengths_hit_as_simulated_and_never_exceed_the_size(tmp_path, uses_per_step):
+def test_samples_of_different_lengths_hit_as_simulated_and_never_exceed_the_size(
+    tmp_path, uses_per_step
+):
     rng = np.random.default_rng(0)
     lengths = rng.integers(200, 1000, 60)
     sequence = np.concatenate([rng.permutation(60) for _ in range(6)])
@@ -123,7 +131,9 @@ def test_samples_of_different_lengths_hit_as_simulated_and_never_exceed_the_size
         ("ours", future_uses_of(sequence), farthest_first_hits(sequence, lengths, capacity)),
         ("lru", Hindsight(sequence), lru_hits(sequence, lengths, capacity)),
     ):
-        cache = SpanCache(tmp_path / name, "f" * 64, 60, lambda index: int(lengths[index]), capacity)
+        cache = SpanCache(
+            tmp_path / name, "f" * 64, 60, lambda index: int(lengths[index]), capacity
+        )
         cache.evict_by(future_uses, uses_per_step)
         hits = []
         for now, index in enumerate(sequence.tolist()):
@@ -179,7 +189,9 @@ class TestTrouble:
             cache_at(tmp_path)
 
     @pytest.mark.parametrize("damaged", [b"", bytes(150), b'{"format":"fuelrail-sp', b"\xff" * 150])
-    def test_a_damaged_marker_is_written_again_where_the_folder_is_a_caches(self, tmp_path, caplog, damaged):
+    def test_a_damaged_marker_is_written_again_where_the_folder_is_a_caches(
+        self, tmp_path, caplog, damaged
+    ):
         cache = cache_at(tmp_path)
         cache.put(3, span(3))
         cache.close()
@@ -206,7 +218,9 @@ class TestTrouble:
         (tmp_path / "tmp" / "12345-0").write_bytes(b"half")
         (tmp_path / "data" / "0" / "stranger").write_bytes(b"x")
         (tmp_path / "data" / "0" / "fff").write_bytes(b"beyond the dataset")
-        (tmp_path / "data" / "0" / "5").write_bytes(bytes(BYTES))  # whole, but its process died before it was counted
+        (tmp_path / "data" / "0" / "5").write_bytes(
+            bytes(BYTES)
+        )  # whole, but its process died before it was counted
         again = cache_at(tmp_path)
         assert again.folder.used_bytes == 2 * BYTES
         assert not list((tmp_path / "tmp").iterdir())
@@ -253,7 +267,9 @@ class TestTrouble:
         assert bytes(storage.span(*rows_of(dataset)[0])) == spans_of(pristine)[0]
         assert storage.stats().cache_bytes == 0
 
-    def test_the_default_size_is_a_part_of_the_free_space_and_counts_what_is_here(self, pristine, tmp_path):
+    def test_the_default_size_is_a_part_of_the_free_space_and_counts_what_is_here(
+        self, pristine, tmp_path
+    ):
         dataset = open_dataset(pristine)
         for _ in range(2):
             cache = SpanCache.open_for(dataset, tmp_path, None)
@@ -335,19 +351,34 @@ class TestH2:
         (tmp_path / "data").chmod(0o777)
         tmp_path.chmod(0o775)
         cache_at(tmp_path)
-        assert [path.stat().st_mode & 0o777 for path in (tmp_path, tmp_path / "data")] == [0o700, 0o700]
+        assert [path.stat().st_mode & 0o777 for path in (tmp_path, tmp_path / "data")] == [
+            0o700,
+            0o700,
+        ]
 
-    @pytest.mark.parametrize("linked", ["", "spans", "spans/FINGERPRINT", "*/data", "*/tmp", "*/data/0"])
+    @pytest.mark.parametrize(
+        "linked", ["", "spans", "spans/FINGERPRINT", "*/data", "*/tmp", "*/data/0"]
+    )
     def test_links_to_folders_are_refused(self, pristine, tmp_path, thesis, linked):
         dataset = open_dataset(pristine)
         shared = tmp_path / "shared"
-        place = shared / linked.replace("*", "spans/FINGERPRINT").replace("FINGERPRINT", dataset.manifest.fingerprint)
+        place = shared / linked.replace("*", "spans/FINGERPRINT").replace(
+            "FINGERPRINT", dataset.manifest.fingerprint
+        )
         place.parent.mkdir(parents=True, exist_ok=True)
-        marker = {"format": "fuelrail-span-cache", "version": 1, "fingerprint": dataset.manifest.fingerprint}
+        marker = {
+            "format": "fuelrail-span-cache",
+            "version": 1,
+            "fingerprint": dataset.manifest.fingerprint,
+        }
         if linked.endswith("data/0"):
-            (place.parent.parent / "cache.json").write_text(json.dumps({**marker, "num_samples": 25}))
+            (place.parent.parent / "cache.json").write_text(
+                json.dumps({**marker, "num_samples": 25})
+            )
         place.symlink_to(thesis, target_is_directory=True)
-        with pytest.raises(ConfigError, match=r"is a symbolic link.*choose a cache folder of your own"):
+        with pytest.raises(
+            ConfigError, match=r"is a symbolic link.*choose a cache folder of your own"
+        ):
             SpanCache.open_for(dataset, shared, "1MB")
 
     @pytest.mark.parametrize("name", ["cache.json", "lock", "users.lock", "table"])
@@ -360,7 +391,9 @@ class TestH2:
             (cache / name).symlink_to(thesis / "thesis.tex")
         else:
             (cache / name).hardlink_to(thesis / "thesis.tex")
-        with pytest.raises(ConfigError, match=f"{name}' is (a symbolic link|another name of some other file)"):
+        with pytest.raises(
+            ConfigError, match=f"{name}' is (a symbolic link|another name of some other file)"
+        ):
             cache_at(cache)
         (cache / name).unlink()
 
@@ -395,7 +428,9 @@ class TestH2:
     def test_a_folder_that_fuelrail_did_not_make_is_refused(self, tmp_path, thesis):
         (thesis / "data" / "0").mkdir(parents=True)
         (thesis / "data" / "0" / "5").write_bytes(b"mine")
-        with pytest.raises(ConfigError, match=r"files in 'data' but no cache\.json, so fuelrail did not make it"):
+        with pytest.raises(
+            ConfigError, match=r"files in 'data' but no cache\.json, so fuelrail did not make it"
+        ):
             cache_at(thesis)
         assert (thesis / "data" / "0" / "5").read_bytes() == b"mine"
         shutil.rmtree(thesis / "data")
@@ -408,17 +443,38 @@ class TestH2:
         cache.put(3, memoryview(bytes(dataset.index.row(3).length)))
         cache.close()
         path = cache.folder.path
-        owned = [tmp_path, tmp_path / "spans", path, path / "data", path / "data" / "0", path / "tmp"]
-        for place in (*owned, *(path / name for name in ("cache.json", "lock", "users.lock", "table"))):
+        owned = [
+            tmp_path,
+            tmp_path / "spans",
+            path,
+            path / "data",
+            path / "data" / "0",
+            path / "tmp",
+        ]
+        for place in (
+            *owned,
+            *(path / name for name in ("cache.json", "lock", "users.lock", "table")),
+        ):
             os.chown(place, 4242, 4242)
-            with pytest.raises(ConfigError, match=f"'{place}' belongs to user 4242, and this process runs as user 0"):
+            with pytest.raises(
+                ConfigError,
+                match=f"'{place}' belongs to user 4242, and this process runs as user 0",
+            ):
                 SpanCache.open_for(dataset, tmp_path, None)
             os.chown(place, 0, 0)
         assert SpanCache.open_for(dataset, tmp_path, None).folder.holds(3)
 
 
 def test_sizes():
-    sizes = {5: 5, "5": 5, "5B": 5, "2kb": 2000, "1.5 GiB": 3 << 29, "500GB": 500 * 10**9, "1TiB": 1 << 40}
+    sizes = {
+        5: 5,
+        "5": 5,
+        "5B": 5,
+        "2kb": 2000,
+        "1.5 GiB": 3 << 29,
+        "500GB": 500 * 10**9,
+        "1TiB": 1 << 40,
+    }
     assert {text: parse_size(text) for text in sizes} == sizes
     for text in ("", "GB", "5 bananas", "-5", 0, -1, "0", "5i"):
         with pytest.raises(ConfigError, match="cache_size"):

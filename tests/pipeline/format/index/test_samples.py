@@ -29,22 +29,42 @@ INT32, INT64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1
 WORDS = st.text(st.characters(codec="utf-8"), max_size=6)
 OFFSETS, SIZES = st.integers(0, 2**63 - 1), st.integers(0, 1 << 20)
 DIGESTS = st.integers(0, 2**64 - 1)
-MEMBERS = st.builds(MemberEntry, st.sampled_from(NAMES), INT64, SIZES, SIZES, st.sampled_from(CODECS), DIGESTS)
-ROWS = st.builds(IndexRow, WORDS, WORDS, INT32, INT64, INT32, OFFSETS, SIZES, DIGESTS,
-                 st.lists(MEMBERS, max_size=3).map(tuple), st.just(False))  # fmt: skip
+MEMBERS = st.builds(
+    MemberEntry, st.sampled_from(NAMES), INT64, SIZES, SIZES, st.sampled_from(CODECS), DIGESTS
+)
+ROWS = st.builds(
+    IndexRow,
+    WORDS,
+    WORDS,
+    INT32,
+    INT64,
+    INT32,
+    OFFSETS,
+    SIZES,
+    DIGESTS,
+    st.lists(MEMBERS, max_size=3).map(tuple),
+    st.just(False),
+)
 
 
 def make_rows(count: int) -> list[IndexRow]:
     return [
         IndexRow(
-            f"clip-{i // 4:04d}-{i % 4:06d}", f"clip-{i // 4:04d}", i % 4, i * 10**8, i % 3, i * 4096, 4096, i * 7919,
+            f"clip-{i // 4:04d}-{i % 4:06d}",
+            f"clip-{i // 4:04d}",
+            i % 4,
+            i * 10**8,
+            i % 3,
+            i * 4096,
+            4096,
+            i * 7919,
             tuple(
                 MemberEntry(n, 512 + 1024 * k, 10 + k, 20 + k, CODECS[k], 2**63 + k)
                 for k, n in enumerate(NAMES[: i % 4])
             ),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def read_all(index: SampleIndex) -> list[IndexRow]:
@@ -81,7 +101,9 @@ def test_ranges_of_columns_cross_batches(tmp_path: Path, small_batches: int, cou
     index = SampleIndex(tmp_path / INDEX_FILE)
     for first in range(count + 1):
         for end in range(first, count + 1):
-            assert index.column("offset", first, end).tolist() == [row.offset for row in rows[first:end]]
+            assert index.column("offset", first, end).tolist() == [
+                row.offset for row in rows[first:end]
+            ]
             assert index.strings("key", first, end) == [row.key for row in rows[first:end]]
 
 
@@ -90,7 +112,9 @@ def test_columns_have_the_stated_dtype_empty_or_not(tmp_path: Path, name: str) -
     write_index(tmp_path / INDEX_FILE, make_rows(3), NAMES, CODECS)
     index = SampleIndex(tmp_path / INDEX_FILE)
     assert index.column(name).dtype == index.column(name, 1, 1).dtype
-    assert index.column(name).dtype == np.dtype({"frame": "i4", "shard": "i4", "xxh3": "u8"}.get(name, "i8"))
+    assert index.column(name).dtype == np.dtype(
+        {"frame": "i4", "shard": "i4", "xxh3": "u8"}.get(name, "i8")
+    )
 
 
 def test_pyarrow_reads_the_same_table(tmp_path: Path, small_batches: int) -> None:
@@ -100,7 +124,9 @@ def test_pyarrow_reads_the_same_table(tmp_path: Path, small_batches: int) -> Non
         assert [file.get_batch(i).num_rows for i in range(file.num_record_batches)] == [7, 7, 6]
         table = file.read_all()
         table.validate(full=True)
-        names, codecs = (json.loads(table.schema.metadata[k]) for k in (b"fuelrail.members", b"fuelrail.codecs"))
+        names, codecs = (
+            json.loads(table.schema.metadata[k]) for k in (b"fuelrail.members", b"fuelrail.codecs")
+        )
         found = [
             IndexRow(
                 **{
@@ -160,7 +186,9 @@ class TestDamage:
         with pytest.raises(IndexFileError, match="cannot be opened"):
             SampleIndex(tmp_path)
 
-    def write(self, path: Path, *, metadata: dict | None = None, batches: list | None = None, schema=None) -> Path:
+    def write(
+        self, path: Path, *, metadata: dict | None = None, batches: list | None = None, schema=None
+    ) -> Path:
         """An index with chosen parts, through pyarrow alone."""
         write_index(path, make_rows(5), NAMES, CODECS)
         with pa.ipc.open_file(path.read_bytes()) as file:
@@ -187,7 +215,10 @@ class TestDamage:
 
 def test_unknown_names_and_codecs_are_the_writers_mistake(tmp_path: Path) -> None:
     row = make_rows(1)[0]._replace(members=(MemberEntry("other.bin", 0, 1, 1, "raw", 0),))
-    with pytest.raises(KeyError, match=r"other\.bin"), IndexWriter(tmp_path / INDEX_FILE, NAMES, CODECS) as writer:
+    with (
+        pytest.raises(KeyError, match=r"other\.bin"),
+        IndexWriter(tmp_path / INDEX_FILE, NAMES, CODECS) as writer,
+    ):
         writer.append(row)
 
 

@@ -39,15 +39,19 @@ class TestShards:
     def test_entries(self, tiny) -> None:
         shards = open_dataset(tiny).shards
         assert [(s.name, s.split, s.first_sample, s.num_samples) for s in shards] == [
-            ("train-000000.tar", "train", 0, 4), ("train-000001.tar", "train", 4, 3), ("val-000000.tar", "val", 7, 2),
-        ]  # fmt: skip
+            ("train-000000.tar", "train", 0, 4),
+            ("train-000001.tar", "train", 4, 3),
+            ("val-000000.tar", "val", 7, 2),
+        ]
         assert [s.bytes for s in shards] == [(tiny / s.name).stat().st_size for s in shards]
         assert shards[-1] == shards[2] == shards[1:][1]
         assert shards.lengths(0, 3).tolist() == [4, 3, 2]
         assert shards.lengths(1, 2).tolist() == [3]
         assert (shards.num_bytes, shards.num_framed) == (open_dataset(tiny).manifest.num_bytes, 0)
         for number in (3, -4):
-            with pytest.raises(IndexError, match=f"shard {number} is not in the dataset: it has shards 0 to 2"):
+            with pytest.raises(
+                IndexError, match=f"shard {number} is not in the dataset: it has shards 0 to 2"
+            ):
                 shards[number]
 
     @pytest.mark.parametrize(
@@ -57,17 +61,26 @@ class TestShards:
             ("idx_bytes", 0, -5, "idx_bytes of shard 0 is -5"),
             ("first_sample", 1, 0, "shard 0 holds 0 samples"),
             ("first_sample", 1, 9, "shard 1 holds -2 samples"),
-            ("first_sample", 0, 1, "split 'train' begins at sample 0, but its first shard, number 0, at 1"),
+            (
+                "first_sample",
+                0,
+                1,
+                "split 'train' begins at sample 0, but its first shard, number 0, at 1",
+            ),
             ("first_sample", 2, 2**62, "split 'val' begins at sample 7"),
         ],
     )
-    def test_what_does_not_add_up_is_refused(self, tiny, tmp_path, column, row, value, words) -> None:
+    def test_what_does_not_add_up_is_refused(
+        self, tiny, tmp_path, column, row, value, words
+    ) -> None:
         with pa.ipc.open_file((tiny / "shards.arrow").read_bytes()) as file:
             table = file.read_all()
         values = table[column].to_pylist()
         values[row] = value
         at = table.column_names.index(column)
-        table = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.types[at]))
+        table = table.set_column(
+            at, table.schema.field(at), pa.array(values, table.schema.types[at])
+        )
         with pa.ipc.new_file(tmp_path / "shards.arrow", table.schema) as writer:
             writer.write_batch(table.to_batches()[0])
         manifest = open_dataset(tiny).manifest
@@ -86,7 +99,9 @@ class TestShards:
         tiny_dataset({"train": (4, 3), "val": (2,)}, size=(32, 24), copy_to=tmp_path / "d")
         good = (tmp_path / "d" / "shards.arrow").read_bytes()
         for at in range(0, len(good), 97):
-            (tmp_path / "d" / "shards.arrow").write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+            (tmp_path / "d" / "shards.arrow").write_bytes(
+                good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
+            )
             with pytest.raises(IndexFileError, match=r"shards\.arrow.*do not match their SHA-256"):
                 open_dataset(tmp_path / "d")
 
@@ -138,10 +153,13 @@ class TestKeys:
             rows = range(first, min(first + 3, 20_000))
             places = [index.row(row) for row in rows]
             assert table.find(all_keys[number]) == [
-                (row, place.offset, place.length, place.shard) for row, place in zip(rows, places, strict=True)
+                (row, place.offset, place.length, place.shard)
+                for row, place in zip(rows, places, strict=True)
             ]
 
-    def test_the_parts_of_a_first_look_up_are_fetched_together(self, many, tmp_path, monkeypatch) -> None:
+    def test_the_parts_of_a_first_look_up_are_fetched_together(
+        self, many, tmp_path, monkeypatch
+    ) -> None:
         index = open_dataset(many).index
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
         path = many / "keys.arrow"
@@ -152,7 +170,9 @@ class TestKeys:
             return data[first:end]
 
         monkeypatch.setattr(keys, "_BACKGROUND_BYTES", 0)
-        opened = blocks.open_sparse(tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read)
+        opened = blocks.open_sparse(
+            tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read
+        )
         middle = int(keys.sorted_entries(index, tmp_path)["row"][10_000])
         table = KeyTable(lambda: opened, len(index))
         assert [entry.row for entry in table.find(index.row(middle).key)] == [middle]
@@ -170,7 +190,9 @@ class TestKeys:
             first = pool.submit(KeyTable(slow, len(index)).find, index.row(3).key)
             assert waits.wait(60)
             other = ThreadPoolExecutor(1)
-            second = other.submit(KeyTable(lambda: BlockFile(many / "keys.arrow"), len(index)).find, index.row(4).key)
+            second = other.submit(
+                KeyTable(lambda: BlockFile(many / "keys.arrow"), len(index)).find, index.row(4).key
+            )
             try:
                 assert [entry.row for entry in second.result(60)] == [4]
             finally:
@@ -179,7 +201,9 @@ class TestKeys:
             assert [entry.row for entry in first.result(60)] == [3]
 
     @pytest.mark.parametrize("is_gone", [False, True])
-    def test_the_first_look_up_fetches_the_table_in_the_background(self, many, tmp_path, monkeypatch, is_gone) -> None:
+    def test_the_first_look_up_fetches_the_table_in_the_background(
+        self, many, tmp_path, monkeypatch, is_gone
+    ) -> None:
         index = open_dataset(many).index
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
         path = many / "keys.arrow"
@@ -195,7 +219,9 @@ class TestKeys:
             requests.append(first)
             return data[first:end]
 
-        opened = blocks.open_sparse(tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read)
+        opened = blocks.open_sparse(
+            tmp_path / "keys.arrow", len(data), blocks.block_digests(path), read
+        )
         table = KeyTable(lambda: opened, len(index))
         in_a_run = int(keys.sorted_entries(index, tmp_path)["row"][2048])
         assert [entry.row for entry in table.find(index.row(in_a_run).key)] == [in_a_run]
@@ -203,25 +229,38 @@ class TestKeys:
         found.set()
         for thread in threads:
             thread.join(60)
-        assert all(thread.daemon for thread in threads), "the interpreter must not wait for them when it ends"
-        assert sum(asker not in threads for asker in askers) == 3, "the parts of the look-up; the rest is theirs"
+        assert all(thread.daemon for thread in threads), (
+            "the interpreter must not wait for them when it ends"
+        )
+        assert sum(asker not in threads for asker in askers) == 3, (
+            "the parts of the look-up; the rest is theirs"
+        )
         before = len(requests)
-        assert [table.find(index.row(row).key)[0].row for row in range(0, 20_000, 99)] == [*range(0, 20_000, 99)]
+        assert [table.find(index.row(row).key)[0].row for row in range(0, 20_000, 99)] == [
+            *range(0, 20_000, 99)
+        ]
         assert opened._in_background is threads
         assert (len(requests) > before) == is_gone
 
-    def test_threads_that_look_up_at_once_start_one_fetch(self, many, tmp_path, monkeypatch) -> None:
+    def test_threads_that_look_up_at_once_start_one_fetch(
+        self, many, tmp_path, monkeypatch
+    ) -> None:
         path, done, at_once = many / "keys.arrow", threading.Event(), threading.Barrier(2)
 
         def random_after_both() -> random.Random:
-            with contextlib.suppress(threading.BrokenBarrierError):  # one of them does not come here
+            with contextlib.suppress(
+                threading.BrokenBarrierError
+            ):  # one of them does not come here
                 at_once.wait(0.5)
             return random.Random(0)
 
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
         monkeypatch.setattr(blocks, "random", SimpleNamespace(Random=random_after_both))
         opened = blocks.open_sparse(
-            tmp_path / "keys.arrow", path.stat().st_size, blocks.block_digests(path), lambda *_: done.wait(60) and b""
+            tmp_path / "keys.arrow",
+            path.stat().st_size,
+            blocks.block_digests(path),
+            lambda *_: done.wait(60) and b"",
         )
         before = set(threading.enumerate())
         with ThreadPoolExecutor(2) as pool:
@@ -240,7 +279,10 @@ class TestKeys:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             sparse = Path(folder) / "keys.arrow"
             opened = blocks.open_sparse(
-                sparse, path.stat().st_size, blocks.block_digests(path), lambda *_: pytest.fail("nothing is fetched")
+                sparse,
+                path.stat().st_size,
+                blocks.block_digests(path),
+                lambda *_: pytest.fail("nothing is fetched"),
             )
             assert opened._missing([0])
             assert sparse.stat().st_blocks == 0
@@ -255,7 +297,10 @@ class TestKeys:
         entries["row"] = 3
         data[at : at + entries.nbytes] = entries.tobytes()
         path.write_bytes(data)
-        with pytest.raises(IndexFileError, match=r"keys\.arrow puts key 'clip-0000-000001' at row 3, the index has 3"):
+        with pytest.raises(
+            IndexFileError,
+            match=r"keys\.arrow puts key 'clip-0000-000001' at row 3, the index has 3",
+        ):
             open_dataset(tmp_path / "d").find("clip-0000-000001")
 
     def test_a_table_of_another_dataset(self, many, tmp_path) -> None:
@@ -265,7 +310,9 @@ class TestKeys:
 
     def test_flipped_bytes_are_an_error_or_no_harm(self, tiny_dataset, tmp_path) -> None:
         """A look-up among damaged entries never gives another sample's row, never misses a key, and never crashes."""
-        path = tiny_dataset({"train": (5,)}, size=(32, 24), copy_to=tmp_path / "d").root / "keys.arrow"
+        path = (
+            tiny_dataset({"train": (5,)}, size=(32, 24), copy_to=tmp_path / "d").root / "keys.arrow"
+        )
         good = path.read_bytes()
         for seed in range(30):
             rng, data = np.random.default_rng(seed), bytearray(good)
@@ -287,7 +334,9 @@ def test_digests_of_another_length_are_refused() -> None:
         "c": bytes(64),
     }
     for size in (64, 95, 128):
-        with pytest.raises(IndexFileError, match=f"has {size} bytes; the tables of the dataset make 96"):
+        with pytest.raises(
+            IndexFileError, match=f"has {size} bytes; the tables of the dataset make 96"
+        ):
             split_digests(bytes(size), [("a", 1), ("b", 0), ("c", 2**20 + 1)])
 
 
@@ -324,16 +373,22 @@ class TestBlocksAtAUrl:
         assert len(server.requests) == before
         assert [dataset.find(here.index.row(at).key) for at in range(2000)] == list(range(2000))
         assert {request.name for request in server.requests[before:]} == {"index.arrow"}
-        assert [dataset.index.row(at) for at in range(2000)] == [here.index.row(at) for at in range(2000)]
+        assert [dataset.index.row(at) for at in range(2000)] == [
+            here.index.row(at) for at in range(2000)
+        ]
         before = len(server.requests)
         again = open_dataset(server.url, cache_dir=cache)
-        assert [again.index.row(at) for at in range(2000)] == [here.index.row(at) for at in range(2000)]
+        assert [again.index.row(at) for at in range(2000)] == [
+            here.index.row(at) for at in range(2000)
+        ]
         assert [request.name for request in server.requests[before:]] == ["dataset.json"]
 
     def test_a_filter_reads_its_columns_of_the_split_alone(self, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
         monkeypatch.setattr(fetch, "WHOLE_BYTES", 0)
-        noise = {f"score{n}": one for n, one in enumerate(np.random.default_rng(0).random((12, 9000)))}
+        noise = {
+            f"score{n}": one for n, one in enumerate(np.random.default_rng(0).random((12, 9000)))
+        }
         table = {**noise, "night": np.arange(9000) % 10 == 0}
         monkeypatch.setattr(pq, "write_table", partial(pq.write_table, row_group_size=2000))
         write_synthetic_index(tmp_path / "d", [40] * 225, attributes=table)
@@ -345,10 +400,21 @@ class TestBlocksAtAUrl:
             assert found["night"].to_pylist() == table["night"].tolist()
             (requests,) = {request.name for request in server.requests[before:]}
             assert requests == "attributes.parquet"
-            assert sum(request.end - request.start for request in server.requests[before:]) < file.stat().st_size / 3
-            for rows in (range(9000), range(1999, 4001), range(4000, 6000), range(8999, 9000), range(0)):
+            assert (
+                sum(request.end - request.start for request in server.requests[before:])
+                < file.stat().st_size / 3
+            )
+            for rows in (
+                range(9000),
+                range(1999, 4001),
+                range(4000, 6000),
+                range(8999, 9000),
+                range(0),
+            ):
                 parts = list(dataset.attributes_file().batches(["score3"], rows))
-                values = np.concatenate([np.empty(0), *(part.column(0).to_numpy() for part in parts)])
+                values = np.concatenate(
+                    [np.empty(0), *(part.column(0).to_numpy() for part in parts)]
+                )
                 np.testing.assert_array_equal(values, table["score3"][rows.start : rows.stop])
 
     def test_damaged_blocks_in_the_cache_are_fetched_again(self, served) -> None:
@@ -380,7 +446,9 @@ class TestBlocksAtAUrl:
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-        with pytest.raises(IndexFileError, match=r"'index\.arrow' at the dataset's URL are not those that"):
+        with pytest.raises(
+            IndexFileError, match=r"'index\.arrow' at the dataset's URL are not those that"
+        ):
             [dataset.index.row(at) for at in range(2000)]
 
     def test_a_server_that_fails_is_named(self, served) -> None:
@@ -392,9 +460,13 @@ class TestBlocksAtAUrl:
 
     def test_a_server_that_does_not_answer_is_asked_again(self, served) -> None:
         server, here, cache = served
-        dataset = open_dataset(server.url, cache_dir=cache, retry=RetryPolicy(attempt_timeout_s=0.5))
+        dataset = open_dataset(
+            server.url, cache_dir=cache, retry=RetryPolicy(attempt_timeout_s=0.5)
+        )
         silent = len(server.requests)
-        server.misbehave = lambda request: Misbehaviour(latency_s=3600.0 if request.number == silent else 0.0)
+        server.misbehave = lambda request: Misbehaviour(
+            latency_s=3600.0 if request.number == silent else 0.0
+        )
         assert dataset.index.row(1000) == here.index.row(1000)
         assert len(server.requests) == silent + 2
 

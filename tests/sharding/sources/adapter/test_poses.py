@@ -24,9 +24,13 @@ def test_between_poses():
     found = Trajectory(times, poses, "poses").at(wanted)
     base = times[0]
     slerp = Slerp((times - base).astype(float), Rotation.from_matrix(poses[:, :3, :3]))
-    np.testing.assert_allclose(found[:, :3, :3], slerp((wanted - base).astype(float)).as_matrix(), atol=1e-9)
+    np.testing.assert_allclose(
+        found[:, :3, :3], slerp((wanted - base).astype(float)).as_matrix(), atol=1e-9
+    )
     for axis in range(3):
-        moved = np.interp((wanted - base).astype(float), (times - base).astype(float), poses[:, axis, 3])
+        moved = np.interp(
+            (wanted - base).astype(float), (times - base).astype(float), poses[:, axis, 3]
+        )
         np.testing.assert_allclose(found[:, axis, 3], moved, atol=1e-6)
 
 
@@ -52,7 +56,9 @@ def test_rounded_rotations_become_exact_and_others_are_none():
     products = found[:, :3, :3] @ found[:, :3, :3].transpose(0, 2, 1)
     np.testing.assert_allclose(products, np.tile(np.eye(3), (50, 1, 1)), atol=1e-12)
     np.testing.assert_allclose(found, rounded, atol=1e-5)
-    spoiled = np.stack([np.eye(4) * 2, np.diag([1.0, 1, -1, 1]), np.full((4, 4), np.nan), np.ones((4, 4))])
+    spoiled = np.stack(
+        [np.eye(4) * 2, np.diag([1.0, 1, -1, 1]), np.full((4, 4), np.nan), np.ones((4, 4))]
+    )
     assert not nearest_rigid(spoiled)[1].any()
 
 
@@ -70,7 +76,8 @@ def test_bad_poses_are_named(rotation, translation, match):
 
 
 @pytest.mark.parametrize(
-    ("times", "match"), [([0, 5, 5], "row 2 has the time 5, not later than 5"), ([0.0, 1.0, 2.0], "float64")]
+    ("times", "match"),
+    [([0, 5, 5], "row 2 has the time 5, not later than 5"), ([0.0, 1.0, 2.0], "float64")],
 )
 def test_bad_times_are_named(times, match):
     with pytest.raises(SourceError, match=match):

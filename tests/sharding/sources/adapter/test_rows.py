@@ -45,7 +45,11 @@ def test_a_missing_file_by_policy(root, tmp_path):
     with pytest.raises(SourceError, match=r"drive-0/cam_left/1.jpg.*missing_camera=mask"):
         scan(root)
     masked = scan(root, missing_camera="mask").report
-    assert (masked.samples, masked.masked, masked.dropped_samples) == (8, {"cam_left": {"no file": 1}}, {})
+    assert (masked.samples, masked.masked, masked.dropped_samples) == (
+        8,
+        {"cam_left": {"no file": 1}},
+        {},
+    )
     dropped = scan(root, missing_camera="drop").report
     assert (dropped.samples, dropped.dropped_samples) == (7, {"cam_left: no file": 1})
     table = scanned("neutral", root, tmp_path, missing_camera="drop").table
@@ -72,11 +76,18 @@ def test_a_size_that_is_half_stated_is_read_from_the_head(root, monkeypatch):
     frames = Neutral.frames
     halved = [
         msgspec.structs.replace(
-            frame, images={name: msgspec.structs.replace(one, width=64) for name, one in frame.images.items()}
+            frame,
+            images={
+                name: msgspec.structs.replace(one, width=64) for name, one in frame.images.items()
+            },
         )
         for frame in frames(Neutral(str(root), {}), Clip(name="drive-0"))
     ]
-    monkeypatch.setattr(Neutral, "frames", lambda self, clip: halved if clip.name == "drive-0" else frames(self, clip))
+    monkeypatch.setattr(
+        Neutral,
+        "frames",
+        lambda self, clip: halved if clip.name == "drive-0" else frames(self, clip),
+    )
     assert scan(root).report.masked == {}
 
 
@@ -94,13 +105,36 @@ def test_no_more_than_twenty_faults_of_one_table_are_listed(tmp_path):
     ("edit", "match"),
     [
         (lambda rows: rows[1].update(t=rows[0]["t"]), r"frame 1, 16\d+ ns, is not later than"),
-        (lambda rows: rows[0]["images"]["cam_left"].update(cam2ego=np.full((4, 4), np.nan).tolist()), "cam2ego"),
-        (lambda rows: rows[0]["images"]["cam_left"].update(cam2ego=np.eye(3).tolist()), r"cam2ego is \[3, 3\]"),
-        (lambda rows: rows[0]["images"]["cam_left"].update(cam2ego=(2 * np.eye(4)).tolist()), "not a rotation"),
-        (lambda rows: rows[0]["images"]["cam_left"].update(k=np.zeros((3, 3)).tolist()), "intrinsics"),
-        (lambda rows: rows[0]["images"]["cam_left"].update(file="../x.jpg"), "not inside the source"),
-        (lambda rows: rows[0]["images"].update(cam_new=rows[0]["images"]["cam_left"]), "cam_new.*the rig has"),
-        (lambda rows: rows[2].update(pose=(np.eye(4) * np.nan).tolist()), "row .* is not a rotation"),
+        (
+            lambda rows: rows[0]["images"]["cam_left"].update(
+                cam2ego=np.full((4, 4), np.nan).tolist()
+            ),
+            "cam2ego",
+        ),
+        (
+            lambda rows: rows[0]["images"]["cam_left"].update(cam2ego=np.eye(3).tolist()),
+            r"cam2ego is \[3, 3\]",
+        ),
+        (
+            lambda rows: rows[0]["images"]["cam_left"].update(cam2ego=(2 * np.eye(4)).tolist()),
+            "not a rotation",
+        ),
+        (
+            lambda rows: rows[0]["images"]["cam_left"].update(k=np.zeros((3, 3)).tolist()),
+            "intrinsics",
+        ),
+        (
+            lambda rows: rows[0]["images"]["cam_left"].update(file="../x.jpg"),
+            "not inside the source",
+        ),
+        (
+            lambda rows: rows[0]["images"].update(cam_new=rows[0]["images"]["cam_left"]),
+            "cam_new.*the rig has",
+        ),
+        (
+            lambda rows: rows[2].update(pose=(np.eye(4) * np.nan).tolist()),
+            "row .* is not a rotation",
+        ),
         (lambda rows: rows[0]["boxes"][0].__setitem__(1, [0, 1, 1]), "size"),
     ],
 )
@@ -115,8 +149,16 @@ def test_bad_input_is_named(root, edit, match):
     ("name", "data", "match"),
     [
         ("cam_left/1.jpg", b"", r"frame 1, cam_left: image '.*1.jpg' is empty"),
-        ("cam_left/1.jpg", b"\xff\xd8\xff\xdb\0\x43", r"1.jpg': JPEG header is broken: segment 0xffdb .* 67 bytes"),
-        ("lidar_top-1.npy", b"", r"lidar file '.*lidar_top-1.npy' is empty; the option points=false"),
+        (
+            "cam_left/1.jpg",
+            b"\xff\xd8\xff\xdb\0\x43",
+            r"1.jpg': JPEG header is broken: segment 0xffdb .* 67 bytes",
+        ),
+        (
+            "lidar_top-1.npy",
+            b"",
+            r"lidar file '.*lidar_top-1.npy' is empty; the option points=false",
+        ),
     ],
 )
 def test_an_empty_or_cut_file_is_named(root, name, data, match):
@@ -142,7 +184,9 @@ def test_classes(root, tmp_path):
     assert info.classes == ["vehicle"]
     assert info.report.outside_classes == {"pedestrian": 8}
     (tmp_path / "map.yaml").write_text("truck: vehicle\n")
-    with pytest.raises(SourceError, match=r"none of the 24 boxes has a class.*car 16.*classes=source"):
+    with pytest.raises(
+        SourceError, match=r"none of the 24 boxes has a class.*car 16.*classes=source"
+    ):
         scan(root, classes=str(tmp_path / "map.yaml"))
     with pytest.raises(ConfigError, match=r"classes=nowhere: allowed are source, nuscenes10"):
         scan(root, classes="nowhere")
@@ -174,10 +218,14 @@ def test_windows_without_poses_have_all_but_the_motion_between_frames(root, tmp_
     for kind in ("neutral", "neutral_without_poses"):
         fr.shard(f"{kind}:{root}", tmp_path / kind, workers=1, splits={"train": 1.0})
     options = {
-        "shuffle": False, "window": {"frames": [-1, 0]},
-        "transforms": {"image": {"height": 32, "width": 32}, "points": True,
-                       "ego": {"train": True, "rotate_deg": [-9, 9]}},
-    }  # fmt: skip
+        "shuffle": False,
+        "window": {"frames": [-1, 0]},
+        "transforms": {
+            "image": {"height": 32, "width": 32},
+            "points": True,
+            "ego": {"train": True, "rotate_deg": [-9, 9]},
+        },
+    }
     motion = {"ego2global", "ego2key", "cam2keyego"}
     with (
         fr.DataLoader(tmp_path / "neutral_without_poses", 4, **options) as loader,
@@ -186,7 +234,14 @@ def test_windows_without_poses_have_all_but_the_motion_between_frames(root, tmp_
         for batch, other in zip(loader, posed, strict=True):
             assert batch.keys() == other.keys() - motion
             assert batch["img"].shape[1] == 2
-            for name in ("img", "frame_valid", "frame_global_index", "intrinsics", "timestamp_ns", "points"):
+            for name in (
+                "img",
+                "frame_valid",
+                "frame_global_index",
+                "intrinsics",
+                "timestamp_ns",
+                "points",
+            ):
                 assert not unlike(batch[name], other[name]), name
             # Each frame is in its own ego, under the sample's augmentation.
             cam2img = batch["ego2img"] @ batch["bda_mat"][:, None, None] @ batch["cam2ego"]
@@ -208,7 +263,9 @@ def test_check_writes_nothing(root, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("points", "valid", "unknown"), [(0, 0, 0), (3, 1, 0), (-1, 1, 24)])
-def test_boxes_without_a_known_lidar_point_are_not_valid_where_radar_is_unknown(root, tmp_path, points, valid, unknown):
+def test_boxes_without_a_known_lidar_point_are_not_valid_where_radar_is_unknown(
+    root, tmp_path, points, valid, unknown
+):
     def edit(world):
         for clip in world["clips"]:
             for row in clip["frames"]:

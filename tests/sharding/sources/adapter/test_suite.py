@@ -50,11 +50,15 @@ class TestByClip(TestFiles):
             self.make(spec, tmp_path / "out", progress=Interrupt(1))
         staging = tmp_path / "out" / ".fuelrail" / "staging"
         first, second = sorted(staging.glob("*.bin"))
-        images = sum(len(image.jpeg) for _, _, frame in world.frames() for image in frame.images.values())
+        images = sum(
+            len(image.jpeg) for _, _, frame in world.frames() for image in frame.images.values()
+        )
         assert sum(file.stat().st_size for file in (first, second)) < 2 * images
         second.write_bytes(second.read_bytes()[:-1])  # as if it had been killed in between
         Neutral.num_made = 0
         self.make(spec, tmp_path / "out")
-        of_clip = sum(len(frame.images) for clip, _, frame in world.frames() if clip is world.clips[1])
+        of_clip = sum(
+            len(frame.images) for clip, _, frame in world.frames() if clip is world.clips[1]
+        )
         assert 0 < Neutral.num_made < of_clip  # those of the finished shard are not needed again
         assert digests(tmp_path / "out") == digests(tmp_path / "whole")

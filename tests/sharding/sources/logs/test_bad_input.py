@@ -79,7 +79,9 @@ def test_a_damaged_chunk_is_named_or_left_out(tmp_path, world):
     data[chunk.at + chunk.length // 2] ^= 4
     (tmp_path / "log.mcap").write_bytes(data)
     spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {})
-    with pytest.raises(SourceError, match=rf"log.mcap': the chunk at byte {chunk.at} is damaged.*damaged=skip"):
+    with pytest.raises(
+        SourceError, match=rf"log.mcap': the chunk at byte {chunk.at} is damaged.*damaged=skip"
+    ):
         scan_source(spec)
     info = scan_source(spec._replace(options={"damaged": "skip"}))
     assert 0 < info.num_samples < 8
@@ -127,7 +129,9 @@ def test_what_is_not_a_log_is_named(tmp_path, data, message):
 
 def test_an_unknown_compression_is_named(tmp_path, world):
     write_mcap(tmp_path / "log.mcap", sent_of(world))
-    (tmp_path / "log.mcap").write_bytes((tmp_path / "log.mcap").read_bytes().replace(b"\4\0\0\0zstd", b"\4\0\0\0abcd"))
+    (tmp_path / "log.mcap").write_bytes(
+        (tmp_path / "log.mcap").read_bytes().replace(b"\4\0\0\0zstd", b"\4\0\0\0abcd")
+    )
     with pytest.raises(SourceError, match="compression 'abcd'; zstd and lz4 are read"):
         scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
 
@@ -135,7 +139,9 @@ def test_an_unknown_compression_is_named(tmp_path, world):
 def test_a_split_bag_with_a_file_missing_is_named(tmp_path, world):
     write_rosbag2(tmp_path / "bag", sent_of(world))
     (tmp_path / "bag" / "bag.db3").unlink()
-    with pytest.raises(SourceError, match=r"metadata.yaml' names the file 'bag.db3', which is not there"):
+    with pytest.raises(
+        SourceError, match=r"metadata.yaml' names the file 'bag.db3', which is not there"
+    ):
         scan_source(SourceSpec("rosbag2", str(tmp_path / "bag"), {}))
 
 
@@ -161,7 +167,9 @@ def test_a_clock_that_was_set_back_is_named(tmp_path, world):
 
 
 def test_a_camera_that_drops_out_is_dropped_or_masked(tmp_path, world):
-    sent = changed(sent_of(world), CAMERA, lambda number, message: message if number not in (3, 4) else None)
+    sent = changed(
+        sent_of(world), CAMERA, lambda number, message: message if number not in (3, 4) else None
+    )
     info = scanned(tmp_path, sent)
     assert info.num_samples == 6
     assert info.report.dropped_samples == {"cam_front: no message in time": 2}
@@ -171,7 +179,11 @@ def test_a_camera_that_drops_out_is_dropped_or_masked(tmp_path, world):
 
 def test_poses_do_not_reach_across_a_gap(tmp_path):
     world = make_world(1, 20)
-    sent = [one for one in sent_of(world) if one.topic != "/tf" or not 5 < (one.stamp_ns // 10**8) % 100 < 14]
+    sent = [
+        one
+        for one in sent_of(world)
+        if one.topic != "/tf" or not 5 < (one.stamp_ns // 10**8) % 100 < 14
+    ]
     info = scanned(tmp_path, sent)
     assert info.report.dropped_samples["no ego pose"] >= 7
     assert info.num_samples < 13
@@ -182,7 +194,10 @@ def test_poses_do_not_reach_across_a_gap(tmp_path):
     [
         ({"k": np.zeros(9)}, "the camera is not calibrated"),
         ({"width": 640}, r"is for pictures of 640x48 px, and a picture has 64x48"),
-        ({"d": np.ones(5), "distortion_model": "wide"}, "the lens 'wide' with 5 coefficients is not known"),
+        (
+            {"d": np.ones(5), "distortion_model": "wide"},
+            "the lens 'wide' with 5 coefficients is not known",
+        ),
     ],
 )
 def test_a_wrong_calibration_is_named(tmp_path, world, change, message):
@@ -197,7 +212,9 @@ def test_a_wrong_calibration_is_named(tmp_path, world, change, message):
 
 def test_a_camera_without_calibration_or_transform_is_named(tmp_path, world):
     sent = [one for one in sent_of(world) if one.topic != "/cam_front/camera_info"]
-    with pytest.raises(SourceError, match=r"camera cam_front .* is without calibration; looked for /cam_front"):
+    with pytest.raises(
+        SourceError, match=r"camera cam_front .* is without calibration; looked for /cam_front"
+    ):
         scanned(tmp_path, sent)
     sent = [one for one in sent_of(world) if one.topic != "/tf_static"]
     with pytest.raises(SourceError, match=r"no static transform connects the sensor frame"):
@@ -220,13 +237,19 @@ def test_poses_of_an_odometry_topic(tmp_path, world):
             t, q = edge.transform.translation, edge.transform.rotation
             pose = ros.of("geometry_msgs/Pose", ros.of("geometry_msgs/Point", t.x, t.y, t.z), q)
             zero = ros.of("geometry_msgs/Vector3", 0.0, 0.0, 0.0)
-            twist = ros.of("geometry_msgs/TwistWithCovariance", ros.of("geometry_msgs/Twist", zero, zero), np.zeros(36))
+            twist = ros.of(
+                "geometry_msgs/TwistWithCovariance",
+                ros.of("geometry_msgs/Twist", zero, zero),
+                np.zeros(36),
+            )
             with_covariance = ros.of("geometry_msgs/PoseWithCovariance", pose, np.zeros(36))
             odometry = ros.of("nav_msgs/Odometry", edge.header, "base_link", with_covariance, twist)
             sent.append(Sent("/odom", "nav_msgs/Odometry", one.stamp_ns, odometry))
     SourceSuite().make(logged(tmp_path, sent, {"poses": "/odom"}), tmp_path / "out")
     for sample in samples_of(tmp_path / "out").values():
-        frame = next(one for one in world.clips[0].frames if one.timestamp_ns == sample.meta.timestamp_ns)
+        frame = next(
+            one for one in world.clips[0].frames if one.timestamp_ns == sample.meta.timestamp_ns
+        )
         np.testing.assert_allclose(sample.geometry.ego2global, frame.ego2global, atol=1e-6)
 
 
@@ -244,22 +267,35 @@ def test_options_that_name_nothing_are_refused(tmp_path, world):
 
 
 @pytest.mark.parametrize(
-    ("encoding", "pixels"), [("rgb8", 3), ("bgr8", 3), ("mono8", 1), ("bayer_rggb8", 1), ("yuv422", 2)]
+    ("encoding", "pixels"),
+    [("rgb8", 3), ("bgr8", 3), ("mono8", 1), ("bayer_rggb8", 1), ("yuv422", 2)],
 )
 def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
     width, height = 64, 48
     colour = (180, 90, 40)
     values = {
-        "rgb8": colour, "bgr8": colour[::-1], "mono8": (111,), "bayer_rggb8": None,
+        "rgb8": colour,
+        "bgr8": colour[::-1],
+        "mono8": (111,),
+        "bayer_rggb8": None,
         "yuv422": (93, 112, 171, 112),  # U Y V Y of the colour by BT.601, limited range
-    }[encoding]  # fmt: skip
+    }[encoding]
     if values is None:
         rows = np.zeros((height, width), np.uint8)
-        rows[::2, ::2], rows[::2, 1::2], rows[1::2, ::2], rows[1::2, 1::2] = colour[0], colour[1], colour[1], colour[2]
+        rows[::2, ::2], rows[::2, 1::2], rows[1::2, ::2], rows[1::2, 1::2] = (
+            colour[0],
+            colour[1],
+            colour[1],
+            colour[2],
+        )
     else:
-        rows = np.tile(np.array(values, np.uint8), width * pixels // len(values) * height).reshape(height, -1)
+        rows = np.tile(np.array(values, np.uint8), width * pixels // len(values) * height).reshape(
+            height, -1
+        )
 
-    sent = with_raw_pictures(sent_of(world), "cam_front", encoding, (64, 48), np.pad(rows, ((0, 0), (0, 4))))
+    sent = with_raw_pictures(
+        sent_of(world), "cam_front", encoding, (64, 48), np.pad(rows, ((0, 0), (0, 4)))
+    )
     SourceSuite().make(logged(tmp_path, sent, compression="NONE"), tmp_path / "out")
     sample = next(iter(samples_of(tmp_path / "out").values()))
     found = simplejpeg.decode_jpeg(sample.images["cam_front"])[8:-8, 8:-8].reshape(-1, 3).mean(0)
@@ -275,7 +311,9 @@ def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, w
     one = CameraInfo(0, "c", 128, 96, "plumb_bob", (0.1,) * 5, k, tuple(np.eye(3).ravel()), p)
     found = _model("t", one, np.eye(4), is_rectified=True)
     assert (found.intrinsics[0, 0], found.dist, found.dist_model) == (50.0, (), "none")
-    np.testing.assert_allclose(found.cam2ego[:3, 3], (0.1, 0, 0))  # the second camera of a pair, 0.1 m to the right
+    np.testing.assert_allclose(
+        found.cam2ego[:3, 3], (0.1, 0, 0)
+    )  # the second camera of a pair, 0.1 m to the right
     found = _model("t", one._replace(binning=(2, 2)), np.eye(4), is_rectified=False)
     np.testing.assert_allclose(found.intrinsics, [[50, 0, 31.5], [0, 50, 23.5], [0, 0, 1]])
     assert (found.width, found.height, found.dist_model) == (64, 48, "opencv_radtan")
@@ -286,12 +324,17 @@ def by_log_time(path):
     from mcap.reader import make_reader
 
     with path.open("rb") as file:
-        return [(channel.topic, message.log_time) for _, channel, message in make_reader(file).iter_messages()]
+        return [
+            (channel.topic, message.log_time)
+            for _, channel, message in make_reader(file).iter_messages()
+        ]
 
 
 @pytest.mark.parametrize("compression", ["NONE", "ZSTD"])
 @pytest.mark.parametrize("order", ["topic by topic", "backwards", "in turns"])
-def test_records_in_another_order_than_that_of_time_are_read_by_the_index(tmp_path, world, order, compression):
+def test_records_in_another_order_than_that_of_time_are_read_by_the_index(
+    tmp_path, world, order, compression
+):
     sent = sent_of(world)
     moved = {
         "topic by topic": sorted(sent, key=lambda one: one.topic),
@@ -316,7 +359,9 @@ def test_messages_that_wait_for_earlier_ones_are_bounded(tmp_path, world, monkey
 
     monkeypatch.setattr(log_file, "_MOST_PENDING", 1 << 14)
     scanned(tmp_path, sent_of(world), chunk_size=4000)
-    with pytest.raises(SourceError, match=r"log.mcap' has messages so far out of the order of time.*mcap sort"):
+    with pytest.raises(
+        SourceError, match=r"log.mcap' has messages so far out of the order of time.*mcap sort"
+    ):
         scanned(tmp_path, sorted(sent_of(world), key=lambda one: one.topic), chunk_size=4000)
 
 
@@ -332,7 +377,9 @@ def test_clocks_that_differ_are_named(tmp_path, world):
     sent = sent_of(world)
     for camera in world.cameras:
         sent = changed(sent, f"/{camera}/image_raw/compressed", late)
-    with pytest.raises(SourceError, match=r"no camera image \(.*1[67]\.\d s after one of lidar_top: their clocks"):
+    with pytest.raises(
+        SourceError, match=r"no camera image \(.*1[67]\.\d s after one of lidar_top: their clocks"
+    ):
         scanned(tmp_path, sent, options={"poses": "none"})
 
 
@@ -343,13 +390,19 @@ def test_times_since_a_start_are_not_taken_for_unix_times(tmp_path, world):
     (tmp_path / "logs").mkdir()
     write_mcap(tmp_path / "logs/a.mcap", sent_of(world))
     spec = SourceSpec("mcap", str(tmp_path / "logs"), {"clock": "log_time"})
-    since_boot = [one._replace(stamp_ns=one.stamp_ns - 1_599_999_000 * 10**9) for one in sent_of(world)]
+    since_boot = [
+        one._replace(stamp_ns=one.stamp_ns - 1_599_999_000 * 10**9) for one in sent_of(world)
+    ]
     assert since_boot[0].stamp_ns < _YEAR_2000_NS
     write_mcap(tmp_path / "boot.mcap", since_boot)
-    alone = scan_source(SourceSpec("mcap", str(tmp_path / "boot.mcap"), {"clock": "log_time", "poses": "none"}))
+    alone = scan_source(
+        SourceSpec("mcap", str(tmp_path / "boot.mcap"), {"clock": "log_time", "poses": "none"})
+    )
     assert (alone.time_base, alone.num_samples) == ("boot", 8)
     (tmp_path / "boot.mcap").rename(tmp_path / "logs/b.mcap")
-    with pytest.raises(SourceError, match="times of log 'b' and those of log 'a' are not of one kind"):
+    with pytest.raises(
+        SourceError, match="times of log 'b' and those of log 'a' are not of one kind"
+    ):
         scan_source(spec._replace(options={"clock": "log_time", "poses": "none"}))
 
 
@@ -357,12 +410,20 @@ def test_bags_of_another_kind_and_packed_messages_without_metadata_are_named(tmp
     (tmp_path / "bags").mkdir()
     (tmp_path / "bags/drive.bag").write_bytes(b"#ROSBAG V2.0\n")
     for kind in ("mcap", "rosbag2"):
-        with pytest.raises(SourceError, match=r"has ROS 1 bags \(\.bag\): read them by the kind rosbag1"):
+        with pytest.raises(
+            SourceError, match=r"has ROS 1 bags \(\.bag\): read them by the kind rosbag1"
+        ):
             scan_source(SourceSpec(kind, str(tmp_path / "bags"), {}))
     pack = zstandard.ZstdCompressor().compress
     topic = Topic("/cam", "sensor_msgs/CompressedImage", "cdr", b"")
-    packed = pack(bytes(store().serialize_cdr(sent_of(world)[1].message, sent_of(world)[1].message.__msgtype__)))
-    with pytest.raises(SourceError, match=r"topic '/cam': messages are compressed one by one.*ros2 bag convert"):
+    packed = pack(
+        bytes(
+            store().serialize_cdr(sent_of(world)[1].message, sent_of(world)[1].message.__msgtype__)
+        )
+    )
+    with pytest.raises(
+        SourceError, match=r"topic '/cam': messages are compressed one by one.*ros2 bag convert"
+    ):
         Reader(topic).picture(Message("/cam", 0, Locator("a", 0, 0), packed, len(packed)))
 
 

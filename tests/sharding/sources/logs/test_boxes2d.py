@@ -41,7 +41,9 @@ OPTIONS = {"boxes2d": {"cam_front": "/front/boxes"}}
 def write(folder, form, boxes_of=lambda at: BOXES[at % 2 :], late_ns=0, storage="mcap"):
     """A log with boxes of each picture of the front camera, and where it is."""
     world = make_world(1, 4, lidars=())
-    sent = (foxglove_messages if form.startswith("foxglove.") else ros_messages)(world, world.clips[0])
+    sent = (foxglove_messages if form.startswith("foxglove.") else ros_messages)(
+        world, world.clips[0]
+    )
     for at, frame in enumerate(world.clips[0].frames):
         stamp_ns = frame.images["cam_front"].timestamp_ns + late_ns
         boxes = boxes_of(at)
@@ -68,7 +70,8 @@ def found_in(spec, folder):
 
 
 @pytest.mark.parametrize(
-    ("form", "storage"), [*((form, "mcap") for form in FORMS), ("vision_msgs/Detection2DArray", "rosbag2")]
+    ("form", "storage"),
+    [*((form, "mcap") for form in FORMS), ("vision_msgs/Detection2DArray", "rosbag2")],
 )
 def test_boxes_are_of_the_picture_of_their_stamp(tmp_path, form, storage):
     spec = write(tmp_path, form, storage=storage)
@@ -78,7 +81,9 @@ def test_boxes_are_of_the_picture_of_their_stamp(tmp_path, form, storage):
     for at, boxes in enumerate(frames):
         wanted = BOXES[at % 2 :]
         np.testing.assert_array_equal(boxes["box"], np.array([one[:4] for one in wanted]) - 0.5)
-        assert [classes[label] for label in boxes["label"]] == [one[4] or "unknown" for one in wanted]
+        assert [classes[label] for label in boxes["label"]] == [
+            one[4] or "unknown" for one in wanted
+        ]
         tracks = [stable_id(one[5]) if one[5] and has_tracks else -1 for one in wanted]
         assert boxes["instance_id"].tolist() == tracks
         assert set(boxes["row"].tolist()) == {-1}
@@ -88,7 +93,12 @@ def test_boxes_are_of_the_picture_of_their_stamp(tmp_path, form, storage):
 
 def test_pictures_and_boxes_without_each_other(tmp_path):
     """None for a picture without a message, which is not the same as no boxes; a message of no picture is counted."""
-    spec = write(tmp_path, "vision_msgs/Detection2DArray", lambda at: (None, [], BOXES, BOXES[:1])[at], 20_000_000)
+    spec = write(
+        tmp_path,
+        "vision_msgs/Detection2DArray",
+        lambda at: (None, [], BOXES, BOXES[:1])[at],
+        20_000_000,
+    )
     _, report, frames = found_in(spec, tmp_path)
     assert [None if boxes is None else len(boxes["box"]) for boxes in frames] == [None, 0, 2, 1]
     assert "/front/boxes: messages of no picture" not in report.noted
@@ -97,7 +107,12 @@ def test_pictures_and_boxes_without_each_other(tmp_path):
     assert frames == [None] * 4
     assert report.noted["/front/boxes: messages of no picture"] == 3
     delayed = near._replace(options={**near.options, "offsets_ms": {"boxes2d_cam_front": 20}})
-    assert [boxes is None for boxes in found_in(delayed, tmp_path)[2]] == [True, False, False, False]
+    assert [boxes is None for boxes in found_in(delayed, tmp_path)[2]] == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_annotations_without_boxes_have_no_stamp_and_are_counted(tmp_path):
@@ -108,12 +123,20 @@ def test_annotations_without_boxes_have_no_stamp_and_are_counted(tmp_path):
 
 
 def test_boxes_that_are_wrong_are_named(tmp_path):
-    for box, shown in (((9, 8, 4, 12, "car", ""), r"\[8.5, 7.5, 3.5, 11.5\]"), ((math.nan, 8, 4, 12, "", ""), "nan")):
+    for box, shown in (
+        ((9, 8, 4, 12, "car", ""), r"\[8.5, 7.5, 3.5, 11.5\]"),
+        ((math.nan, 8, 4, 12, "", ""), "nan"),
+    ):
         spec = write(tmp_path, "vision_msgs/Detection2DArray", lambda at, box=box: [box])
-        with pytest.raises(SourceError, match=rf"2-D box 0 of cam_front is .*{shown}.*finite and in order"):
+        with pytest.raises(
+            SourceError, match=rf"2-D box 0 of cam_front is .*{shown}.*finite and in order"
+        ):
             scan_source(spec)
     for options in ({"cam_front": "/tf"}, {"lidar": "/front/boxes"}, {"cam_front": "/x"}):
-        with pytest.raises(ConfigError, match="must be a topic of boxes, and of a camera; such topics: /front/boxes"):
+        with pytest.raises(
+            ConfigError,
+            match="must be a topic of boxes, and of a camera; such topics: /front/boxes",
+        ):
             scan_source(spec._replace(options={"boxes2d": options}))
 
 
@@ -139,7 +162,9 @@ def test_a_turned_box_of_an_older_version():
         make["Pose"](make["Point"](0, 0, 0), make["Quaternion"](0, 0, 0, 1)), np.zeros(36)
     )
     box = make["BoundingBox2D"](make["Pose2D"](20.0, 10.0, math.pi / 2), 8.0, 4.0)
-    found = make["Detection2D"](header, [make["ObjectHypothesisWithPose"]("17", 0.5, pose)], box, True, "t9")
+    found = make["Detection2D"](
+        header, [make["ObjectHypothesisWithPose"]("17", 0.5, pose)], box, True, "t9"
+    )
     message = make["Detection2DArray"](header, [found])
     data = bytes(store.serialize_cdr(message, message.__msgtype__))
     schema = store.generate_msgdef(message.__msgtype__, ros_version=2)[0].encode()
@@ -149,5 +174,9 @@ def test_a_turned_box_of_an_older_version():
     np.testing.assert_allclose(marks.box, [(18, 6, 22, 14)])
     with pytest.raises(SourceError, match="a message is not a vision_msgs/Detection2DArray"):
         Reader(topic).marks(Message("/d", 0, Locator("f", 0, 0), data[:40], 40))
-    with pytest.raises(SourceError, match="has no definition of the type vision_msgs/msg/Detection2DArray"):
-        Reader(topic._replace(schema=b"")).marks(Message("/d", 0, Locator("f", 0, 0), data, len(data)))
+    with pytest.raises(
+        SourceError, match="has no definition of the type vision_msgs/msg/Detection2DArray"
+    ):
+        Reader(topic._replace(schema=b"")).marks(
+            Message("/d", 0, Locator("f", 0, 0), data, len(data))
+        )

@@ -16,17 +16,29 @@ def test_clouds_of_any_layout():
     types, ros = store(), Ros()
     field = [
         ros.of("sensor_msgs/PointField", name, offset, kind, 1)
-        for name, offset, kind in (("x", 0, 8), ("y", 8, 8), ("z", 16, 8), ("ring", 24, 2), ("t", 28, 6))
+        for name, offset, kind in (
+            ("x", 0, 8),
+            ("y", 8, 8),
+            ("z", 16, 8),
+            ("ring", 24, 2),
+            ("t", 28, 6),
+        )
     ]
     dtype = np.dtype(
-        {"names": ["x", "y", "z", "ring", "t"], "formats": [">f8", ">f8", ">f8", "u1", ">u4"],
-         "offsets": [0, 8, 16, 24, 28], "itemsize": 40}
-    )  # fmt: skip
+        {
+            "names": ["x", "y", "z", "ring", "t"],
+            "formats": [">f8", ">f8", ">f8", "u1", ">u4"],
+            "offsets": [0, 8, 16, 24, 28],
+            "itemsize": 40,
+        }
+    )
     rows = np.zeros((2, 3), dtype)
     rows["x"], rows["ring"], rows["t"] = np.arange(6).reshape(2, 3), 7, 50_000_000
     rows["y"][1, 2] = np.nan
     data = np.concatenate([np.frombuffer(row.tobytes() + bytes(8), np.uint8) for row in rows])
-    one = ros.of("sensor_msgs/PointCloud2", ros.header(5, "l"), 2, 3, field, True, 40, 128, data, False)
+    one = ros.of(
+        "sensor_msgs/PointCloud2", ros.header(5, "l"), 2, 3, field, True, 40, 128, data, False
+    )
     raw = bytes(types.serialize_cdr(one, "sensor_msgs/msg/PointCloud2"))
     reader = Reader(Topic("/l", "sensor_msgs/PointCloud2", "cdr"))
     message = Message("/l", 0, Locator("f", -1, 0), raw, len(raw))

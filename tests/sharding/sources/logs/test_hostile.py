@@ -23,7 +23,12 @@ from support.source_world import make_world
 
 def chunk_record(compression, data, stated, crc=0):
     name = compression.encode()
-    return struct.pack("<QQQII", 0, 0, stated, crc, len(name)) + name + struct.pack("<Q", len(data)) + data
+    return (
+        struct.pack("<QQQII", 0, 0, stated, crc, len(name))
+        + name
+        + struct.pack("<Q", len(data))
+        + data
+    )
 
 
 BOMB = {"zstd": zstandard.compress(bytes(64 << 20)), "lz4": lz4.frame.compress(bytes(64 << 20))}
@@ -45,7 +50,10 @@ def test_of_a_chunk_no_more_is_made_than_it_states(compression, stated, says):
     made = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert made < 8 << 20 or stated == (64 << 20) + 1
-    assert len(chunk_data(chunk_record(compression, BOMB[compression], 64 << 20), "chunk 5")) == 64 << 20
+    assert (
+        len(chunk_data(chunk_record(compression, BOMB[compression], 64 << 20), "chunk 5"))
+        == 64 << 20
+    )
 
 
 def test_lengths_of_records_that_are_longer_than_the_file_are_named():
@@ -63,23 +71,35 @@ DEFINITIONS = {
     "no such type": (STAMP + "pkg/Gone a\n", "no 'pkg/msg/Gone'"),
     "5,000 digits": (STAMP + f"uint8 X={'9' * 5000}\n", "4300"),
     "infinite": (STAMP + "uint8 X=1e999\n", "inf"),
-    "another header": ("std_msgs/Header h\n" + "=" * 80 + "\nMSG: std_msgs/Header\nuint8 a\n", "different definition"),
+    "another header": (
+        "std_msgs/Header h\n" + "=" * 80 + "\nMSG: std_msgs/Header\nuint8 a\n",
+        "different definition",
+    ),
     "binary": (b"\x80\xff\0", "utf-8"),
     "no text": ("uint8 a\0\n", "Could not parse"),
-    "100,000 fields": (STAMP + "".join(f"float64 f{at}\n" for at in range(100_000)), "over 10000 lines"),
+    "100,000 fields": (
+        STAMP + "".join(f"float64 f{at}\n" for at in range(100_000)),
+        "over 10000 lines",
+    ),
     "5,000 fields": (STAMP + "".join(f"float64 f{at}\n" for at in range(5000)), "over 1000 values"),
     "a long list of texts": (STAMP + "string[100000] a\n", "over 1000 values"),
     "lists of lists": (
-        STAMP + "T0 a\n" + "".join(f"{'=' * 80}\nMSG: pkg/T{at}\nT{at + 1}[99] a\n" for at in range(9))
-        + "=" * 80 + "\nMSG: pkg/T9\nuint8 a\n",
+        STAMP
+        + "T0 a\n"
+        + "".join(f"{'=' * 80}\nMSG: pkg/T{at}\nT{at + 1}[99] a\n" for at in range(9))
+        + "=" * 80
+        + "\nMSG: pkg/T9\nuint8 a\n",
         "over 1000 values",
     ),
     "deep": (
-        STAMP + "T0 a\n" + "".join(f"{'=' * 80}\nMSG: pkg/T{at}\nT{at + 1} a\n" for at in range(2000))
-        + "=" * 80 + "\nMSG: pkg/T2000\nuint8 a\n",
+        STAMP
+        + "T0 a\n"
+        + "".join(f"{'=' * 80}\nMSG: pkg/T{at}\nT{at + 1} a\n" for at in range(2000))
+        + "=" * 80
+        + "\nMSG: pkg/T2000\nuint8 a\n",
         "nested too deeply|over 1000 values",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", DEFINITIONS)
@@ -101,18 +121,24 @@ def test_a_definition_with_long_lists_of_numbers_is_read():
 ENDLESS = "WITH RECURSIVE n(a) AS (SELECT 1 UNION ALL SELECT a + 1 FROM n) SELECT"
 DATABASES = {
     "endless topics": (
-        (f"DROP TABLE topics; CREATE VIEW topics AS {ENDLESS} a AS id, 'a' AS name, 'b' AS type, 'cdr' AS "
-        "serialization_format FROM n"),
+        (
+            f"DROP TABLE topics; CREATE VIEW topics AS {ENDLESS} a AS id, 'a' AS name, 'b' AS type, 'cdr' AS "
+            "serialization_format FROM n"
+        ),
         "'topics' is not a table",
     ),
     "endless messages": (
-        (f"DROP TABLE messages; CREATE VIEW Messages AS {ENDLESS} a AS id, 1 AS topic_id, a AS timestamp, "
-        "x'00' AS data FROM n"),
+        (
+            f"DROP TABLE messages; CREATE VIEW Messages AS {ENDLESS} a AS id, 1 AS topic_id, a AS timestamp, "
+            "x'00' AS data FROM n"
+        ),
         "'messages' is not a table",
     ),
     "endless definitions": (
-        (f"DROP TABLE message_definitions; CREATE VIEW message_definitions AS {ENDLESS} a AS topic_type, 'b' AS "
-        "encoded_message_definition FROM n"),
+        (
+            f"DROP TABLE message_definitions; CREATE VIEW message_definitions AS {ENDLESS} a AS topic_type, 'b' AS "
+            "encoded_message_definition FROM n"
+        ),
         "'message_definitions' is not a table",
     ),
     "a virtual table": (
@@ -121,12 +147,16 @@ DATABASES = {
     ),
     "a type that is bytes": ("UPDATE topics SET type = x'ff00'", "Expected `str`, got `bytes`"),
     "a definition that is bytes": (
-        "UPDATE message_definitions SET encoded_message_definition = x'ff'", "Expected `str`, got `bytes`"
+        "UPDATE message_definitions SET encoded_message_definition = x'ff'",
+        "Expected `str`, got `bytes`",
     ),
     "a time that is text": ("UPDATE messages SET timestamp = 'noon'", "Expected `int`, got `str`"),
     "a time that is 1e300": ("UPDATE messages SET timestamp = 1e300", "Expected `int`"),
-    "text that is not UTF-8": ("UPDATE topics SET name = CAST(x'ff' AS TEXT)", "Could not decode to UTF-8"),
-}  # fmt: skip
+    "text that is not UTF-8": (
+        "UPDATE topics SET name = CAST(x'ff' AS TEXT)",
+        "Could not decode to UTF-8",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", DATABASES)

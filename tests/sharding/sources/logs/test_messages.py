@@ -35,14 +35,26 @@ def test_pictures_that_differ_from_the_last():
         message = ROS.of("sensor_msgs/CompressedImage", head, text, np.zeros(size, np.uint8))
         return encoded(message, little=little)
 
-    found = both("sensor_msgs/CompressedImage", [
-        picture(1, "front", "jpeg", 10), picture(2, "front", "jpeg", 11), picture(3, "left0", "jpeg", 12),
-        picture(4, "left0", "jpeg; a longer text", 13), picture(5, "left0", "jpeg", 14, little=False),
-        picture(6, "left0", "jpeg", 15, little=False),
-    ], "picture")  # fmt: skip
+    found = both(
+        "sensor_msgs/CompressedImage",
+        [
+            picture(1, "front", "jpeg", 10),
+            picture(2, "front", "jpeg", 11),
+            picture(3, "left0", "jpeg", 12),
+            picture(4, "left0", "jpeg; a longer text", 13),
+            picture(5, "left0", "jpeg", 14, little=False),
+            picture(6, "left0", "jpeg", 15, little=False),
+        ],
+        "picture",
+    )
     assert [(one.stamp_ns, one.frame_id, one.length) for one in found] == [
-        (1, "front", 10), (2, "front", 11), (3, "left0", 12), (4, "left0", 13), (5, "left0", 14), (6, "left0", 15),
-    ]  # fmt: skip
+        (1, "front", 10),
+        (2, "front", 11),
+        (3, "left0", 12),
+        (4, "left0", 13),
+        (5, "left0", 14),
+        (6, "left0", 15),
+    ]
 
 
 def test_raw_pictures_that_differ_from_the_last():
@@ -50,11 +62,19 @@ def test_raw_pictures_that_differ_from_the_last():
         head, data = ROS.header(stamp_ns, "front"), np.zeros(height * width, np.uint8)
         return encoded(ROS.of("sensor_msgs/Image", head, height, width, encoding, 0, width, data))
 
-    messages = [picture(1, 4, 6, "mono8"), picture(2, 4, 6, "mono8"), picture(3, 6, 4, "mono8"), picture(4, 6, 4, "x")]
+    messages = [
+        picture(1, 4, 6, "mono8"),
+        picture(2, 4, 6, "mono8"),
+        picture(3, 6, 4, "mono8"),
+        picture(4, 6, 4, "x"),
+    ]
     found = both("sensor_msgs/Image", messages, "picture")
     assert [(one.height, one.width, one.encoding) for one in found] == [
-        (4, 6, "mono8"), (4, 6, "mono8"), (6, 4, "mono8"), (6, 4, "x"),
-    ]  # fmt: skip
+        (4, 6, "mono8"),
+        (4, 6, "mono8"),
+        (6, 4, "mono8"),
+        (6, 4, "x"),
+    ]
 
 
 def test_transforms_that_differ_from_the_last():
@@ -69,8 +89,12 @@ def test_transforms_that_differ_from_the_last():
     ]
     found = both("tf2_msgs/TFMessage", messages, "transforms")
     assert [[(edge.parent, edge.stamp_ns, edge.xyz[0]) for edge in one] for one in found] == [
-        [("map", 1, 0.0)], [("map", 2, 1.0)], [("odo", 3, 2.0)], [("odo", 4, 3.0), ("map", 4, 4.0)], [("odo", 5, 4.0)],
-    ]  # fmt: skip
+        [("map", 1, 0.0)],
+        [("map", 2, 1.0)],
+        [("odo", 3, 2.0)],
+        [("odo", 4, 3.0), ("map", 4, 4.0)],
+        [("odo", 5, 4.0)],
+    ]
     reader = Reader(Topic("/t", "tf2_msgs/TFMessage", "cdr"))
     reader.transforms(messages[0])
     with pytest.raises(ValueError, match="bytes are left"):

@@ -45,7 +45,9 @@ def test_positions_become_attributes(tmp_path):
         status = ros.of("sensor_msgs/NavSatStatus", -1 if at == 1 else 0, 1)
         place = (49.0 + at * 1e-5, 8.4, 120.0 + at)
         stamp_ns = frame.timestamp_ns + 7_000_000
-        fix = ros.of("sensor_msgs/NavSatFix", ros.header(stamp_ns, "gps"), status, *place, np.zeros(9), 0)
+        fix = ros.of(
+            "sensor_msgs/NavSatFix", ros.header(stamp_ns, "gps"), status, *place, np.zeros(9), 0
+        )
         sent.append(Sent("/gps/fix", "sensor_msgs/NavSatFix", stamp_ns, fix))
     sent.sort(key=lambda one: one.stamp_ns)
     spec = logged(tmp_path, sent, {"max_gap_s": 0.15, "poses": "none"})
@@ -53,8 +55,14 @@ def test_positions_become_attributes(tmp_path):
     rows = pq.read_table(tmp_path / "out" / "attributes.parquet").sort_by("key").to_pylist()
     found = [(row["latitude"], row["longitude"], row["altitude_m"]) for row in rows]
     none = (None, None, None)
-    assert found == [(49.0, 8.4, 120.0), none, (49.0 + 2e-5, 8.4, 122.0), (49.0 + 3e-5, 8.4, 123.0),
-                     (49.0 + 3e-5, 8.4, 123.0), none]  # fmt: skip
+    assert found == [
+        (49.0, 8.4, 120.0),
+        none,
+        (49.0 + 2e-5, 8.4, 122.0),
+        (49.0 + 3e-5, 8.4, 123.0),
+        (49.0 + 3e-5, 8.4, 123.0),
+        none,
+    ]
     with pytest.raises(ConfigError, match=r"gps: '/imu' is not one of: /gps/fix"):
         scan_source(spec._replace(options={"gps": "/imu"}))
 
@@ -71,13 +79,19 @@ def test_messages_after_a_clock_was_set_back_are_dropped_and_counted(tmp_path):
             one.message.transforms[0].header.stamp = ros.time(one.stamp_ns - 800_000_000)
         sent.append(one)
     spec = logged(tmp_path, sent, {"missing_camera": "mask"})
-    with pytest.raises(SourceError, match=r"cam_front.*goes back in time by 99.* s.*clock_jumps=drop"):
+    with pytest.raises(
+        SourceError, match=r"cam_front.*goes back in time by 99.* s.*clock_jumps=drop"
+    ):
         scan_source(spec)
     with pytest.raises(SourceError, match=r"topic '/tf \(base_link\)' goes back in time by 0.[67]"):
-        scan_source(spec._replace(options={"cameras": {"cam_left": "/cam_left/image_raw/compressed"}}))
+        scan_source(
+            spec._replace(options={"cameras": {"cam_left": "/cam_left/image_raw/compressed"}})
+        )
     dropped = spec._replace(options={**spec.options, "clock_jumps": "drop"})
     report = scan_source(dropped).report
-    assert report.noted["/cam_front/image_raw/compressed: messages after the clock was set back"] == 4
+    assert (
+        report.noted["/cam_front/image_raw/compressed: messages after the clock was set back"] == 4
+    )
     assert report.noted["/tf (base_link): messages after the clock was set back"] > 5
     SourceSuite().make(dropped, tmp_path / "out")
     by_time = {frame.timestamp_ns: frame for frame in world.clips[0].frames}
@@ -109,7 +123,10 @@ def test_a_clock_that_was_set_forward_is_counted_and_ends_the_clip(tmp_path):
     assert [clip.num_samples for clip in info.clips] == [4, 4, 4]
     forward = {what: number for what, number in info.report.noted.items() if "forward" in what}
     topics = [f"/{name}/image_raw/compressed" for name in world.cameras]
-    assert forward == {f"{what}: clock set forward": 1 for what in (*topics, "/lidar_top/points", "/tf (base_link)")}
+    assert forward == {
+        f"{what}: clock set forward": 1
+        for what in (*topics, "/lidar_top/points", "/tf (base_link)")
+    }
 
 
 def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
@@ -117,9 +134,13 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     write_mcap(tmp_path / "log.mcap", video_messages(world, world.clips[0]))
     decoded: list[LogMembers] = []
     init = LogMembers.__init__
-    monkeypatch.setattr(LogMembers, "__init__", lambda self, *given: (init(self, *given), decoded.append(self))[0])
+    monkeypatch.setattr(
+        LogMembers, "__init__", lambda self, *given: (init(self, *given), decoded.append(self))[0]
+    )
     cameras = {name: f"/{name}/video" for name in world.cameras}
-    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "frames": "keyframes"})
+    spec = SourceSpec(
+        "mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "frames": "keyframes"}
+    )
     SourceSuite().make(spec, tmp_path / "out")
     info = scan_source(spec)
     assert info.num_samples == 3, "a keyframe every third message"
@@ -127,7 +148,9 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     assert scan_source(spec._replace(options={"cameras": cameras})).num_samples == 9
 
 
-@pytest.mark.parametrize(("kind", "frames"), [("mcap", "all"), ("mcap", "keyframes"), ("rosbag1", "all")])
+@pytest.mark.parametrize(
+    ("kind", "frames"), [("mcap", "all"), ("mcap", "keyframes"), ("rosbag1", "all")]
+)
 def test_a_check_says_what_jpegs_cost_against_the_video(tmp_path, kind, frames):
     """By log and topic: the packets of the messages, and the JPEGs of the kept frames."""
     world, num_bytes = make_world(2, 30, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}), 0
@@ -145,7 +168,9 @@ def test_a_check_says_what_jpegs_cost_against_the_video(tmp_path, kind, frames):
     assert (found.num_videos, found.num_frames, found.num_bytes) == (4, 120, num_bytes)
     assert f"video: 4 streams of 120 frames, {num_bytes / 1e6:,.1f} MB" in report.as_text()
     SourceSuite().make(SourceSpec(kind, str(tmp_path), options), tmp_path / "out")
-    kept = [data for sample in samples_of(tmp_path / "out").values() for data in sample.images.values()]
+    kept = [
+        data for sample in samples_of(tmp_path / "out").values() for data in sample.images.values()
+    ]
     whole, full, half, as_given = found.options
     assert (whole.num_images, full.num_images, as_given.num_images) == (120, len(kept), len(kept))
     assert full.num_bytes == pytest.approx(sum(map(len, kept)), rel=0.15)
@@ -156,13 +181,21 @@ def test_a_check_says_what_jpegs_cost_against_the_video(tmp_path, kind, frames):
 def test_video_of_a_log_is_scaled_as_it_is_decoded(tmp_path, monkeypatch):
     world = make_world(1, 9, cameras={"cam_front": (64, 48)}, lidars=())
     write_mcap(tmp_path / "log.mcap", video_messages(world, world.clips[0]))
-    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": {"cam_front": "/cam_front/video"}, "rate": 5})
-    monkeypatch.setattr("fuelrail.sharding.write.members.transcode", None)  # no second way through pixels
+    spec = SourceSpec(
+        "mcap",
+        str(tmp_path / "log.mcap"),
+        {"cameras": {"cam_front": "/cam_front/video"}, "rate": 5},
+    )
+    monkeypatch.setattr(
+        "fuelrail.sharding.write.members.transcode", None
+    )  # no second way through pixels
     recipe = make_recipe(images={"size": [32, 24]}, splits={"train": 1.0})
     shard(spec, tmp_path / "out", recipe, 1, Quiet(), LocalEngine(1, "threads"))
     samples = samples_of(tmp_path / "out").values()
     assert len(samples) == scan_source(spec).num_samples
-    assert {simplejpeg.decode_jpeg(bytes(one.images["cam_front"])).shape for one in samples} == {(24, 32, 3)}
+    assert {simplejpeg.decode_jpeg(bytes(one.images["cam_front"])).shape for one in samples} == {
+        (24, 32, 3)
+    }
     assert {tuple(one.geometry.img_wh[0].tolist()) for one in samples} == {(32, 24)}
 
 
@@ -170,25 +203,37 @@ def test_video_of_a_log_is_scaled_as_it_is_decoded(tmp_path, monkeypatch):
 def test_raw_pictures_of_over_8_bits_are_refused_by_name(tmp_path, encoding):
     world = make_world(1, 4)
     rows = np.zeros((48, 128), np.uint8)
-    sent = with_raw_pictures(ros_messages(world, world.clips[0]), "cam_front", encoding, (64, 48), rows)
+    sent = with_raw_pictures(
+        ros_messages(world, world.clips[0]), "cam_front", encoding, (64, 48), rows
+    )
     write_mcap(tmp_path / "log.mcap", sent)
-    said = "; raw pictures are read of rgb8" if encoding == "32FC1" else " of 16 bits.*the option levels"
+    said = (
+        "; raw pictures are read of rgb8"
+        if encoding == "32FC1"
+        else " of 16 bits.*the option levels"
+    )
     spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {})
     with pytest.raises(SourceError, match=rf"cam_front.*the encoding '{encoding}'{said}"):
         scan_source(spec)
     for levels in ({"cam_front": [5, 5]}, {"cam": [0, 5]}):
-        with pytest.raises(ConfigError, match=r"levels: cam.*must be a camera and ascending; cameras: cam_back"):
+        with pytest.raises(
+            ConfigError, match=r"levels: cam.*must be a camera and ascending; cameras: cam_back"
+        ):
             scan_source(spec._replace(options={"levels": levels}))
 
 
-@pytest.mark.parametrize(("encoding", "order"), [("mono16", "<"), ("16UC1", ">"), ("bayer_rggb16", "<")])
+@pytest.mark.parametrize(
+    ("encoding", "order"), [("mono16", "<"), ("16UC1", ">"), ("bayer_rggb16", "<")]
+)
 def test_levels_make_8_bits_of_16(tmp_path, encoding, order):
     """A ramp from below black to above white, in rows with padding."""
     world = make_world(1, 4)
     ramp = np.broadcast_to(np.linspace(0, 1200, 66).astype(f"{order}u2"), (48, 66)).copy()
     ramp[:, 64:] = 65_535
     sent = ros_messages(world, world.clips[0])
-    sent = with_raw_pictures(sent, "cam_front", encoding, (64, 48), ramp.view(np.uint8), big=order == ">")
+    sent = with_raw_pictures(
+        sent, "cam_front", encoding, (64, 48), ramp.view(np.uint8), big=order == ">"
+    )
     spec = logged(tmp_path, sent, {"levels": {"cam_front": [200, 1000]}})
     SourceSuite().make(spec, tmp_path / "out")
     sample = next(iter(samples_of(tmp_path / "out").values()))
@@ -229,7 +274,9 @@ def test_frames_of_video_before_the_first_keyframe_are_absent(tmp_path):
     first = next(one for one in sent if one.topic == "/cam_left/video")
     write_mcap(tmp_path / "log.mcap", [one for one in sent if one is not first])
     cameras = {name: f"/{name}/video" for name in world.cameras}
-    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "missing_camera": "mask"})
+    spec = SourceSpec(
+        "mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "missing_camera": "mask"}
+    )
     report = scan_source(spec).report
     assert report.masked["cam_left"] == {"no keyframe before it": 2, "no message in time": 1}
 
@@ -241,7 +288,9 @@ def test_video_that_is_not_stored_in_the_order_of_its_times_is_refused(tmp_path)
     cameras = {name: f"/{name}/video" for name in world.cameras}
     said = r"log 'log': the video of topic '/cam_\w+/video' is not stored in the order of its times.*`mcap sort`"
     with pytest.raises(SourceError, match=said):
-        SourceSuite().make(SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras}), tmp_path / "out")
+        SourceSuite().make(
+            SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras}), tmp_path / "out"
+        )
 
 
 def test_a_transform_that_is_cut_off_is_named(tmp_path, monkeypatch):
@@ -262,7 +311,9 @@ def test_signals_are_stored_between_samples(tmp_path):
     first = world.clips[0].frames[0].timestamp_ns
     times = range(first - 60_000_000, first + 300_000_000, 20_000_000)
     for number, time_ns in enumerate(times):
-        linear, angular = (ros.of("geometry_msgs/Vector3", *np.arange(3.0) + number + at) for at in (0, 10))
+        linear, angular = (
+            ros.of("geometry_msgs/Vector3", *np.arange(3.0) + number + at) for at in (0, 10)
+        )
         linear.z = np.nan  # not measured
         twist = ros.of("geometry_msgs/Twist", linear, angular)
         message = ros.of("geometry_msgs/TwistStamped", ros.header(time_ns, "base_link"), twist)
@@ -272,15 +323,22 @@ def test_signals_are_stored_between_samples(tmp_path):
     SourceSuite().make(spec, tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
     (channel,) = dataset.manifest.extra_channels
-    assert channel.columns == ("dt_s", *(f"twist_{what}_{axis}" for what in ("linear", "angular") for axis in "xyz"))
-    samples = sorted(map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns)
+    assert channel.columns == (
+        "dt_s",
+        *(f"twist_{what}_{axis}" for what in ("linear", "angular") for axis in "xyz"),
+    )
+    samples = sorted(
+        map(dataset.__getitem__, range(len(dataset))), key=lambda sample: sample.meta.timestamp_ns
+    )
     rows = [decode_values(sample.extra, (channel,), sample.key)["can_speed"] for sample in samples]
     assert [len(one) for one in rows] == [4, 5, 5, 4]
     np.testing.assert_allclose(rows[0][:, 0], [0.06, 0.04, 0.02, 0], atol=1e-9)
     np.testing.assert_array_equal(np.concatenate(rows)[:, 1], np.arange(len(times)))
     assert np.isnan(np.concatenate(rows)[:, 3]).all()
     np.testing.assert_array_equal(np.concatenate(rows)[:, 6], np.arange(len(times)) + 12)
-    with pytest.raises(ConfigError, match="'/x' of speed is not a topic with numbers; topics: /cam"):
+    with pytest.raises(
+        ConfigError, match="'/x' of speed is not a topic with numbers; topics: /cam"
+    ):
         scan_source(spec._replace(options={"signals": {"speed": "/x"}}))
     with pytest.raises(SourceError, match="not a message of ROS 2 with numbers"):
         scan_source(spec._replace(options={"signals": {"speed": "/tf"}}))
@@ -291,33 +349,66 @@ def test_radars_are_channels_with_all_their_columns(tmp_path):
     world, ros = make_world(1, 4), Ros()
     sent, late_ns, mount = ros_messages(world, world.clips[0]), 30_000_000, np.eye(4)
     mount[:3, :3], mount[:3, 3] = turn(0.4, "z"), (3.5, 0.2, 0.6)
-    sent.append(Sent("/tf_static", "tf2_msgs/TFMessage", sent[0].stamp_ns,
-                     ros.tf([("base_link", "radar", sent[0].stamp_ns, mount)])))  # fmt: skip
+    sent.append(
+        Sent(
+            "/tf_static",
+            "tf2_msgs/TFMessage",
+            sent[0].stamp_ns,
+            ros.tf([("base_link", "radar", sent[0].stamp_ns, mount)]),
+        )
+    )
     names, types = ("x", "y", "z", "vx", "vy", "id", "timestamp"), (7, 7, 7, 7, 7, 4, 8)
     sizes = {7: "<f4", 4: "<u2", 8: "<f8"}
     dtype = np.dtype([(name, sizes[kind]) for name, kind in zip(names, types, strict=True)])
     rows = np.zeros(2, dtype)
-    for name, values in (("x", (10, np.nan)), ("y", (-2, 1)), ("vx", (5, 0)), ("vy", (2, 0)), ("id", (9, 1))):
+    for name, values in (
+        ("x", (10, np.nan)),
+        ("y", (-2, 1)),
+        ("vx", (5, 0)),
+        ("vy", (2, 0)),
+        ("id", (9, 1)),
+    ):
         rows[name] = values
-    fields = [ros.of("sensor_msgs/PointField", name, dtype.fields[name][1], kind, 1)
-              for name, kind in zip(names, types, strict=True)]  # fmt: skip
+    fields = [
+        ros.of("sensor_msgs/PointField", name, dtype.fields[name][1], kind, 1)
+        for name, kind in zip(names, types, strict=True)
+    ]
     data = np.frombuffer(rows.tobytes(), np.uint8)
     for frame in world.clips[0].frames[:-1]:
         stamp_ns = frame.timestamp_ns + late_ns
-        cloud = ros.of("sensor_msgs/PointCloud2", ros.header(stamp_ns, "radar"), 1, 2, fields, False, dtype.itemsize,
-                       2 * dtype.itemsize, data, True)  # fmt: skip
+        cloud = ros.of(
+            "sensor_msgs/PointCloud2",
+            ros.header(stamp_ns, "radar"),
+            1,
+            2,
+            fields,
+            False,
+            dtype.itemsize,
+            2 * dtype.itemsize,
+            data,
+            True,
+        )
         sent.append(Sent("/radar", "sensor_msgs/PointCloud2", stamp_ns, cloud))
         sent.append(
-            Sent("/tf", "tf2_msgs/TFMessage", stamp_ns, ros.tf([("map", "base_link", stamp_ns, ego_at(0, stamp_ns))]))
+            Sent(
+                "/tf",
+                "tf2_msgs/TFMessage",
+                stamp_ns,
+                ros.tf([("map", "base_link", stamp_ns, ego_at(0, stamp_ns))]),
+            )
         )
-    spec = logged(tmp_path, sorted(sent, key=lambda one: one.stamp_ns), {"radars": {"radar_front": "/radar"}})
+    spec = logged(
+        tmp_path, sorted(sent, key=lambda one: one.stamp_ns), {"radars": {"radar_front": "/radar"}}
+    )
     SourceSuite().make(spec, tmp_path / "out")
     dataset = open_dataset(tmp_path / "out")
     assert [one.channel for one in dataset.manifest.lidars] == ["lidar_top"]
     (channel,) = (one for one in dataset.manifest.channels if one.name == "radar_front")
     assert channel.columns == ("x", "y", "z", "vx", "vy", "id", "dt_s"), "times are dt_s"
     assert channel.law.roles["vectors"] == (("vx", "vy"),)
-    samples = sorted(samples_of(tmp_path / "out").values(), key=lambda sample: sample.meta.timestamp_ns)
+    samples = sorted(
+        samples_of(tmp_path / "out").values(), key=lambda sample: sample.meta.timestamp_ns
+    )
     assert ["radar_front" in sample.points for sample in samples] == [True, True, True, False]
     for sample in samples[:3]:
         (point,) = sample.points["radar_front"].astype(np.float64)
@@ -331,8 +422,16 @@ def test_radars_are_channels_with_all_their_columns(tmp_path):
     (point,) = decode_points(source.open(ref))
     np.testing.assert_allclose(point[:3], (mount @ (10, -2, 0, 1))[:3], atol=1e-4)
     for name in ("Radar", "cam_front", "lidar_top"):
-        with pytest.raises(ConfigError, match=rf"radars: '{name}' must be in lower case, and no other channel: cam_"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"radars: '{name}' must be in lower case, and no other channel: cam_",
+        ):
             scan_source(spec._replace(options={"radars": {name: "/radar"}}))
-    for radars, said in (({"radar_front": "/tf"}, "has the type"), ({"radar_front": "/none"}, "is not there")):
-        with pytest.raises(SourceError, match=rf"the option radars: topic '/\w+' of radar_front {said}"):
+    for radars, said in (
+        ({"radar_front": "/tf"}, "has the type"),
+        ({"radar_front": "/none"}, "is not there"),
+    ):
+        with pytest.raises(
+            SourceError, match=rf"the option radars: topic '/\w+' of radar_front {said}"
+        ):
             scan_source(spec._replace(options={"radars": radars}))

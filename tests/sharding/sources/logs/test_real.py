@@ -52,7 +52,9 @@ def test_samples_are_those_that_were_written(tmp_path, kind, name):
             camera, stamp = cameras[channel], int(geometry.cam_timestamp_ns[at])
             assert hashlib.sha256(sample.images[channel]).hexdigest() == sha256[channel, stamp]
             np.testing.assert_allclose(geometry.intrinsics[at], camera["K"], atol=1e-9)
-            np.testing.assert_allclose(geometry.cam2ego[at][:3, 3], camera["translation"], atol=1e-9)
+            np.testing.assert_allclose(
+                geometry.cam2ego[at][:3, 3], camera["translation"], atol=1e-9
+            )
             w, x, y, z = camera["rotation_wxyz"]
             wanted = Rotation.from_quat([x, y, z, w]).as_matrix()
             np.testing.assert_allclose(geometry.cam2ego[at][:3, :3], wanted, atol=1e-6)
@@ -78,12 +80,25 @@ def test_messages_are_those_of_mcap_ros2_support():
             if channel.topic.endswith("compressed"):
                 picture = readers[channel.topic].picture(one)
                 assert picture.frame_id == theirs.header.frame_id
-                assert picture.stamp_ns == theirs.header.stamp.sec * 10**9 + theirs.header.stamp.nanosec
-                assert bytes(one.data[picture.offset : picture.offset + picture.length]) == bytes(theirs.data)
+                assert (
+                    picture.stamp_ns
+                    == theirs.header.stamp.sec * 10**9 + theirs.header.stamp.nanosec
+                )
+                assert bytes(one.data[picture.offset : picture.offset + picture.length]) == bytes(
+                    theirs.data
+                )
             elif channel.topic.endswith("camera_info"):
                 info = readers[channel.topic].calibrations([one])[0][1]
-                assert (info.width, info.height, list(info.d)) == (theirs.width, theirs.height, list(theirs.d))
-                assert (list(info.k), list(info.p), list(info.r)) == (list(theirs.k), list(theirs.p), list(theirs.r))
+                assert (info.width, info.height, list(info.d)) == (
+                    theirs.width,
+                    theirs.height,
+                    list(theirs.d),
+                )
+                assert (list(info.k), list(info.p), list(info.r)) == (
+                    list(theirs.k),
+                    list(theirs.p),
+                    list(theirs.r),
+                )
             elif channel.topic.startswith("/tf"):
                 edges = {edge.child: edge for edge in readers[channel.topic].edges([one])}
                 assert len(edges) == len(theirs.transforms)
@@ -128,7 +143,9 @@ def test_video_is_decoded_once_and_its_frames_are_those_of_the_messages():
         for channel, image in frame.images.items()
         if isinstance(image, Image)
     }
-    found = {images[ref]: simplejpeg.decode_jpeg(data) for ref, data in source.read_clip(list(images))}
+    found = {
+        images[ref]: simplejpeg.decode_jpeg(data) for ref, data in source.read_clip(list(images))
+    }
     assert len(found) == len(images) >= 22
     assert source._members.num_decoded <= 24
     decoders, theirs = {}, {}
@@ -147,7 +164,10 @@ def test_video_is_decoded_once_and_its_frames_are_those_of_the_messages():
         wanted = theirs[key].to_ndarray(format="rgb24").astype(float)
         assert np.abs(wanted - image).mean() < 3.5, key
         others = [frame for other, frame in theirs.items() if other[0] == key[0] and other != key]
-        nearest = min(np.abs(frame.to_ndarray(format="rgb24").astype(float) - image).mean() for frame in others)
+        nearest = min(
+            np.abs(frame.to_ndarray(format="rgb24").astype(float) - image).mean()
+            for frame in others
+        )
         assert nearest > np.abs(wanted - image).mean(), "this is another frame"
 
 

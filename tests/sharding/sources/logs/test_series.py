@@ -15,7 +15,11 @@ from support.source_world import make_world
 MS = 1_000_000
 BESIDE_NS = 500 * MS
 WINDOW = {"can_speed": {"from": -1.6, "to": 0, "hz": 10}, "can_imu": {"seconds": [-0.03, 0, 0.2]}}
-WRITERS = {"mcap": ("log.mcap", write_mcap), "rosbag2": ("log", write_rosbag2), "rosbag1": ("log.bag", write_bag)}
+WRITERS = {
+    "mcap": ("log.mcap", write_mcap),
+    "rosbag2": ("log", write_rosbag2),
+    "rosbag1": ("log.bag", write_bag),
+}
 
 
 def messages():
@@ -25,7 +29,9 @@ def messages():
     vector = "geometry_msgs/Vector3"
     for time_ns in range(first - 800 * MS, first + 2200 * MS, 20 * MS):
         stamp_ns = time_ns + int(rng.integers(0, 9)) * MS
-        twist = ros.of("geometry_msgs/Twist", *(ros.of(vector, *rng.normal(size=3)) for _ in range(2)))
+        twist = ros.of(
+            "geometry_msgs/Twist", *(ros.of(vector, *rng.normal(size=3)) for _ in range(2))
+        )
         message = ros.of("geometry_msgs/TwistStamped", ros.header(stamp_ns, "base_link"), twist)
         sent.append(Sent("/speed", "geometry_msgs/TwistStamped", stamp_ns, message))
         if time_ns == first:  # a second message of one stamp
@@ -33,7 +39,9 @@ def messages():
     for stamp_ns in range(first - 200 * MS, first + 1300 * MS, 10 * MS):
         if not 300 * MS <= stamp_ns - first < 600 * MS:
             turned = ros.of("geometry_msgs/Quaternion", *rng.normal(size=4)), np.zeros(9)
-            moved = (np.zeros(9) if at % 2 else ros.of(vector, *rng.normal(size=3)) for at in range(4))
+            moved = (
+                np.zeros(9) if at % 2 else ros.of(vector, *rng.normal(size=3)) for at in range(4)
+            )
             message = ros.of("sensor_msgs/Imu", ros.header(stamp_ns, "imu"), *turned, *moved)
             sent.append(Sent("/imu", "sensor_msgs/Imu", stamp_ns, message))
     return sorted(sent, key=lambda one: one.stamp_ns)
@@ -53,7 +61,11 @@ def read_by_rosbags(path, kind):
                 parts = (
                     (message.twist.linear, message.twist.angular)
                     if connection.topic == "/speed"
-                    else (message.orientation, message.angular_velocity, message.linear_acceleration)
+                    else (
+                        message.orientation,
+                        message.angular_velocity,
+                        message.linear_acceleration,
+                    )
                 )
                 names = [(part, axis) for part in parts for axis in "xyzw" if hasattr(part, axis)]
                 stamp = message.header.stamp
@@ -69,7 +81,11 @@ def at_time(rows, wanted_ns):
     if not before or not after:
         return None
     ((low_ns, low),), ((high_ns, high),) = before, after
-    return low if low_ns == high_ns else low + (high - low) * ((wanted_ns - low_ns) / (high_ns - low_ns))
+    return (
+        low
+        if low_ns == high_ns
+        else low + (high - low) * ((wanted_ns - low_ns) / (high_ns - low_ns))
+    )
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -92,11 +108,18 @@ def test_windows_are_those_of_the_messages(tmp_path, kind):
     assert sorted(map(len, times.values())) == ([2, 2] if cut else [12])
     image = ImageAugment(height=16, width=24, resize="stretch")
     transforms = Transforms(image=image, channels=list(WINDOW))
-    offsets = {"can_speed": [at * 100 * MS - 1600 * MS for at in range(17)], "can_imu": [-30 * MS, 0, 200 * MS]}
+    offsets = {
+        "can_speed": [at * 100 * MS - 1600 * MS for at in range(17)],
+        "can_imu": [-30 * MS, 0, 200 * MS],
+    }
     num_there = 0
-    with DataLoader(tmp_path / "out", 2, transforms=transforms, window=WINDOW, num_workers=1) as loader:
+    with DataLoader(
+        tmp_path / "out", 2, transforms=transforms, window=WINDOW, num_workers=1
+    ) as loader:
         for batch in loader:
-            for at, (clip, now) in enumerate(zip(batch["clip_id"], batch["timestamp_ns"].tolist(), strict=True)):
+            for at, (clip, now) in enumerate(
+                zip(batch["clip_id"], batch["timestamp_ns"].tolist(), strict=True)
+            ):
                 low, high = min(times[clip]) - BESIDE_NS, max(times[clip]) + BESIDE_NS
                 for name, topic in (("can_speed", "/speed"), ("can_imu", "/imu")):
                     rows = [row for row in truth[topic] if low <= row[0] <= high]
@@ -105,7 +128,9 @@ def test_windows_are_those_of_the_messages(tmp_path, kind):
                     num_there += sum(there)
                     assert batch[f"{name}_valid"][at].tolist() == there, (name, clip, now)
                     found = batch[name][at].numpy()[there]
-                    np.testing.assert_allclose(found, [one for one in expected if one is not None], atol=1e-6)
+                    np.testing.assert_allclose(
+                        found, [one for one in expected if one is not None], atol=1e-6
+                    )
     assert num_there > 30
 
 
@@ -116,8 +141,16 @@ def test_a_log_without_the_topic_has_no_such_member(tmp_path):
     write_mcap(tmp_path / "logs" / "b.mcap", [one for one in sent if one.topic != "/imu"])
     for series in (False, True):
         options = {"signals": {"speed": "/speed", "imu": "/imu"}, "series": series}
-        SourceSuite().make(SourceSpec("mcap", str(tmp_path / "logs"), options), tmp_path / f"out-{series}")
+        SourceSuite().make(
+            SourceSpec("mcap", str(tmp_path / "logs"), options), tmp_path / f"out-{series}"
+        )
         dataset = open_dataset(tmp_path / f"out-{series}")
-        names = {sample.key[0]: set(sample.extra) for sample in map(dataset.__getitem__, range(len(dataset)))}
+        names = {
+            sample.key[0]: set(sample.extra)
+            for sample in map(dataset.__getitem__, range(len(dataset)))
+        }
         extension = "safetensors" if series else "npy"
-        assert names == {"a": {f"can_imu.{extension}", f"can_speed.{extension}"}, "b": {f"can_speed.{extension}"}}
+        assert names == {
+            "a": {f"can_imu.{extension}", f"can_speed.{extension}"},
+            "b": {f"can_speed.{extension}"},
+        }

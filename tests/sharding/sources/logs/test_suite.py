@@ -29,7 +29,9 @@ class TestUncompressed(SourceSuite):
 
     def write(self, world, root):
         for clip in world.clips:
-            self.writer(root / f"{clip.name}.{self.extension}", ros_messages(world, clip), **self.writing)
+            self.writer(
+                root / f"{clip.name}.{self.extension}", ros_messages(world, clip), **self.writing
+            )
         return str(root)
 
 
@@ -53,10 +55,16 @@ class TestWithoutSummary(TestUncompressed):
 
         for clip in world.clips:
             write_mcap(
-                root / f"{clip.name}.mcap", ros_messages(world, clip), compression="NONE", use_chunking=False,
-                use_statistics=False, use_summary_offsets=False, repeat_channels=False, repeat_schemas=False,
+                root / f"{clip.name}.mcap",
+                ros_messages(world, clip),
+                compression="NONE",
+                use_chunking=False,
+                use_statistics=False,
+                use_summary_offsets=False,
+                repeat_channels=False,
+                repeat_schemas=False,
                 index_types=IndexType.NONE,
-            )  # fmt: skip
+            )
         return str(root)
 
 
@@ -131,5 +139,7 @@ class TestFoxglove(TestUncompressed):
 
     def write(self, world, root):
         for clip in world.clips:
-            write_mcap(root / f"{clip.name}.mcap", foxglove_messages(world, clip), compression="NONE")
+            write_mcap(
+                root / f"{clip.name}.mcap", foxglove_messages(world, clip), compression="NONE"
+            )
         return str(root)

@@ -16,7 +16,9 @@ def test_delays_are_estimated_and_each_message_used_once():
         found = sync.estimated_offset_ns(reference, stamps)
         assert abs(found - delay * 1_000_000) < 1_000_000
         assert sync.matched(reference, stamps, found, 5_000_000).tolist() == list(range(20))
-    assert sync.matched(np.array([0, 100]), np.array([40]), 0, 100).tolist() == [0, -1], "the nearer frame has it"
+    assert sync.matched(np.array([0, 100]), np.array([40]), 0, 100).tolist() == [0, -1], (
+        "the nearer frame has it"
+    )
     slow = reference[::2] + 3_000_000
     rows = sync.matched(reference, slow, 0, 200_000_000)
     assert sorted(rows[rows >= 0].tolist()) == list(range(10))

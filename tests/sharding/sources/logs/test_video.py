@@ -11,7 +11,13 @@ from av.video.reformatter import ColorRange, Colorspace
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.shared.pictures import JpegForm
-from fuelrail.sharding.sources.shared.video import StreamDecoder, VideoFile, is_keyframe, stream_size, video_frames
+from fuelrail.sharding.sources.shared.video import (
+    StreamDecoder,
+    VideoFile,
+    is_keyframe,
+    stream_size,
+    video_frames,
+)
 
 SIZE = (96, 64)
 PERIODS = [10, 8, 12, 10, 9, 11]
@@ -31,7 +37,9 @@ def picture(number: int, size=SIZE) -> np.ndarray:
 
 def number_of(jpeg: bytes) -> int:
     image = simplejpeg.decode_jpeg(jpeg, "GRAY")[..., 0]
-    return sum(int(image[4:12, bit * 16 + 4 : bit * 16 + 12].mean() > 127) << bit for bit in range(6))
+    return sum(
+        int(image[4:12, bit * 16 + 4 : bit * 16 + 12].mean() > 127) << bit for bit in range(6)
+    )
 
 
 def write_video(path, codec="libx264", number=30, options=None, container=None, pix_fmt="yuv420p"):
@@ -56,7 +64,10 @@ CASES = {
         "libx264",
         {"g": "8", "bf": "3", "x264-params": "open-gop=1:scenecut=0", "preset": "veryfast"},
     ),
-    "hevc, open groups": ("libx265", {"x265-params": "keyint=8:min-keyint=8:bframes=3:open-gop=1:log-level=none"}),
+    "hevc, open groups": (
+        "libx265",
+        {"x265-params": "keyint=8:min-keyint=8:bframes=3:open-gop=1:log-level=none"},
+    ),
     "av1": ("libsvtav1", {"g": "8", "preset": "12", "svtav1-params": "lookahead=0"}),
 }
 
@@ -72,13 +83,19 @@ def test_frame_n_is_frame_n_and_each_is_decoded_once(tmp_path, case):
     assert video.num_decoded == 30
     for wanted in ([0], [17], [7, 8, 9], [3, 28], [29]):
         video.num_decoded = 0
-        assert [(number, number_of(jpeg)) for number, jpeg in video.jpegs(wanted)] == [(n, n) for n in wanted]
+        assert [(number, number_of(jpeg)) for number, jpeg in video.jpegs(wanted)] == [
+            (n, n) for n in wanted
+        ]
         assert video.num_decoded <= 30
 
 
 @pytest.mark.parametrize(("codec", "container"), [("libx264", "h264"), ("libx265", "hevc")])
 def test_frames_of_a_raw_stream_are_counted(tmp_path, codec, container):
-    options = {"x265-params": "log-level=none:bframes=2:keyint=10"} if codec == "libx265" else {"bf": "2", "g": "10"}
+    options = (
+        {"x265-params": "log-level=none:bframes=2:keyint=10"}
+        if codec == "libx265"
+        else {"bf": "2", "g": "10"}
+    )
     path = write_video(tmp_path / f"a.{container}", codec, options=options, container=container)
     assert [(number, number_of(jpeg)) for number, jpeg in video_frames(path, [0, 13, 29])] == [
         (0, 0),
@@ -117,7 +134,9 @@ def test_range_matrix_and_depth_are_converted(tmp_path, pix_fmt, matrix, full):
         for plane, level in zip(frame.planes, value, strict=True):
             is_deep = pix_fmt.endswith("10le")
             data = np.full(
-                plane.buffer_size // (2 if is_deep else 1), level * (4 if is_deep else 1), "<u2" if is_deep else "u1"
+                plane.buffer_size // (2 if is_deep else 1),
+                level * (4 if is_deep else 1),
+                "<u2" if is_deep else "u1",
             )
             plane.update(data.tobytes())
         frame.pts = 0
@@ -149,20 +168,27 @@ def test_quality_90_is_near_the_video(tmp_path):
     jpegs = [simplejpeg.decode_jpeg(jpeg) for _, jpeg in video_frames(path, range(5))]
 
     def psnr(found):
-        return 10 * np.log10(255**2 / np.mean((np.array(found, float) - np.array(originals, float)) ** 2))
+        return 10 * np.log10(
+            255**2 / np.mean((np.array(found, float) - np.array(originals, float)) ** 2)
+        )
 
     assert psnr(decoded) - psnr(jpegs) < 0.5
 
 
 PACKETS = {
-    "h264": ("libx264", {"g": "5", "bf": "0", "x264-params": "annexb=1:repeat-headers=1:scenecut=0"}),
+    "h264": (
+        "libx264",
+        {"g": "5", "bf": "0", "x264-params": "annexb=1:repeat-headers=1:scenecut=0"},
+    ),
     "hevc": ("libx265", {"x265-params": "log-level=none:bframes=0:keyint=5:repeat-headers=1"}),
     "obu": ("libsvtav1", {"g": "5", "preset": "12", "svtav1-params": "pred-struct=1:lookahead=0"}),
 }
 """By the container of raw packets."""
 
 
-@pytest.mark.parametrize(("container", "name"), [("h264", "h264"), ("hevc", "h265"), ("obu", "av1")])
+@pytest.mark.parametrize(
+    ("container", "name"), [("h264", "h264"), ("hevc", "h265"), ("obu", "av1")]
+)
 def test_packets_one_by_one(tmp_path, container, name):
     codec, options = PACKETS[container]
     path = write_video(tmp_path / "a.mkv", codec, 12, options, container=container)
@@ -171,7 +197,9 @@ def test_packets_one_by_one(tmp_path, container, name):
     assert [at for at, packet in enumerate(packets) if is_keyframe(packet, name, "t")] == [0, 5, 10]
     assert stream_size(packets[0], name, "t") == SIZE
     decoder, wanted = StreamDecoder(name, JpegForm(), "t"), {6, 7, 9}
-    found = [one for at in range(5, 10) for one in decoder.push(at, packets[at], wanted)] + list(decoder.flush(wanted))
+    found = [one for at in range(5, 10) for one in decoder.push(at, packets[at], wanted)] + list(
+        decoder.flush(wanted)
+    )
     assert [(number, number_of(jpeg)) for number, jpeg in found] == [(6, 6), (7, 7), (9, 9)]
     assert decoder.num_decoded == 5
 

@@ -27,9 +27,15 @@ def with_more_lidars(made: Dataroot) -> dict[str, np.ndarray]:
     scene_of = {row["token"]: row["scene_token"] for row in tables["sample"]}
     for number, lidar in enumerate(LIDARS):
         if number:
-            tables["sensor"].append({"token": token("sensor", lidar), "channel": lidar, "modality": "lidar"})
+            tables["sensor"].append(
+                {"token": token("sensor", lidar), "channel": lidar, "modality": "lidar"}
+            )
             calibrated = copy.deepcopy(
-                next(r for r in tables["calibrated_sensor"] if r["token"] == token("calibrated", "LIDAR_TOP"))
+                next(
+                    r
+                    for r in tables["calibrated_sensor"]
+                    if r["token"] == token("calibrated", "LIDAR_TOP")
+                )
             )
             calibrated.update(token=token("calibrated", lidar), sensor_token=token("sensor", lidar))
             calibrated["translation"] = [3.0, 0.5 * number, 0.7]
@@ -38,7 +44,10 @@ def with_more_lidars(made: Dataroot) -> dict[str, np.ndarray]:
         for row in sorted(rows, key=lambda row: row["timestamp"]):
             if number:
                 row = copy.deepcopy(row)
-                row.update(token=token(lidar, row["token"]), calibrated_sensor_token=token("calibrated", lidar))
+                row.update(
+                    token=token(lidar, row["token"]),
+                    calibrated_sensor_token=token("calibrated", lidar),
+                )
                 row["timestamp"] += 1000 * number
                 row["filename"] = row["filename"].replace("LIDAR_TOP", lidar)
                 tables["sample_data"].append(row)
@@ -59,7 +68,10 @@ def test_every_lidar_of_a_rig_is_in_batches(tmp_path) -> None:
     fr.shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1)
     ego = fr.BevAugment(train=True, rotate_deg=(20, 30), scale=(0.9, 0.95))
     transforms = fr.Transforms(
-        image=fr.ImageAugment(height=32, width=48), ego=ego, points=True, channels=["lidar_rear", "lidar_front_left"]
+        image=fr.ImageAugment(height=32, width=48),
+        ego=ego,
+        points=True,
+        channels=["lidar_rear", "lidar_front_left"],
     )
     with fr.DataLoader(tmp_path / "out", 3, transforms=transforms) as loader:
         (batch,) = loader
@@ -87,11 +99,17 @@ def test_every_lidar_of_a_rig_is_stored_with_its_sweeps(tmp_path) -> None:
         rows = made.tables["sample_data"]
         for at, (name, lidar) in enumerate(zip(names, LIDARS, strict=True)):
             own = next(r for r in rows if f"points:{r['filename']}" == members[f"{name}.npy"])
-            calibrated = next(r for r in made.tables["calibrated_sensor"] if r["token"] == token("calibrated", lidar))
+            calibrated = next(
+                r
+                for r in made.tables["calibrated_sensor"]
+                if r["token"] == token("calibrated", lidar)
+            )
             assert own["calibrated_sensor_token"] == calibrated["token"]
             assert geometry.lidar_timestamp_ns[at] == own["timestamp"] * 1000
             np.testing.assert_allclose(geometry.lidar2ego[at, :3, 3], calibrated["translation"])
-            np.testing.assert_array_equal(decode_points(source.open(members[f"{name}.npy"])), written[own["filename"]])
+            np.testing.assert_array_equal(
+                decode_points(source.open(members[f"{name}.npy"])), written[own["filename"]]
+            )
             sweeps = decode_arrays(source.open(members[f"{name}_sweeps.safetensors"]), Sweeps)
             before = next(r for r in rows if r["token"] == own["prev"])
             assert sweeps.timestamp_ns.tolist() == [before["timestamp"] * 1000]
@@ -117,7 +135,11 @@ def test_files_are_looked_at_many_at_a_time(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(FolderFiles, "facts_of", many)
     monkeypatch.setattr(FolderFiles, "facts", one_by_one)
-    info = scan_source(SourceSpec("nuscenes", str(made.root), {"sweeps": 2, "channels": ["radar"], "radar_sweeps": 2}))
+    info = scan_source(
+        SourceSpec(
+            "nuscenes", str(made.root), {"sweeps": 2, "channels": ["radar"], "radar_sweeps": 2}
+        )
+    )
     assert info.num_samples == 3
     assert len(together) == len(set(together))
     assert {name.split("/")[1] for name in together} >= {*LIDARS, "CAM_FRONT", "RADAR_FRONT"}

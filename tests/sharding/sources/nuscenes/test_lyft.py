@@ -22,7 +22,9 @@ FRACTION_US = 0.2
 @pytest.fixture
 def lyft(tmp_path):
     """A made dataroot with Lyft's quirks."""
-    made = build_nuscenes(tmp_path / "source", {"host-a007-lidar0-1": 3}, version="v1.02-train", cameras=CAMERAS)
+    made = build_nuscenes(
+        tmp_path / "source", {"host-a007-lidar0-1": 3}, version="v1.02-train", cameras=CAMERAS
+    )
     tables = made.tables
     for row, name in zip(tables["category"], LYFT, strict=True):
         row["name"] = name
@@ -31,7 +33,9 @@ def lyft(tmp_path):
     for row in tables["sample_data"]:
         folder = "lidar" if "/LIDAR" in row["filename"] else "images"
         channel, name = row["filename"].split("/")[1:]
-        moved = f"{folder}/host-a007_{channel}_{name}".replace(".jpg", ".jpeg").replace(".pcd.bin", ".bin")
+        moved = f"{folder}/host-a007_{channel}_{name}".replace(".jpg", ".jpeg").replace(
+            ".pcd.bin", ".bin"
+        )
         (made.root / folder).mkdir(exist_ok=True)
         if (made.root / row["filename"]).exists():
             (made.root / row["filename"]).rename(made.root / moved)
@@ -52,9 +56,13 @@ def test_the_options_of_the_page_read_it(lyft, tmp_path):
     assert sorted(info.classes) == sorted({row["name"] for row in lyft.tables["category"]})
     assert not info.report.unmapped
     assert {camera.channel for camera in info.cameras} == {name.lower() for name in CAMERAS}
-    for number, sample in enumerate(sorted(lyft.tables["sample"], key=lambda row: row["timestamp"])):
+    for number, sample in enumerate(
+        sorted(lyft.tables["sample"], key=lambda row: row["timestamp"])
+    ):
         row = table.row(number)
-        assert decode_meta(row.meta).timestamp_ns == sample["timestamp"] * 1000, "the fraction is rounded away"
+        assert decode_meta(row.meta).timestamp_ns == sample["timestamp"] * 1000, (
+            "the fraction is rounded away"
+        )
         geometry, boxes = decode_arrays(row.geometry, Geometry), decode_arrays(row.boxes, Boxes)
         assert (geometry.cam_valid == 1).all()
         assert (boxes.label >= 0).all()
@@ -69,13 +77,19 @@ UNIT = r"table 'sample': row .*2000 and 2100.*microseconds since 1970"
 
 @pytest.mark.parametrize(
     ("change", "match"),
-    [(lambda time: round(time * 1e-6, 1), UNIT), (lambda time: round(time * 1000), UNIT), (str, r"sample\.json")],
+    [
+        (lambda time: round(time * 1e-6, 1), UNIT),
+        (lambda time: round(time * 1000), UNIT),
+        (str, r"sample\.json"),
+    ],
     ids=["seconds", "nanoseconds", "text"],
 )
 def test_times_in_another_unit_are_refused(lyft, change, match):
     for name in ("sample", "sample_data"):
         path = lyft.folder / f"{name}.json"
-        rows = [row | {"timestamp": change(row["timestamp"])} for row in json.loads(path.read_text())]
+        rows = [
+            row | {"timestamp": change(row["timestamp"])} for row in json.loads(path.read_text())
+        ]
         path.write_text(json.dumps(rows))
     with pytest.raises(SourceError, match=match):
         scan_source(SourceSpec("nuscenes", str(lyft.root), OPTIONS))

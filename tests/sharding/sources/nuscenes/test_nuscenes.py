@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta, decode_points
+from fuelrail.pipeline.sample.schema import (
+    Boxes,
+    Geometry,
+    decode_arrays,
+    decode_meta,
+    decode_points,
+)
 from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
 from fuelrail.sharding.sources.nuscenes.source import source_splits
 from fuelrail.sharding.sources.nuscenes.tables import Tables
@@ -58,8 +64,15 @@ def check_against_devkit(devkit, info, table, source, *, points_of: int):
         scene = devkit.get("scene", sample["scene_token"])
         log = devkit.get("log", scene["log_token"])
         assert meta.timestamp_ns == sample["timestamp"] * 1000 == row.timestamp_ns
-        assert (meta.clip_name, meta.vehicle, meta.tags["location"]) == (scene["name"], log["vehicle"], log["location"])
-        assert (meta.prev_key is None, meta.next_key is None) == (sample["prev"] == "", sample["next"] == "")
+        assert (meta.clip_name, meta.vehicle, meta.tags["location"]) == (
+            scene["name"],
+            log["vehicle"],
+            log["location"],
+        )
+        assert (meta.prev_key is None, meta.next_key is None) == (
+            sample["prev"] == "",
+            sample["next"] == "",
+        )
         assert meta.num_frames == scene["nbr_samples"]
         members = {member.name.partition(".")[0]: member for member in row.members}
         for at, camera in enumerate(info.cameras):
@@ -77,7 +90,11 @@ def check_against_devkit(devkit, info, table, source, *, points_of: int):
             assert member.ref == data["filename"]
             assert (member.width, member.height) == (data["width"], data["height"])
         assert np.isnan(geometry.dist).all()
-        data = devkit.get("sample_data", sample["data"]["LIDAR_TOP"]) if "LIDAR_TOP" in sample["data"] else None
+        data = (
+            devkit.get("sample_data", sample["data"]["LIDAR_TOP"])
+            if "LIDAR_TOP" in sample["data"]
+            else None
+        )
         if data is not None:
             calibrated = devkit.get("calibrated_sensor", data["calibrated_sensor_token"])
             pose = transform(devkit.get("ego_pose", data["ego_pose_token"]))
@@ -114,10 +131,14 @@ def check_boxes(devkit, sample, geometry, row):
         np.testing.assert_allclose(boxes.boxes3d[at, 3:6], box.wlh[[1, 0, 2]], atol=1e-6)
         turn = boxes.boxes3d[at, 6] - box.orientation.yaw_pitch_roll[0]
         assert abs((turn + np.pi) % (2 * np.pi) - np.pi) < 1e-5
-        np.testing.assert_allclose(np.abs(boxes.rotation_wxyz[at] @ box.orientation.elements), 1, atol=1e-6)
+        np.testing.assert_allclose(
+            np.abs(boxes.rotation_wxyz[at] @ box.orientation.elements), 1, atol=1e-6
+        )
         velocity = np.linalg.inv(rotation) @ devkit.box_velocity(annotation["token"])
         np.testing.assert_allclose(boxes.velocity[at], velocity, atol=1e-4)
-        np.testing.assert_allclose(np.sort(boxes.corners()[at], 0), np.sort(box.corners().T, 0), atol=1e-4)
+        np.testing.assert_allclose(
+            np.sort(boxes.corners()[at], 0), np.sort(box.corners().T, 0), atol=1e-4
+        )
         name = category_to_detection_name(annotation["category_name"])
         assert boxes.label[at] == (-1 if name is None else CLASSES.index(name))
         assert boxes.num_lidar_pts[at] == annotation["num_lidar_pts"]
@@ -134,11 +155,16 @@ def test_made_tables_against_the_devkit(made, tmp_path):
     assert [(clip.clip_id, clip.num_samples) for clip in info.clips] == list(CLIPS.items())
     assert [camera.source_name for camera in info.cameras] == list(CAMERAS)
     assert info.names == [
-        "meta.json", "geometry.safetensors", "boxes.safetensors",
-        *(f"{camera.lower()}.jpg" for camera in CAMERAS), "lidar_top.npy",
-    ]  # fmt: skip
+        "meta.json",
+        "geometry.safetensors",
+        "boxes.safetensors",
+        *(f"{camera.lower()}.jpg" for camera in CAMERAS),
+        "lidar_top.npy",
+    ]
     assert info.splits == {"train": ["scene-0061"], "val": ["scene-0103", "scene-0916"]}
-    check_against_devkit(opened_by_devkit(made.root, made.version), info, table, source, points_of=6 * 60)
+    check_against_devkit(
+        opened_by_devkit(made.root, made.version), info, table, source, points_of=6 * 60
+    )
 
 
 @pytest.mark.real
@@ -150,7 +176,9 @@ def test_real_keyframes_against_the_devkit(tmp_path):
         "scene-0103-000000",
         "scene-0103-000001",
     ]
-    check_against_devkit(opened_by_devkit(root, "v1.0-derived"), info, table, source, points_of=34688)
+    check_against_devkit(
+        opened_by_devkit(root, "v1.0-derived"), info, table, source, points_of=34688
+    )
 
 
 def test_tracks_keep_their_ids_over_a_clip(made, tmp_path):
@@ -174,7 +202,12 @@ def test_attributes(made, tmp_path):
     _, _, table = scan(made.root, tmp_path)
     rows = next(table.attribute_parts()).to_pylist()
     assert rows[0]["num_boxes"] == 3
-    assert (rows[0]["num_car"], rows[0]["num_pedestrian"], rows[0]["num_barrier"], rows[0]["num_bus"]) == (1, 1, 1, 0)
+    assert (
+        rows[0]["num_car"],
+        rows[0]["num_pedestrian"],
+        rows[0]["num_barrier"],
+        rows[0]["num_bus"],
+    ) == (1, 1, 1, 0)
     assert [row["night"] for row in rows] == [None, None, None, True, True, None]
     assert rows[0]["location"] == "testville"
     assert rows[0]["num_cameras"] == 6
@@ -183,8 +216,18 @@ def test_attributes(made, tmp_path):
 @pytest.mark.parametrize(
     ("location", "description", "night", "rain"),
     [  # the first three are nuScenes' own
-        ("singapore-onenorth", "Parked truck, construction, intersection, turn left, following a van", False, False),
-        ("singapore-hollandvillage", "Night, big street, bus stop, high speed, construction vehicle", True, False),
+        (
+            "singapore-onenorth",
+            "Parked truck, construction, intersection, turn left, following a van",
+            False,
+            False,
+        ),
+        (
+            "singapore-hollandvillage",
+            "Night, big street, bus stop, high speed, construction vehicle",
+            True,
+            False,
+        ),
         ("boston-seaport", "Rain, peds, turn right, traffic lights", False, True),
         ("boston-seaport", "Night time, no rain, train station", True, False),
         ("boston-seaport", "", None, None),
@@ -209,7 +252,9 @@ def test_night_and_rain_are_false_only_where_a_description_would_name_them(
 def test_a_source_without_annotations_or_lidar(tmp_path):
     with pytest.raises(SourceError, match="no rows: nothing to shard"):
         scan(build_nuscenes(tmp_path / "empty", {}).root, tmp_path)
-    made = build_nuscenes(tmp_path / "root", {"a": 2}, num_points=0, num_tracks=0, cameras=("CAM_BACK", "CAM_FRONT"))
+    made = build_nuscenes(
+        tmp_path / "root", {"a": 2}, num_points=0, num_tracks=0, cameras=("CAM_BACK", "CAM_FRONT")
+    )
     _, info, table = scan(made.root, tmp_path)
     assert [camera.channel for camera in info.cameras] == ["cam_front", "cam_back"]
     assert info.lidars == []
@@ -239,7 +284,9 @@ def test_the_version_may_be_left_out_where_there_is_one(made, tmp_path):
 
 def test_several_versions_must_be_distinguished(copy, tmp_path):
     shutil.copytree(copy.folder, copy.root / "v1.0-other")
-    with pytest.raises(ConfigError, match=r"such as -o version=v1\.0-mini; there are: v1\.0-mini, v1\.0-other"):
+    with pytest.raises(
+        ConfigError, match=r"such as -o version=v1\.0-mini; there are: v1\.0-mini, v1\.0-other"
+    ):
         scan(copy.root, tmp_path)
     with pytest.raises(SourceError, match="nowhere' cannot be read: No such file"):
         scan(copy.root / "nowhere", tmp_path)
@@ -292,8 +339,18 @@ def test_a_lidar_file_that_was_cut(copy, tmp_path):
 
 
 BREAKS = {
-    "a dangling ego pose": ("sample_data", 0, {"ego_pose_token": "nowhere"}, "ego_pose_token 'nowhere'"),
-    "a dangling calibration": ("sample_data", 0, {"calibrated_sensor_token": "x"}, "calibrated_sensor_token 'x'"),
+    "a dangling ego pose": (
+        "sample_data",
+        0,
+        {"ego_pose_token": "nowhere"},
+        "ego_pose_token 'nowhere'",
+    ),
+    "a dangling calibration": (
+        "sample_data",
+        0,
+        {"calibrated_sensor_token": "x"},
+        "calibrated_sensor_token 'x'",
+    ),
     "a dangling sample": ("sample_data", 0, {"sample_token": "x"}, "sample_token 'x'"),
     "a dangling scene": ("sample", 0, {"scene_token": "x"}, "table 'sample'.*scene_token 'x'"),
     "a dangling log": ("scene", 0, {"log_token": "x"}, "log_token 'x'"),
@@ -301,11 +358,21 @@ BREAKS = {
     "a dangling category": ("instance", 0, {"category_token": "x"}, "category_token 'x'"),
     "a dangling neighbour": ("sample_annotation", 0, {"next": "x"}, "next 'x'"),
     "a wrong count": ("scene", 0, {"nbr_samples": 4}, "nbr_samples 4, table 'sample' has 3"),
-    "a clock going backwards": ("sample", 1, {"timestamp": 5}, "its next is not the scene's following sample in time"),
+    "a clock going backwards": (
+        "sample",
+        1,
+        {"timestamp": 5},
+        "its next is not the scene's following sample in time",
+    ),
     "a broken chain": ("sample", 0, {"next": ""}, "its next is not the scene's following"),
     "a token twice": ("sample", 1, {"token": token("sample", "scene-0061", 0)}, "twice"),
     "a pose of NaN": ("ego_pose", 0, {"translation": [float("nan"), 0, 0]}, "table 'ego_pose'"),
-    "no rotation": ("calibrated_sensor", 0, {"rotation": [0, 0, 0, 0]}, r"rotation \[0.0, 0.0, 0.0, 0.0\]"),
+    "no rotation": (
+        "calibrated_sensor",
+        0,
+        {"rotation": [0, 0, 0, 0]},
+        r"rotation \[0.0, 0.0, 0.0, 0.0\]",
+    ),
     "no intrinsics": ("calibrated_sensor", 0, {"camera_intrinsic": []}, "no 3 x 3 intrinsics"),
     "a file outside": (
         "sample_data",
@@ -319,12 +386,32 @@ BREAKS = {
         {"filename": "/etc/passwd"},
         "scene-0061': the file name .* is not inside the",
     ),
-    "another kind of file": ("sample_data", 0, {"filename": "v1.0-mini/map.json"}, "map.json': image is neither JPEG"),
-    "another kind of lidar file": ("sample_data", 12, {"filename": "a.las"}, "has the file 'a.las', of a kind that is"),
+    "another kind of file": (
+        "sample_data",
+        0,
+        {"filename": "v1.0-mini/map.json"},
+        "map.json': image is neither JPEG",
+    ),
+    "another kind of lidar file": (
+        "sample_data",
+        12,
+        {"filename": "a.las"},
+        "has the file 'a.las', of a kind that is",
+    ),
     "a negative size": ("sample_data", 0, {"width": -1}, "stated to have -1 x 32 px"),
-    "a channel with a dot": ("sensor", 3, {"channel": "CAM.BACK"}, "'CAM.BACK' has other characters"),
+    "a channel with a dot": (
+        "sensor",
+        3,
+        {"channel": "CAM.BACK"},
+        "'CAM.BACK' has other characters",
+    ),
     "a channel without a name": ("sensor", 3, {"channel": ""}, "'' has other characters"),
-    "two cases": ("sensor", 3, {"channel": "cam_front"}, "'CAM_FRONT' and 'cam_front' differ in case alone"),
+    "two cases": (
+        "sensor",
+        3,
+        {"channel": "cam_front"},
+        "'CAM_FRONT' and 'cam_front' differ in case alone",
+    ),
 }
 
 
@@ -350,13 +437,19 @@ def test_a_frame_without_a_camera_is_dropped(copy, tmp_path):
     copy.files("CAM_BACK")[1].unlink()
     _, info, table = scan(copy.root, tmp_path, missing_camera="drop")
     assert info.report.dropped_samples == {"cam_back: no file": 1}
-    assert [row.key for row in map(table.row, range(2))] == ["scene-0061-000000", "scene-0061-000002"]
+    assert [row.key for row in map(table.row, range(2))] == [
+        "scene-0061-000000",
+        "scene-0061-000002",
+    ]
 
 
 def test_a_file_over_the_cap(copy, tmp_path):
     path = copy.files("CAM_BACK")[0]
     os.truncate(path, (1 << 30) + 1)  # sparse: it takes no room
-    with pytest.raises(SourceError, match=rf"{path.name}.*cam_back\.jpg of sample scene-0061-000000.*1073741825 bytes"):
+    with pytest.raises(
+        SourceError,
+        match=rf"{path.name}.*cam_back\.jpg of sample scene-0061-000000.*1073741825 bytes",
+    ):
         scan(copy.root, tmp_path)
 
 
@@ -372,7 +465,9 @@ def test_a_pose_that_is_there_twice(copy, tmp_path):
     poses = copy.tables["ego_pose"]
     poses.append({**poses[0], "translation": [1.0, 2.0, 3.0]})
     copy.write("ego_pose")
-    with pytest.raises(SourceError, match=rf"table 'ego_pose' has the token '{poses[0]['token']}' twice"):
+    with pytest.raises(
+        SourceError, match=rf"table 'ego_pose' has the token '{poses[0]['token']}' twice"
+    ):
         scan(copy.root, tmp_path)
 
 
@@ -401,7 +496,10 @@ def splits_of(folder, scenes):
 def test_official_lists(tmp_path):
     splits = pytest.importorskip("nuscenes.utils.splits", reason="nuscenes-devkit is not installed")
     found = splits_of(tmp_path / "v1.0-trainval", [*splits.val, *splits.train])
-    assert {name: set(scenes) for name, scenes in found.items()} == {"train": set(splits.train), "val": set(splits.val)}
+    assert {name: set(scenes) for name, scenes in found.items()} == {
+        "train": set(splits.train),
+        "val": set(splits.val),
+    }
     found = splits_of(tmp_path / "v1.0-mini", [*splits.mini_train, *splits.mini_val])
     assert found == {"train": splits.mini_train, "val": splits.mini_val}
     assert splits_of(tmp_path / "v1.0-test", splits.test) == {"test": splits.test}

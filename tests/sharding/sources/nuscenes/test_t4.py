@@ -35,7 +35,9 @@ class TestT4(SourceSuite):
     kind = "t4"
 
     def world(self, **changes):
-        sizes = changes.pop("cameras", {"cam_front": (64, 48), "cam_back": (48, 64), "cam_left": (64, 48)})
+        sizes = changes.pop(
+            "cameras", {"cam_front": (64, 48), "cam_back": (48, 64), "cam_left": (64, 48)}
+        )
         return super().world(**{"cameras": sizes, **changes})
 
     def write(self, world, root):
@@ -65,7 +67,11 @@ def test_what_t4_has_beyond_nuscenes(root, tmp_path):
         rows[0].update(velocity=[3.0, 4.0, 0.0], visibility_token="v", attribute_tokens=["a"])
 
     change(root, "sample_annotation", annotate)
-    change(root, "calibrated_sensor", lambda rows: rows[0].update(camera_distortion=[0.1, 0.2, 0, 0, 0, 0, 0, 0.3]))
+    change(
+        root,
+        "calibrated_sensor",
+        lambda rows: rows[0].update(camera_distortion=[0.1, 0.2, 0, 0, 0, 0, 0, 0.3]),
+    )
 
     def spoil(rows):
         next(row for row in rows if row["filename"].endswith(".jpg")).update(is_valid=False)
@@ -92,19 +98,33 @@ def test_what_no_sample_needs_may_dangle(root, tmp_path):
     lost = {"visibility_token": "x", "attribute_tokens": ["x"], "prev": "x", "next": "x"}
     change(root, "sample_annotation", lambda rows: [row.update(lost) for row in rows])
     change(root, "sample", lambda rows: [row.update(prev="x", next="x") for row in rows])
-    change(root, "sensor", lambda rows: rows.append({"token": "i", "channel": "IMU", "modality": "imu"}))
+    change(
+        root,
+        "sensor",
+        lambda rows: rows.append({"token": "i", "channel": "IMU", "modality": "imu"}),
+    )
     mount = {"token": "ic", "sensor_token": "i", "camera_intrinsic": [], **transform(np.eye(4))}
     change(root, "calibrated_sensor", lambda rows: rows.append(mount))
-    change(root, "sample_data", lambda rows: rows.append({**rows[0], "token": "i", "calibrated_sensor_token": "ic"}))
+    change(
+        root,
+        "sample_data",
+        lambda rows: rows.append({**rows[0], "token": "i", "calibrated_sensor_token": "ic"}),
+    )
     after = scanned("t4", root, tmp_path).table
-    assert [after.row(at) for at in range(len(after))] == [before.row(at) for at in range(len(before))]
+    assert [after.row(at) for at in range(len(after))] == [
+        before.row(at) for at in range(len(before))
+    ]
 
 
 def add_radar(root) -> np.ndarray:
     """A radar of the first dataset, one file a sample; returns the rows of the first."""
     folder = root / "drive-0" / "0"
     turned = transform(pose_of(0.3, (3.4, 0.1, 0.5)))
-    change(root, "sensor", lambda rows: rows.append({"token": "r", "channel": "RADAR_FRONT", "modality": "radar"}))
+    change(
+        root,
+        "sensor",
+        lambda rows: rows.append({"token": "r", "channel": "RADAR_FRONT", "modality": "radar"}),
+    )
     mount = {"token": "rc", "sensor_token": "r", "camera_intrinsic": [], **turned}
     change(root, "calibrated_sensor", lambda rows: rows.append(mount))
     first = radar_rows(np.random.default_rng(3), 7)
@@ -114,8 +134,15 @@ def add_radar(root) -> np.ndarray:
         for at, row in enumerate([one for one in rows if one["filename"].endswith("pcd.bin")]):
             kind = "json" if at == 1 else "pcd"
             (folder / "data" / f"{at}.{kind}").write_bytes(pcd(first) if kind == "pcd" else b"[]")
-            rows.append({**row, "token": f"r{at}", "calibrated_sensor_token": "rc", "filename": f"data/{at}.{kind}",
-                         "timestamp": row["timestamp"] - 20_000})  # fmt: skip
+            rows.append(
+                {
+                    **row,
+                    "token": f"r{at}",
+                    "calibrated_sensor_token": "rc",
+                    "filename": f"data/{at}.{kind}",
+                    "timestamp": row["timestamp"] - 20_000,
+                }
+            )
 
     change(root, "sample_data", add)
     return first
@@ -132,10 +159,15 @@ def test_radars_are_channels(root, tmp_path):
     rows = add_radar(root)
     spec = SourceSpec("t4", str(root), {"radars": True})
     SourceSuite().make(spec, tmp_path / "out")
-    assert "radar_front" in [channel.name for channel in open_dataset(tmp_path / "out").manifest.channels]
+    assert "radar_front" in [
+        channel.name for channel in open_dataset(tmp_path / "out").manifest.channels
+    ]
     _, info, _ = scanned("t4", root, tmp_path, radars=True)
     assert info.report.noted == {"RADAR_FRONT: radar files of JSON, not read": 1}
-    (first, *_), without = sorted(samples_of(tmp_path / "out").items()), scanned("t4", root, tmp_path).info
+    (first, *_), without = (
+        sorted(samples_of(tmp_path / "out").items()),
+        scanned("t4", root, tmp_path).info,
+    )
     assert without.channels == ()
     points = first[1].points["radar_front"]
     assert points.shape == (7, 19)
@@ -154,15 +186,30 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
     """Those since the sample before; null is not known."""
     folder = root / "drive-0" / "0" / "annotation"
     first_us = min(row["timestamp"] for row in json.loads((folder / "sample.json").read_text()))
-    rows = [{"token": f"s{at}", "timestamp": first_us + at * 40_000, "accel_pedal": 10.0 * at, "shift_state": "PARK",
-             "indicators": {"left": "on", "right": "off", "hazard": None}, "additional_info": {"speed": 36.0}}
-            for at in (3, 0, 1, 2)]  # fmt: skip
+    rows = [
+        {
+            "token": f"s{at}",
+            "timestamp": first_us + at * 40_000,
+            "accel_pedal": 10.0 * at,
+            "shift_state": "PARK",
+            "indicators": {"left": "on", "right": "off", "hazard": None},
+            "additional_info": {"speed": 36.0},
+        }
+        for at in (3, 0, 1, 2)
+    ]
     (folder / "vehicle_state.json").write_text(json.dumps(rows))
     source, info, table = scanned("t4", root, tmp_path, vehicle_state=True)
     (channel,) = info.channels
     assert channel.columns[1] == "accel_pedal"
-    assert channel.columns[-4:] == ("indicator_left", "indicator_right", "indicator_hazard", "speed")
-    members = [[one for one in table.row(at).members if one.name == channel.field] for at in range(8)]
+    assert channel.columns[-4:] == (
+        "indicator_left",
+        "indicator_right",
+        "indicator_hazard",
+        "speed",
+    )
+    members = [
+        [one for one in table.row(at).members if one.name == channel.field] for at in range(8)
+    ]
     assert [len(one) for one in members] == [1, 1, 1, 0, 0, 0, 0, 0]
     found = KINDS["points"].decode(source.open(members[1][0].ref), channel)
     np.testing.assert_allclose(found[:, :2], [(0.06, 10), (0.02, 20)], atol=1e-9)
@@ -180,7 +227,9 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
     ]
     stamps, first = np.unique(np.concatenate([part[TIMES] for part in parts]), return_index=True)
     assert stamps.tolist() == [(first_us + at * 40_000) * 1000 for at in range(4)]
-    np.testing.assert_array_equal(np.concatenate([part[VALUES] for part in parts])[first, 0], [0, 10, 20, 30])
+    np.testing.assert_array_equal(
+        np.concatenate([part[VALUES] for part in parts])[first, 0], [0, 10, 20, 30]
+    )
     (folder / "vehicle_state.json").write_text(json.dumps([{"token": "s", "timestamp": "noon"}]))
     with pytest.raises(SourceError, match=r"vehicle_state\.json.*Expected `int`"):
         scanned("t4", root, tmp_path, vehicle_state=True)
@@ -194,15 +243,27 @@ def test_states_of_the_vehicle_are_signals(root, tmp_path):
             lambda rows: rows[0].update(calibrated_sensor_token="x"),
             "calibrated_sensor_token 'x', not found",
         ),
-        ("sample_data", lambda rows: rows[0].update(ego_pose_token="y"), "ego_pose_token 'y', not found"),
+        (
+            "sample_data",
+            lambda rows: rows[0].update(ego_pose_token="y"),
+            "ego_pose_token 'y', not found",
+        ),
         ("sample_data", lambda rows: rows.append(rows[0]), "second keyframe of CAM_FRONT"),
-        ("sample_annotation", lambda rows: rows[0].update(instance_token="z"), "'z', not found in table 'instance'"),
+        (
+            "sample_annotation",
+            lambda rows: rows[0].update(instance_token="z"),
+            "'z', not found in table 'instance'",
+        ),
         (
             "ego_pose",
             lambda rows: rows[0].update(rotation=[2.0, 0, 0, 0]),
             r"drive-0/0/annotation.*ego_pose.* rotation \[2.0, ",
         ),
-        ("scene", lambda rows: rows[0].update(log_token="l"), "drive-0/0/annotation.* log_token 'l', not found"),
+        (
+            "scene",
+            lambda rows: rows[0].update(log_token="l"),
+            "drive-0/0/annotation.* log_token 'l', not found",
+        ),
         ("scene", lambda rows: rows.append({**rows[0], "token": "other"}), "2 scenes"),
         ("sample", lambda rows: rows[0].update(timestamp="noon"), "sample.json"),
         (
@@ -222,19 +283,27 @@ def test_bad_tables_are_named(root, table, edit, match):
 def test_a_real_dataset_against_its_tables(tmp_path):
     root = shared_data("t4-sample")
     _, info, table = scanned("t4", root, tmp_path)
-    tables = {name: json.loads((root / "annotation" / f"{name}.json").read_text())
-              for name in ("sample", "sample_data", "ego_pose", "sample_annotation", "calibrated_sensor")}  # fmt: skip
+    tables = {
+        name: json.loads((root / "annotation" / f"{name}.json").read_text())
+        for name in ("sample", "sample_data", "ego_pose", "sample_annotation", "calibrated_sensor")
+    }
     assert info.num_samples == len(tables["sample"]) == 3
     poses = {row["token"]: row for row in tables["ego_pose"]}
     for number, sample in enumerate(sorted(tables["sample"], key=lambda row: row["timestamp"])):
         row = table.row(number)
         geometry = decode_arrays(row.geometry, Geometry)
         own = [one for one in tables["sample_data"] if one["sample_token"] == sample["token"]]
-        assert {member.ref.removeprefix("points:") for member in row.members} == {one["filename"] for one in own}
+        assert {member.ref.removeprefix("points:") for member in row.members} == {
+            one["filename"] for one in own
+        }
         lidar = next(one for one in own if "LIDAR" in one["filename"])
-        np.testing.assert_allclose(geometry.ego2global[:3, 3], poses[lidar["ego_pose_token"]]["translation"])
+        np.testing.assert_allclose(
+            geometry.ego2global[:3, 3], poses[lidar["ego_pose_token"]]["translation"]
+        )
         boxes = decode_arrays(row.boxes, Boxes)
-        wanted = [one for one in tables["sample_annotation"] if one["sample_token"] == sample["token"]]
+        wanted = [
+            one for one in tables["sample_annotation"] if one["sample_token"] == sample["token"]
+        ]
         assert len(boxes.label) == len(wanted)
         back = boxes.boxes3d[:, :3] @ geometry.ego2global[:3, :3].T + geometry.ego2global[:3, 3]
         centres = np.array([one["translation"] for one in wanted]).reshape(-1, 3)

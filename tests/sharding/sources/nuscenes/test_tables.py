@@ -32,19 +32,28 @@ NASTY = st.text(alphabet='}{,"[] \n\\ab', max_size=12)
 )
 def test_pieces_join_to_the_table(tmp_path_factory, texts, piece_bytes, indent, bom):
     folder = tmp_path_factory.mktemp("tables")
-    records = [{"token": str(number), "name": text, "more": {"a": [1]}} for number, text in enumerate(texts)]
-    (folder / "category.json").write_text(("\ufeff" if bom else "") + json.dumps(records, indent=indent))
+    records = [
+        {"token": str(number), "name": text, "more": {"a": [1]}}
+        for number, text in enumerate(texts)
+    ]
+    (folder / "category.json").write_text(
+        ("\ufeff" if bom else "") + json.dumps(records, indent=indent)
+    )
     before = tables._PIECE_BYTES
     tables._PIECE_BYTES = piece_bytes
     try:
         read = tables_in(folder).all("category", Named)
     finally:
         tables._PIECE_BYTES = before
-    assert [(record.token, record.name) for record in read] == [(r["token"], r["name"]) for r in records]
+    assert [(record.token, record.name) for record in read] == [
+        (r["token"], r["name"]) for r in records
+    ]
 
 
 def test_large_tables_come_in_several_pieces(tmp_path, monkeypatch):
-    (tmp_path / "category.json").write_text(json.dumps([{"token": str(n), "name": "x"} for n in range(1000)], indent=0))
+    (tmp_path / "category.json").write_text(
+        json.dumps([{"token": str(n), "name": "x"} for n in range(1000)], indent=0)
+    )
     monkeypatch.setattr(tables, "_PIECE_BYTES", 4096)
     assert len(list(tables_in(tmp_path).read("category", Named))) > 3
 
@@ -60,7 +69,10 @@ def test_large_tables_come_in_several_pieces(tmp_path, monkeypatch):
         ('[{"token": "a", "name": "b"}] x', "not JSON"),
         ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
         ('[{"token": "a", "name": "b", "c": ' + "[" * 300_000, "nested too deeply"),
-        ('[{"token": "a", "name": "' + "b" * (17 << 20), "a record of table '.*' has [0-9]+ bytes, of which at most"),
+        (
+            '[{"token": "a", "name": "' + "b" * (17 << 20),
+            "a record of table '.*' has [0-9]+ bytes, of which at most",
+        ),
         ('[{"token": "\udce4", "name": "b"}]', "not JSON"),
     ],
 )

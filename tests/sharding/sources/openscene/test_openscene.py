@@ -18,7 +18,9 @@ from support.source_at_url import AtUrl
 from support.source_suite import SourceSuite
 from support.source_world import make_world, samples_of
 
-CAMERAS = dict.fromkeys(("cam_f0", "cam_l0", "cam_r0", "cam_l1", "cam_r1", "cam_l2", "cam_r2", "cam_b0"), (64, 48))
+CAMERAS = dict.fromkeys(
+    ("cam_f0", "cam_l0", "cam_r0", "cam_l1", "cam_r1", "cam_l2", "cam_r2", "cam_b0"), (64, 48)
+)
 CATEGORIES = {"car": "vehicle", "pedestrian": "pedestrian"}
 LENS = [0.05, -0.01, 0.001, -0.002, 0.003]
 PCD = """# .PCD v0.7 - Point Cloud Data file format
@@ -37,7 +39,9 @@ DATA binary
 
 def openscene_world(every=1, **changes):
     """The world at the times that logs have: images expose at the frame's; ``every``: frames that are kept."""
-    changes["cameras"] = dict.fromkeys(CAMERAS, next(iter(changes.get("cameras", CAMERAS).values())))
+    changes["cameras"] = dict.fromkeys(
+        CAMERAS, next(iter(changes.get("cameras", CAMERAS).values()))
+    )
     world = make_world(**{"lidars": ("lidar_merged",), **changes})
     for clip in world.clips:
         clip.frames = clip.frames[::every]
@@ -56,16 +60,23 @@ def rows_of(clip, write=lambda name, data: None):
 
 def _row(clip, at, frame, write):
     (sweep,) = frame.sweeps.values()
-    ego2global, lidar2ego, to_ego = frame.ego2global, sweep.lidar2ego, np.linalg.inv(frame.ego2global)
+    ego2global, lidar2ego, to_ego = (
+        frame.ego2global,
+        sweep.lidar2ego,
+        np.linalg.inv(frame.ego2global),
+    )
     cams = {}
     for name, image in frame.images.items():
         to_lidar = np.linalg.inv(lidar2ego) @ image.cam2ego
         path = f"{clip.name}/{name.upper()}/{at:016x}.jpg"
         write(path, image.jpeg)
         cams[name.upper()] = {
-            "data_path": path, "sensor2lidar_rotation": to_lidar[:3, :3], "sensor2lidar_translation": to_lidar[:3, 3],
-            "cam_intrinsic": image.intrinsics, "distortion": np.array(LENS),
-        }  # fmt: skip
+            "data_path": path,
+            "sensor2lidar_rotation": to_lidar[:3, :3],
+            "sensor2lidar_translation": to_lidar[:3, 3],
+            "cam_intrinsic": image.intrinsics,
+            "distortion": np.array(LENS),
+        }
     points = np.zeros(len(sweep.points), "f4,f4,f4,u1,u1,u1")
     for column, name in enumerate(points.dtype.names[:5]):
         points[name] = sweep.points[:, column]
@@ -73,29 +84,48 @@ def _row(clip, at, frame, write):
     write(path, PCD.format(len(points)).encode() + points.tobytes() + bytes(100))
     ego_yaw = math.atan2(ego2global[1, 0], ego2global[0, 0])
     rotation = _wxyz(ego2global[:3, :3])
-    boxes = [[*(to_ego @ [*box.centre, 1])[:3], *box.size_lwh, box.yaw - ego_yaw] for box in frame.boxes]
+    boxes = [
+        [*(to_ego @ [*box.centre, 1])[:3], *box.size_lwh, box.yaw - ego_yaw] for box in frame.boxes
+    ]
     speeds = [box.velocity @ ego2global[:3, :3] @ lidar2ego[:3, :3] for box in frame.boxes]
     can_bus = np.array([*ego2global[:3, 3], *rotation, 0.1, 0.2, 9.8, 8.0, 0.5, 0, 0, 0, 0.2, 0, 0])
     return {
-        "token": f"{clip.name}{at:08x}", "frame_idx": at, "timestamp": frame.timestamp_ns // 1000,
-        "log_name": clip.name, "scene_name": "log-0001-scene", "map_location": "us-nv-las-vegas-strip",
-        "roadblock_ids": ["60100", "60205"] if at else [], "vehicle_name": "veh-35", "can_bus": can_bus,
-        "lidar_path": path, "lidar2ego_translation": lidar2ego[:3, 3], "lidar2ego_rotation": _wxyz(lidar2ego[:3, :3]),
-        "ego2global_translation": can_bus[:3], "ego2global_rotation": can_bus[3:7],
-        "ego_dynamic_state": [8.0, 0.5, np.float64(0.1), 0.2], "traffic_lights": [(68, True), (70 + at, False)],
-        "driving_command": np.eye(4, dtype=int)[at % 4], "cams": cams,
+        "token": f"{clip.name}{at:08x}",
+        "frame_idx": at,
+        "timestamp": frame.timestamp_ns // 1000,
+        "log_name": clip.name,
+        "scene_name": "log-0001-scene",
+        "map_location": "us-nv-las-vegas-strip",
+        "roadblock_ids": ["60100", "60205"] if at else [],
+        "vehicle_name": "veh-35",
+        "can_bus": can_bus,
+        "lidar_path": path,
+        "lidar2ego_translation": lidar2ego[:3, 3],
+        "lidar2ego_rotation": _wxyz(lidar2ego[:3, :3]),
+        "ego2global_translation": can_bus[:3],
+        "ego2global_rotation": can_bus[3:7],
+        "ego_dynamic_state": [8.0, 0.5, np.float64(0.1), 0.2],
+        "traffic_lights": [(68, True), (70 + at, False)],
+        "driving_command": np.eye(4, dtype=int)[at % 4],
+        "cams": cams,
         "anns": {
-            "gt_boxes": np.array(boxes).reshape(-1, 7), "gt_names": np.array([box.category for box in frame.boxes]),
-            "gt_velocity_3d": np.array(speeds).reshape(-1, 3), "instance_tokens": [],
+            "gt_boxes": np.array(boxes).reshape(-1, 7),
+            "gt_names": np.array([box.category for box in frame.boxes]),
+            "gt_velocity_3d": np.array(speeds).reshape(-1, 3),
+            "instance_tokens": [],
             "track_tokens": [box.track for box in frame.boxes],
         },
-    }  # fmt: skip
+    }
 
 
 def _wxyz(rotation):
     """A quaternion, as pyquaternion has it."""
     w = math.sqrt(max(0.0, 1 + np.trace(rotation))) / 2
-    x, y, z = (rotation[2, 1] - rotation[1, 2], rotation[0, 2] - rotation[2, 0], rotation[1, 0] - rotation[0, 1])
+    x, y, z = (
+        rotation[2, 1] - rotation[1, 2],
+        rotation[0, 2] - rotation[2, 0],
+        rotation[1, 0] - rotation[0, 1],
+    )
     return [w, x / (4 * w), y / (4 * w), z / (4 * w)]
 
 
@@ -144,31 +174,46 @@ def test_status_commands_and_trajectories_are_in_batches(tmp_path):
         parse_source(str(tmp_path / "root"), {})
     fr.shard(f"openscene:{tmp_path / 'root'}", tmp_path / "out", splits={"train": 1.0}, workers=1)
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
-    poses = np.array([
-        [*frame.ego2global[:2, 3], math.atan2(frame.ego2global[1, 0], frame.ego2global[0, 0])] for frame in clip.frames
-    ])  # fmt: skip
+    poses = np.array(
+        [
+            [*frame.ego2global[:2, 3], math.atan2(frame.ego2global[1, 0], frame.ego2global[0, 0])]
+            for frame in clip.frames
+        ]
+    )
     times_s = np.array([frame.timestamp_ns for frame in clip.frames]) * 1e-9
     names = ["ego_trajectory", "driving_command", "roadblock_ids", "traffic_lights"]
     num_steps = 0
-    with load(tmp_path / "out", 1, channels=names, attributes=["command", "has_route", "location"]) as loader:
+    with load(
+        tmp_path / "out", 1, channels=names, attributes=["command", "has_route", "location"]
+    ) as loader:
         for batch in loader:
             at = int(batch["frame"])
-            assert batch["driving_command"][0].tolist() == [int(at % 4 == number) for number in range(4)]
+            assert batch["driving_command"][0].tolist() == [
+                int(at % 4 == number) for number in range(4)
+            ]
             assert batch["command"] == [["left", "forward", "right", "unknown"][at % 4]]
             assert bool(batch["has_route"]) == (at > 0)
             assert batch["roadblock_ids"]["values"][0].tolist() == ([60100, 60205] if at else [])
             assert batch["traffic_lights"]["values"][0].tolist() == [[68, 1], [70 + at, 0]]
             assert batch["sample_token"] == [f"drive-0{at:08x}"]
-            for step, (x, y, _, yaw, later_s, is_valid) in enumerate(batch["ego_trajectory"][0].tolist()):
-                (near,) = np.flatnonzero(abs(times_s - times_s[at] - (step - 4) * 0.5) < 0.01).tolist() or [-1]
+            for step, (x, y, _, yaw, later_s, is_valid) in enumerate(
+                batch["ego_trajectory"][0].tolist()
+            ):
+                (near,) = np.flatnonzero(
+                    abs(times_s - times_s[at] - (step - 4) * 0.5) < 0.01
+                ).tolist() or [-1]
                 assert bool(is_valid) == (near >= 0)
                 if near >= 0:
                     wanted = relative_se2(poses[at], poses[[near]])[0]
-                    np.testing.assert_allclose([x, y, yaw], wanted, atol=0.02)  # theirs is flat, ego pitches by 0.02
+                    np.testing.assert_allclose(
+                        [x, y, yaw], wanted, atol=0.02
+                    )  # theirs is flat, ego pitches by 0.02
                     np.testing.assert_allclose(later_s, (step - 4) * 0.5, atol=1e-6)
                     num_steps += 1
     assert num_steps == sum(
-        any(abs(one - other - step * 0.5) < 0.01 for one in times_s) for other in times_s for step in range(-4, 13)
+        any(abs(one - other - step * 0.5) < 0.01 for one in times_s)
+        for other in times_s
+        for step in range(-4, 13)
     )
     table = fr.open(tmp_path / "out").table
     tokens = zip(table["key"].to_pylist(), table["token"].to_pylist(), strict=True)
@@ -176,7 +221,9 @@ def test_status_commands_and_trajectories_are_in_batches(tmp_path):
     (tmp_path / "listed.txt").write_text("\n".join(keys))
     order = fr.OrderSpec(subset=str(tmp_path / "listed.txt"))
     with load(tmp_path / "out", 1, order=order, window={"frames": [-1, 0, 1]}) as loader:
-        assert [(batch["sample_token"], batch["img"].shape[1]) for batch in loader] == [(["drive-000000002"], 3)]
+        assert [(batch["sample_token"], batch["img"].shape[1]) for batch in loader] == [
+            (["drive-000000002"], 3)
+        ]
     sample = samples_of(tmp_path / "out")["drive-0-000001"]
     np.testing.assert_allclose(sample.geometry.ego_velocity[:2], [8.0, 0.5])
     np.testing.assert_allclose(sample.geometry.dist[0, :5], LENS)
@@ -202,7 +249,9 @@ def test_a_download_of_some_cameras_is_sharded_with_an_option(tmp_path):
         scan_source(SourceSpec("openscene", str(tmp_path), {"cameras": ["cam_f0", "cam_l0"]}))
     given = {"cameras": ["cam_f0", "cam_l0"], "points": False}
     assert scan_source(SourceSpec("openscene", str(tmp_path), given)).num_samples == 4
-    found = scan_source(SourceSpec("openscene", str(tmp_path), {"points": False, "missing_camera": "mask"}))
+    found = scan_source(
+        SourceSpec("openscene", str(tmp_path), {"points": False, "missing_camera": "mask"})
+    )
     assert found.report.masked["cam_b0"] == {"no file": 4}
 
 
@@ -213,15 +262,22 @@ def without(name):
 BREAK = {
     "no cameras": (without("cams"), "no 'cams'"),
     "no pose": (without("ego2global_rotation"), "no 'ego2global_rotation'"),
-    "a rotation that is none": (lambda row: row.update(ego2global_rotation=[2, 0, 0, 0]), "unit length"),
+    "a rotation that is none": (
+        lambda row: row.update(ego2global_rotation=[2, 0, 0, 0]),
+        "unit length",
+    ),
     "a matrix of another shape": (
-        lambda row: row["cams"]["CAM_F0"].update(cam_intrinsic=np.eye(4)), r"numbers \[4, 4\] where \[3, 3\]"
+        lambda row: row["cams"]["CAM_F0"].update(cam_intrinsic=np.eye(4)),
+        r"numbers \[4, 4\] where \[3, 3\]",
     ),
     "a route of words": (lambda row: row.update(roadblock_ids=["left"]), "invalid literal"),
     "boxes of nothing": (lambda row: row["anns"].update(gt_boxes=[[0.0] * 7] * 3), "size"),
-    "a path out": (lambda row: row["cams"]["CAM_F0"].update(data_path="../../../secret.jpg"), "not inside the source"),
+    "a path out": (
+        lambda row: row["cams"]["CAM_F0"].update(data_path="../../../secret.jpg"),
+        "not inside the source",
+    ),
     "another camera": (lambda row: row["cams"].update(CAM_X=row["cams"]["CAM_F0"]), "cam_x"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BREAK)

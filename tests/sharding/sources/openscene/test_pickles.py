@@ -17,17 +17,28 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.openscene.pickles import read_pickle
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4) | st.tuples(inner, inner),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(), inner, max_size=4)
+        | st.tuples(inner, inner)
+    ),
     max_leaves=12,
 )
 ARRAYS = npst.arrays(
     st.one_of(
-        npst.integer_dtypes(endianness="?"), npst.floating_dtypes(endianness="?", sizes=(32, 64)),
-        npst.boolean_dtypes(), npst.unicode_string_dtypes(endianness="?"),
+        npst.integer_dtypes(endianness="?"),
+        npst.floating_dtypes(endianness="?", sizes=(32, 64)),
+        npst.boolean_dtypes(),
+        npst.unicode_string_dtypes(endianness="?"),
     ),
     npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
-)  # fmt: skip
+)
 
 
 @given(PLAIN, st.integers(3, pickle.HIGHEST_PROTOCOL))
@@ -85,7 +96,7 @@ HOSTILE = {
     "a memo of 2^31": (b"\x80\x02K\x01r" + struct.pack("<I", (1 << 31) - 1) + b"c..", None),
     "nothing": (b"", "it is cut off"),
     "text": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "LFS"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -22,7 +22,9 @@ def test_a_listing_of_several_pages():
         files = source_files(url)
         with files.scanning():
             for number in (2499, 0, 1000, 999, 1234):
-                assert files.facts(object_name(number)) == FileFacts(OBJECT_BYTES, f'"{number:032x}"')
+                assert files.facts(object_name(number)) == FileFacts(
+                    OBJECT_BYTES, f'"{number:032x}"'
+                )
             assert files.facts(object_name(2500)) is None
             assert files.facts("samples/CAM_FRONT") is None
 
@@ -31,12 +33,20 @@ def test_folders_of_a_store_that_is_not_s3():
     fs = fsspec.filesystem("memory")
     url = "memory://test_files/made"
     try:
-        sizes = {"samples/a/b/x.jpg": 3, "samples/a/y.jpg": 2, "samples/z.jpg": 1, "tables/t.json": 5}
+        sizes = {
+            "samples/a/b/x.jpg": 3,
+            "samples/a/y.jpg": 2,
+            "samples/z.jpg": 1,
+            "tables/t.json": 5,
+        }
         for name, size in sizes.items():
             fs.pipe_file(f"/test_files/made/{name}", b"x" * size)
         files = source_files(url)
         with files.scanning():
-            found = [files.facts(name) for name in ("samples/a/b/x.jpg", "samples/a/y.jpg", "samples/z.jpg")]
+            found = [
+                files.facts(name)
+                for name in ("samples/a/b/x.jpg", "samples/a/y.jpg", "samples/z.jpg")
+            ]
             assert [facts.num_bytes for facts in found] == [3, 2, 1]
             assert files.facts("samples/a") is None
             assert files.facts("nowhere/x.jpg") is None
@@ -51,7 +61,10 @@ def test_a_listing_that_is_refused(monkeypatch):
         raise PermissionError("no")
 
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "ls", refuse)
-    with files.scanning(), pytest.raises(SourceError, match="samples' may not be read: check credentials"):
+    with (
+        files.scanning(),
+        pytest.raises(SourceError, match="samples' may not be read: check credentials"),
+    ):
         files.facts("samples/x.jpg")
 
 
@@ -122,10 +135,16 @@ def place(tmp_path):
     (tmp_path / "other" / "file").write_bytes(b"another's")
     os.mkfifo(root / "a" / "fifo")
     links = {
-        "a/inside": root / "a" / "file", "a/b/inside": "../file", "folder-inside": "a", "a/device": "/dev/zero",
-        "a/out": tmp_path / "other" / "file", "a/b/out": "../../../other/file", "folder-out": tmp_path / "other",
-        "a/loop": "loop", "a/through": "../folder-out/file",
-    }  # fmt: skip
+        "a/inside": root / "a" / "file",
+        "a/b/inside": "../file",
+        "folder-inside": "a",
+        "a/device": "/dev/zero",
+        "a/out": tmp_path / "other" / "file",
+        "a/b/out": "../../../other/file",
+        "folder-out": tmp_path / "other",
+        "a/loop": "loop",
+        "a/through": "../folder-out/file",
+    }
     for name, target in links.items():
         (root / name).symlink_to(target)
     return root
@@ -162,7 +181,9 @@ def test_folders_are_not_listed_outside_of_the_source(place):
 
 
 @pytest.mark.parametrize("way", READS)
-def test_links_inside_of_a_source_are_followed_and_those_to_folders_that_were_named(place, way, monkeypatch):
+def test_links_inside_of_a_source_are_followed_and_those_to_folders_that_were_named(
+    place, way, monkeypatch
+):
     for name in ("a/inside", "a/b/inside", "folder-inside/file"):
         WAYS[way](source_files(str(place)), name)
     assert source_files(str(place)).read("a/b/inside") == b"mine"
@@ -185,8 +206,14 @@ def test_not_more_is_read_at_once_than_the_limit(place):
         file.truncate(1 << 40)
     files = source_files(str(place))
     for read in (lambda: files.read("a/file"), lambda: files.read("a/file", 9, 1 << 39)):
-        with pytest.raises(SourceError, match=r"file' has [0-9]+ bytes, of which at most 268435456 are read at once"):
+        with pytest.raises(
+            SourceError,
+            match=r"file' has [0-9]+ bytes, of which at most 268435456 are read at once",
+        ):
             read()
-    with opened(files, "a/file") as window, pytest.raises(SourceError, match="part at byte 5 has 1073741824 bytes"):
+    with (
+        opened(files, "a/file") as window,
+        pytest.raises(SourceError, match="part at byte 5 has 1073741824 bytes"),
+    ):
         window.at(5, 1 << 30)
     assert files.read("a/file", (1 << 40) - 3) == bytes(3)

@@ -9,7 +9,13 @@ import pytest
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.sources.adapter.classes import loaded
-from fuelrail.sharding.sources.shared.foreign import parsing, read_json, read_text, read_xml, read_yaml
+from fuelrail.sharding.sources.shared.foreign import (
+    parsing,
+    read_json,
+    read_text,
+    read_xml,
+    read_yaml,
+)
 
 LAUGHS = "a: &a {x: 1}\n" + "\n".join(
     f"{b}: &{b} {{<<: [*{a}, *{a}]}}" for a, b in zip("abcdefg", "bcdefgh", strict=True)
@@ -48,10 +54,14 @@ def as_yaml(data, where):
         (as_yaml, b"a: [1]", r"Expected `str \| null`, got `array`"),
         (as_xml, b"<?xml version='1.0' encoding='no-such'?><a/>", "line 1: .*no-such"),
         (as_xml, b"<!DOCTYPE a [<!ENTITY b 'c'>]><a>&b;</a>", "declares entities"),
-        (as_xml, b"<!DOCTYPE a [<!ENTITY b SYSTEM 'file:///etc/passwd'>]><a>&b;</a>", "declares entities"),
+        (
+            as_xml,
+            b"<!DOCTYPE a [<!ENTITY b SYSTEM 'file:///etc/passwd'>]><a>&b;</a>",
+            "declares entities",
+        ),
         (as_xml, b"<a>\n" * 300_000, "line 300001: no element found"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named_with_the_file(read, data, says):
     """A number stands for as many digits."""
     if isinstance(data, int):
@@ -72,14 +82,21 @@ def test_sound_text_is_read():
     assert read_json(b'{"a": [1]}', "x", dict[str, list[int]]) == {"a": [1]}
     assert read_yaml(b"a: b\nc:\n", "x", dict[str, str | None]) == {"a": "b", "c": None}
     builder = TreeBuilder()
-    read_xml(b"<?xml version='1.0'?><!DOCTYPE boost_serialization><a b='c'>d&amp;e</a>", "x", builder)
+    read_xml(
+        b"<?xml version='1.0'?><!DOCTYPE boost_serialization><a b='c'>d&amp;e</a>", "x", builder
+    )
     root = builder.close()
     assert (root.tag, root.attrib, root.text) == ("a", {"b": "c"}, "d&e")
 
 
-@pytest.mark.parametrize("error", [RecursionError, MemoryError, OverflowError("big"), KeyError("k"), AssertionError])
+@pytest.mark.parametrize(
+    "error", [RecursionError, MemoryError, OverflowError("big"), KeyError("k"), AssertionError]
+)
 def test_whatever_a_parser_raises_is_a_source_error(error):
-    with pytest.raises(SourceError, match=r"file 'x' cannot be read: .+") as found, parsing("file 'x'"):
+    with (
+        pytest.raises(SourceError, match=r"file 'x' cannot be read: .+") as found,
+        parsing("file 'x'"),
+    ):
         raise error
     assert found.value.__cause__ is not None
 

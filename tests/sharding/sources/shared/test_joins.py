@@ -56,7 +56,9 @@ def test_links(database, whole):
 
     assert resolve(["c", "", "a"]) == [2, -1, 0]
     assert resolve(["b", "b"], may_be_empty=False) == [1, 1]
-    with pytest.raises(SourceError, match="table 'scene': row 'y' has log_token 'q', not found in table 'log'"):
+    with pytest.raises(
+        SourceError, match="table 'scene': row 'y' has log_token 'q', not found in table 'log'"
+    ):
         resolve(["a", "q"])
     with pytest.raises(SourceError, match="row 'z' has an empty log_token"):
         resolve(["a", "b", ""], may_be_empty=False)
@@ -64,7 +66,9 @@ def test_links(database, whole):
 
 def test_several_columns_are_joined_at_once(database):
     tokens = tokens_of(database, ["a", "b", "c"])
-    found = tokens.rows_of(column(database, ["c", "q"]), column(database, []), column(database, ["a", "", "c"]))
+    found = tokens.rows_of(
+        column(database, ["c", "q"]), column(database, []), column(database, ["a", "", "c"])
+    )
     assert [rows.tolist() for rows in found] == [[2, -1], [], [0, -1, 2]]
 
 
@@ -100,10 +104,17 @@ def test_rows_are_numbered_over_all_parts_of_a_column(database, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("few_rows", "rows_of_part"), [(-1, 7), (-1, 1 << 18), (1 << 12, 7)], ids=["in parts", "at once", "in memory"]
+    ("few_rows", "rows_of_part"),
+    [(-1, 7), (-1, 1 << 18), (1 << 12, 7)],
+    ids=["in parts", "at once", "in memory"],
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(table=st.lists(st.text(max_size=4), max_size=60), wanted=st.lists(st.text(max_size=4), max_size=60))
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    table=st.lists(st.text(max_size=4), max_size=60),
+    wanted=st.lists(st.text(max_size=4), max_size=60),
+)
 def test_both_ways_find_the_same_rows(database, monkeypatch, few_rows, rows_of_part, table, wanted):
     monkeypatch.setattr(module, "_FEW_ROWS", few_rows)
     monkeypatch.setattr(module, "_ROWS_OF_PART", rows_of_part)

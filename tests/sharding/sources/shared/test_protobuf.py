@@ -15,8 +15,20 @@ LARGE = (1 << 64) - 1
 
 
 def test_fields_are_read_by_number_and_by_name() -> None:
-    data = field(1, 5) + field(2, field(1, LARGE)) + field(3, 0.5) + field(1, 300) + field(9, b"unknown")
-    expected = [(1, 0, 5), (2, 2, field(1, LARGE)), (3, 1, struct.pack("<d", 0.5)), (1, 0, 300), (9, 2, b"unknown")]
+    data = (
+        field(1, 5)
+        + field(2, field(1, LARGE))
+        + field(3, 0.5)
+        + field(1, 300)
+        + field(9, b"unknown")
+    )
+    expected = [
+        (1, 0, 5),
+        (2, 2, field(1, LARGE)),
+        (3, 1, struct.pack("<d", 0.5)),
+        (1, 0, 300),
+        (9, 2, b"unknown"),
+    ]
     assert list(fields(data)) == expected
     for given in (data, memoryview(data), bytearray(data)):
         message = Proto(given, NAMES, "it")

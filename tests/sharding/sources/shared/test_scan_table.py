@@ -30,10 +30,24 @@ ATTRIBUTES = {"location": str, "night": bool, "num_boxes": int, "speed": float}
 
 def meta(clip: str, frame: int) -> Meta:
     return Meta(
-        schema=SCHEMA, dataset="", key=frame_key(clip, frame), sample_token="t", clip_id=clip, clip_token="",
-        clip_name=clip, log_id="", vehicle="", frame_idx=frame, num_frames=9, prev_key=None, next_key=None,
-        timestamp_ns=frame * 10, is_key_frame=True, split="", cameras={},
-    )  # fmt: skip
+        schema=SCHEMA,
+        dataset="",
+        key=frame_key(clip, frame),
+        sample_token="t",
+        clip_id=clip,
+        clip_token="",
+        clip_name=clip,
+        log_id="",
+        vehicle="",
+        frame_idx=frame,
+        num_frames=9,
+        prev_key=None,
+        next_key=None,
+        timestamp_ns=frame * 10,
+        is_key_frame=True,
+        split="",
+        cameras={},
+    )
 
 
 def fill(path, lengths):
@@ -64,7 +78,13 @@ def test_rows_come_back(tmp_path):
         ("c", ROWS_PER_BATCH + 3, 2),
     ]
     assert out.clips[0].clip_name == "A"
-    known = [(0, 0, 0), (2, 0, 2), (3, 1, 0), (ROWS_PER_BATCH, 1, ROWS_PER_BATCH - 3), (ROWS_PER_BATCH + 4, 2, 1)]
+    known = [
+        (0, 0, 0),
+        (2, 0, 2),
+        (3, 1, 0),
+        (ROWS_PER_BATCH, 1, ROWS_PER_BATCH - 3),
+        (ROWS_PER_BATCH + 4, 2, 1),
+    ]
     for number, clip, frame in known:
         row = table.row(number)
         assert (row.clip, row.frame, row.timestamp_ns) == (clip, frame, frame * 10)
@@ -79,7 +99,10 @@ def test_rows_come_back(tmp_path):
     attributes = pa.concat_tables(table.attribute_parts())
     assert attributes.column_names == ["key", CLIP_NUMBER, "frame", "timestamp_ns", *ATTRIBUTES]
     ids = pa.array(["a", "b", "c"]).take(attributes[CLIP_NUMBER].combine_chunks())
-    assert frame_keys(ids, attributes["frame"].combine_chunks()).to_pylist() == attributes["key"].to_pylist()
+    assert (
+        frame_keys(ids, attributes["frame"].combine_chunks()).to_pylist()
+        == attributes["key"].to_pylist()
+    )
     assert attributes["location"].to_pylist()[2:4] == ["a", "b"]
     assert attributes["night"].null_count == len(table)
 
@@ -87,10 +110,16 @@ def test_rows_come_back(tmp_path):
 small = st.binary(max_size=300)
 references = st.builds(
     Reference, st.text("abc._", max_size=9), st.text(max_size=9), *3 * [st.integers(0, 2**27)]
-)  # fmt: skip
+)
 
 
-@given(st.lists(st.tuples(small, st.none() | small, st.lists(references, max_size=4)), min_size=1, max_size=9))
+@given(
+    st.lists(
+        st.tuples(small, st.none() | small, st.lists(references, max_size=4)),
+        min_size=1,
+        max_size=9,
+    )
+)
 def test_any_row_comes_back_whatever_was_looked_at_before(rows):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "scan.arrow"
@@ -111,7 +140,11 @@ def test_any_row_comes_back_whatever_was_looked_at_before(rows):
 def test_size_is_what_the_sample_takes_in_a_tar(tmp_path):
     fill(tmp_path / "scan.arrow", {"a": 1})
     table = ScanTable(tmp_path / "scan.arrow")
-    small = tar_bytes(len(encode_meta(meta("a", 0))) // 2) + tar_bytes(0) + tar_bytes(len(b"boxes") // 2)
+    small = (
+        tar_bytes(len(encode_meta(meta("a", 0))) // 2)
+        + tar_bytes(0)
+        + tar_bytes(len(b"boxes") // 2)
+    )
     assert table.numbers("size_bytes").tolist() == [small + tar_bytes(1000) + tar_bytes(50)]
     assert (tar_bytes(0), tar_bytes(1), tar_bytes(512), tar_bytes(513)) == (512, 1024, 1024, 1536)
 

@@ -78,19 +78,30 @@ def test_without_poses_they_are_the_identity_and_the_manifest_says_so(wide, tmp_
 def test_without_any_calibration_batches_lack_matrices_and_coefficients_of_cameras(wide, tmp_path):
     def stripped(rows, of=slice(None)):
         for row in rows[of]:
-            for name in [name for name in row if re.match(r"cam\..*\.(intrinsics|[fc][xy]|cam2ego)\b", name)]:
+            for name in [
+                name for name in row if re.match(r"cam\..*\.(intrinsics|[fc][xy]|cam2ego)\b", name)
+            ]:
                 row[name] = None
 
     edit(wide, lambda rows: stripped(rows, slice(1, 2)))
     with pytest.raises(SourceError, match=r"row 1: the camera of .* has no intrinsics"):
         scan(wide)
-    names = {name for name in json.loads((wide / "frames.jsonl").read_text().splitlines()[0]) if name[:4] == "cam."}
-    edit(wide, without(*(name for name in names if re.search(r"\.(intrinsics|[fc][xy]|cam2ego)\b", name))))
+    names = {
+        name
+        for name in json.loads((wide / "frames.jsonl").read_text().splitlines()[0])
+        if name[:4] == "cam."
+    }
+    edit(
+        wide,
+        without(*(name for name in names if re.search(r"\.(intrinsics|[fc][xy]|cam2ego)\b", name))),
+    )
     assert scan(wide).facts == {"calibration": "none"}
     fr.shard(f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS)
     with load(tmp_path / "out", points=True) as loader:
         batch = next(iter(loader))
-    assert not {"intrinsics", "dist", "cam2ego", "cam2keyego", "ego2img", "lidar2img"} & batch.keys()
+    assert (
+        not {"intrinsics", "dist", "cam2ego", "cam2keyego", "ego2img", "lidar2img"} & batch.keys()
+    )
     assert {"img", "ego2global", "lidar2ego", "points", "gt_boxes_3d"} <= batch.keys()
 
 
@@ -103,14 +114,27 @@ def test_a_frame_without_a_path_has_no_image(wide):
 
 def test_measurements_too_far_from_the_frame_are_left_out(long):
     report = scan(long, tolerance_ms=4.0, missing_camera="mask").report
-    assert report.masked == {"cam_back": {"no image within 4 ms": 8}, "cam_front": {"no image within 4 ms": 8}}
+    assert report.masked == {
+        "cam_back": {"no image within 4 ms": 8},
+        "cam_front": {"no image within 4 ms": 8},
+    }
     (long / "boxes.jsonl").unlink()
-    assert scan(long, reference="cam_back", tolerance_ms=20.0, missing_camera="mask", points=False).report.samples == 8
+    assert (
+        scan(
+            long, reference="cam_back", tolerance_ms=20.0, missing_camera="mask", points=False
+        ).report.samples
+        == 8
+    )
 
 
 def test_labels_of_some_frames_only(long, tmp_path):
     """A frame without rows is not labelled; a row without a category says that a frame has no boxes."""
-    times = sorted({row["timestamp_ns"] for row in map(json.loads, (long / "boxes.jsonl").read_text().splitlines())})
+    times = sorted(
+        {
+            row["timestamp_ns"]
+            for row in map(json.loads, (long / "boxes.jsonl").read_text().splitlines())
+        }
+    )
 
     def change(rows):
         kept = [row for row in rows if row["timestamp_ns"] == times[0]]
@@ -129,7 +153,12 @@ def test_lists_without_a_box_say_that_frames_are_labelled(wide, tmp_path):
 
 
 def test_free_columns_are_attributes_and_the_split_is_the_source_s(wide, tmp_path):
-    edit(wide, lambda rows: [{**row, "split": "val" if row["clip_id"] == "drive-1" else "train"} for row in rows])
+    edit(
+        wide,
+        lambda rows: [
+            {**row, "split": "val" if row["clip_id"] == "drive-1" else "train"} for row in rows
+        ],
+    )
     info = scan(wide)
     assert info.splits == {"train": ["drive-0"], "val": ["drive-1"]}
     source = make_source(SourceSpec("manifest", str(wide), OPTIONS))
@@ -139,18 +168,26 @@ def test_free_columns_are_attributes_and_the_split_is_the_source_s(wide, tmp_pat
 def facts_of(number: int) -> dict:
     """Values and attributes of a row."""
     return {
-        "value.action": [number + 0.25, 1, -2.5], "value.pose": [[1, number], [0, 1]], "value.gear": number % 3,
-        "value.path": [[0.5, number]] * (number % 4), "value.caption": f"row {number}" if number % 2 else None,
-        "value.braking": number % 2 == 0, "night": None if number == 3 else number > 4, "limit": number * 1.5,
-        "crew": number, "town": "Ulm" if number < 4 else None,
-    }  # fmt: skip
+        "value.action": [number + 0.25, 1, -2.5],
+        "value.pose": [[1, number], [0, 1]],
+        "value.gear": number % 3,
+        "value.path": [[0.5, number]] * (number % 4),
+        "value.caption": f"row {number}" if number % 2 else None,
+        "value.braking": number % 2 == 0,
+        "night": None if number == 3 else number > 4,
+        "limit": number * 1.5,
+        "crew": number,
+        "town": "Ulm" if number < 4 else None,
+    }
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
 def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
     edit(wide, lambda rows: [{**row, **facts_of(number)} for number, row in enumerate(rows)])
-    fr.shard(f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS, splits={"train": 1.0})
+    fr.shard(
+        f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS, splits={"train": 1.0}
+    )
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     names = ["action", "pose", "gear", "path", "caption", "braking"]
     chosen = {"channels": names, "attributes": ["night", "limit", "crew", "town"], "window": window}
@@ -174,11 +211,18 @@ def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
                         assert value == wanted, name
                     elif wanted is not None:
                         assert value.tolist() == wanted, name
-        dtypes = {name: str(batch[name].dtype) for name in ("action", "gear", "braking", "night", "limit", "crew")}
+        dtypes = {
+            name: str(batch[name].dtype)
+            for name in ("action", "gear", "braking", "night", "limit", "crew")
+        }
         assert dtypes == {
-            "action": "torch.float64", "gear": "torch.int64", "braking": "torch.bool", "night": "torch.bool",
-            "limit": "torch.float64", "crew": "torch.int64",
-        }  # fmt: skip
+            "action": "torch.float64",
+            "gear": "torch.int64",
+            "braking": "torch.bool",
+            "night": "torch.bool",
+            "limit": "torch.float64",
+            "crew": "torch.int64",
+        }
 
 
 @pytest.mark.parametrize(
@@ -192,7 +236,9 @@ def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
 )
 def test_attributes_that_cannot_be_in_a_batch(wide, tmp_path, attributes, match):
     edit(wide, lambda rows: [{**row, "night": True, "gear": 1, "value.gear": 2} for row in rows])
-    fr.shard(f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS, splits={"train": 1.0})
+    fr.shard(
+        f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS, splits={"train": 1.0}
+    )
     with pytest.raises(ConfigError, match=match):
         load(tmp_path / "out", 2, attributes=attributes, channels=["gear"])
 
@@ -212,8 +258,14 @@ def test_a_table_longer_than_a_batch(tmp_path, monkeypatch):
     (row,) = map(json.loads, (root / "frames.jsonl").read_text().splitlines())
     rows = []
     for number in range(250):
-        own = {**row, "clip_id": f"c{number // 70}", "timestamp_ns": row["timestamp_ns"] + number * 100_000_000}
-        rows.append({name: value for name, value in own.items() if not name.endswith("timestamp_us")})
+        own = {
+            **row,
+            "clip_id": f"c{number // 70}",
+            "timestamp_ns": row["timestamp_ns"] + number * 100_000_000,
+        }
+        rows.append(
+            {name: value for name, value in own.items() if not name.endswith("timestamp_us")}
+        )
     for form in ("jsonl", "parquet"):
         (root / "frames.jsonl").unlink(missing_ok=True)
         write_table(root, "frames", rows, form)
@@ -237,7 +289,9 @@ def test_csv_of_spreadsheets(tmp_path):
     root.mkdir()
     write_wide(make_world(), root, "csv")
     table = csv.read_csv(root / "frames.csv")
-    names = pa.array(["2024-01-02" if clip == "drive-0" else "7" for clip in table["clip_id"].to_pylist()])
+    names = pa.array(
+        ["2024-01-02" if clip == "drive-0" else "7" for clip in table["clip_id"].to_pylist()]
+    )
     csv.write_csv(table.set_column(0, "clip_id", names), root / "frames.csv")
     (root / "boxes.csv").unlink()
     assert [clip.clip_name for clip in scan(root).clips] == ["2024-01-02", "7"]
@@ -266,7 +320,9 @@ def test_paths_may_be_below_a_root_and_name_it(tmp_path, paths):
     named = scanned("manifest", tables, tmp_path / "absolute", **OPTIONS, root=f"file://{root}/")
     assert [named.table.row(number).members for number in range(len(named.table))] == members
     assert named.source.options == below.source.options
-    assert str(tmp_path) not in json.dumps(named.source.options), "no path of a machine is in a recipe"
+    assert str(tmp_path) not in json.dumps(named.source.options), (
+        "no path of a machine is in a recipe"
+    )
     (tables / "frames.jsonl").rename(root / "frames.jsonl")
     assert scan(root).num_samples == 8
 
@@ -278,6 +334,9 @@ def test_a_root_may_be_a_url(wide, tmp_path):
     memory.put(str(wide), "/bucket/drive", recursive=True)
     (tmp_path / "tables").mkdir()
     (wide / "frames.jsonl").rename(tmp_path / "tables/frames.jsonl")
-    edit(tmp_path / "tables", put(0, cam__cam_left__path="memory://bucket/drive/drive-0/cam_left/0.jpg"))
+    edit(
+        tmp_path / "tables",
+        put(0, cam__cam_left__path="memory://bucket/drive/drive-0/cam_left/0.jpg"),
+    )
     options = {**OPTIONS, "root": "memory://bucket/drive"}
     assert scan_source(SourceSpec("manifest", str(tmp_path / "tables"), options)).num_samples == 8

@@ -24,8 +24,12 @@ def test_the_page_s_table_is_a_dataset(tmp_path, monkeypatch, capsys):
     rows = code.split("rows = ")[1].split("pd.DataFrame")[0]
     data = tmp_path / "mydata"
     (data / "front").mkdir(parents=True)
-    (data / "front" / "0001.jpg").write_bytes(simplejpeg.encode_jpeg(zeros((900, 1600, 3), "uint8")))
-    parquet.write_table(pa.Table.from_pylist(eval(textwrap.dedent(rows.strip()))), data / "frames.parquet")
+    (data / "front" / "0001.jpg").write_bytes(
+        simplejpeg.encode_jpeg(zeros((900, 1600, 3), "uint8"))
+    )
+    parquet.write_table(
+        pa.Table.from_pylist(eval(textwrap.dedent(rows.strip()))), data / "frames.parquet"
+    )
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"`fuelrail ([^`]*mydata[^`]*|inspect OUT)`", PAGE.split("## Columns")[0])
     assert len(commands) == 3

@@ -21,7 +21,10 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeyp
     root = shared_data("nuscenes-mini")
     monkeypatch.setenv(LINKED, str(root))
     tables = {
-        name: {row["token"]: row for row in json.loads((root / "v1.0-derived" / f"{name}.json").read_text())}
+        name: {
+            row["token"]: row
+            for row in json.loads((root / "v1.0-derived" / f"{name}.json").read_text())
+        }
         for name in ("scene", "sample", "sample_data", "ego_pose", "calibrated_sensor", "sensor")
     }
     data, poses = [], {}
@@ -38,20 +41,28 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeyp
     frames: dict[str, dict] = {}
     for clip, row, channel, calibrated, pose in data:
         sample = tables["sample"][row["sample_token"]]
-        frame = frames.setdefault(row["sample_token"], {"clip_id": clip, "timestamp_us": sample["timestamp"]})
+        frame = frames.setdefault(
+            row["sample_token"], {"clip_id": clip, "timestamp_us": sample["timestamp"]}
+        )
         frame |= {
-            "ego2global.t": pose["translation"], "ego2global.q_wxyz": pose["rotation"],
-            f"cam.{channel}.path": row["filename"], f"cam.{channel}.timestamp_us": row["timestamp"],
+            "ego2global.t": pose["translation"],
+            "ego2global.q_wxyz": pose["rotation"],
+            f"cam.{channel}.path": row["filename"],
+            f"cam.{channel}.timestamp_us": row["timestamp"],
             f"cam.{channel}.intrinsics": calibrated["camera_intrinsic"],
             f"cam.{channel}.cam2ego.t": calibrated["translation"],
             f"cam.{channel}.cam2ego.q_wxyz": calibrated["rotation"],
             f"cam.{channel}.ego2global.t": pose["translation"],
             f"cam.{channel}.ego2global.q_wxyz": pose["rotation"],
-        }  # fmt: skip
-    write_table(tmp_path, "frames", sorted(frames.values(), key=lambda one: one["clip_id"]), "jsonl")
+        }
+    write_table(
+        tmp_path, "frames", sorted(frames.values(), key=lambda one: one["clip_id"]), "jsonl"
+    )
     ours, _, table = scanned("manifest", tmp_path, tmp_path)
     (tmp_path / "theirs").mkdir()
-    theirs, _, wanted = scanned("nuscenes", root, tmp_path / "theirs", version="v1.0-derived", points=False)
+    theirs, _, wanted = scanned(
+        "nuscenes", root, tmp_path / "theirs", version="v1.0-derived", points=False
+    )
     assert len(table) == len(wanted) == 3
     by_time = {wanted.row(number).timestamp_ns: wanted.row(number) for number in range(3)}
     for number in range(3):
@@ -64,6 +75,11 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeyp
             assert bytes(ours.open(one.ref)) == bytes(theirs.open(same.ref))
         channels = [one.name.partition(".")[0] for one in own.members]
         order = [channels.index(one.name.partition(".")[0]) for one in other.members]
-        mine, geometry = decode_arrays(own.geometry, Geometry), decode_arrays(other.geometry, Geometry)
+        mine, geometry = (
+            decode_arrays(own.geometry, Geometry),
+            decode_arrays(other.geometry, Geometry),
+        )
         for name in ("cam_timestamp_ns", "intrinsics", "cam2ego", "cam_ego2global", "img_wh"):
-            np.testing.assert_allclose(getattr(mine, name)[order], getattr(geometry, name), atol=1e-9, err_msg=name)
+            np.testing.assert_allclose(
+                getattr(mine, name)[order], getattr(geometry, name), atol=1e-9, err_msg=name
+            )

@@ -42,7 +42,10 @@ START_NS = 1_600_000_000_000_000_000
 
 class TestWide(SourceSuite):
     kind = "manifest"
-    options: ClassVar = {"boxes_in": "global", "lidar_columns": ["x", "y", "z", "intensity", "ring"]}
+    options: ClassVar = {
+        "boxes_in": "global",
+        "lidar_columns": ["x", "y", "z", "intensity", "ring"],
+    }
     compare: ClassVar = {"same_bytes": False}
 
     def write(self, world, root):
@@ -62,13 +65,20 @@ class TestWide(SourceSuite):
             for name, image in frame.images.items():
                 found = simplejpeg.decode_jpeg(bytes(images[clip.name, number, name])).astype(float)
                 wanted = simplejpeg.decode_jpeg(image.jpeg).astype(float)
-                others = [simplejpeg.decode_jpeg(one.images[name].jpeg).astype(float) for one in clip.frames]
+                others = [
+                    simplejpeg.decode_jpeg(one.images[name].jpeg).astype(float)
+                    for one in clip.frames
+                ]
                 away = [np.abs(found - other).mean() for other in others]
                 assert np.argmin(away) == number
                 assert np.abs(found - wanted).mean() < 40
 
-    @pytest.mark.parametrize("images", [{"size": [40, 26], "quality": 97}, {"resize": 0.5, "quality": 97}])
-    def test_smaller_images_are_scaled_and_encoded_once_as_they_are_decoded(self, tmp_path, monkeypatch, images):
+    @pytest.mark.parametrize(
+        "images", [{"size": [40, 26], "quality": 97}, {"resize": 0.5, "quality": 97}]
+    )
+    def test_smaller_images_are_scaled_and_encoded_once_as_they_are_decoded(
+        self, tmp_path, monkeypatch, images
+    ):
         """As a full-size JPEG of quality 100 that is scaled; geometry follows, and staging takes the smaller bytes."""
         spec = self.spec(tmp_path)
         options = {**self.options, "video_quality": 100}
@@ -85,7 +95,9 @@ class TestWide(SourceSuite):
             return table
 
         monkeypatch.setattr("fuelrail.sharding.run.stage_clips", note)
-        monkeypatch.setattr("fuelrail.sharding.write.members.transcode", None)  # no second way through pixels
+        monkeypatch.setattr(
+            "fuelrail.sharding.write.members.transcode", None
+        )  # no second way through pixels
         run(spec, tmp_path / "small", small)
         monkeypatch.undo()
         assert not verify(tmp_path / "small", deep=True, num_threads=1).faults
@@ -99,7 +111,10 @@ class TestWide(SourceSuite):
             for name, data in sample.images.items():
                 scaled = transcode(expected[key].images[name], "jpg", recipe)
                 # Of luma: chroma is scaled apart from it here, and there with it.
-                found, wanted = (simplejpeg.decode_jpeg(bytes(one), "GRAY").astype(float) for one in (data, scaled))
+                found, wanted = (
+                    simplejpeg.decode_jpeg(bytes(one), "GRAY").astype(float)
+                    for one in (data, scaled)
+                )
                 assert np.abs(found - wanted).mean() < 1.5
 
     def test_a_check_says_what_jpegs_cost_against_the_video(self, tmp_path, capsys):
@@ -107,7 +122,14 @@ class TestWide(SourceSuite):
         spec = self.spec(tmp_path, world)
         columns = ", ".join(self.options["lidar_columns"])
         given = ["-o", "boxes_in=global", "-o", f"lidar_columns=[{columns}]"]
-        command = ["shard", f"manifest:{spec.location}", "--check", "--images", "resize=0.5,quality=92", *given]
+        command = [
+            "shard",
+            f"manifest:{spec.location}",
+            "--check",
+            "--images",
+            "resize=0.5,quality=92",
+            *given,
+        ]
         assert main([*command, "-o", "rate=5"]) == 0
         said = capsys.readouterr().out
         report = check_source(
@@ -116,13 +138,26 @@ class TestWide(SourceSuite):
             recipe=make_recipe(images={"resize": 0.5, "quality": 92}),
         )
         found, videos = report.video, list((tmp_path / "source").glob("*.mp4"))
-        assert (found.num_videos, found.num_bytes) == (len(videos), sum(path.stat().st_size for path in videos))
-        assert found.num_frames == len(world.cameras) * sum(len(clip.frames) for clip in world.clips)
+        assert (found.num_videos, found.num_bytes) == (
+            len(videos),
+            sum(path.stat().st_size for path in videos),
+        )
+        assert found.num_frames == len(world.cameras) * sum(
+            len(clip.frames) for clip in world.clips
+        )
         assert f"video: {len(videos)} streams of {found.num_frames} frames" in said
         self.make(spec._replace(options={**spec.options, "rate": 5}), tmp_path / "out")
-        kept = [data for sample in samples_of(tmp_path / "out").values() for data in sample.images.values()]
+        kept = [
+            data
+            for sample in samples_of(tmp_path / "out").values()
+            for data in sample.images.values()
+        ]
         whole, full, half, as_given = found.options
-        assert (whole.num_images, full.num_images, as_given.num_images) == (found.num_frames, len(kept), len(kept))
+        assert (whole.num_images, full.num_images, as_given.num_images) == (
+            found.num_frames,
+            len(kept),
+            len(kept),
+        )
         assert full.num_bytes == pytest.approx(sum(map(len, kept)), rel=0.15)
         assert half.num_bytes < full.num_bytes < whole.num_bytes
         assert min(one.cpu_hours for one in found.options) > 0
@@ -147,7 +182,9 @@ def numbered(number: int) -> np.ndarray:
 
 def number_of(jpeg: bytes, bits: int = 6) -> int:
     image = simplejpeg.decode_jpeg(jpeg, "GRAY")[..., 0]
-    return sum(int(image[4:12, bit * 16 + 4 : bit * 16 + 12].mean() > 127) << bit for bit in range(bits))
+    return sum(
+        int(image[4:12, bit * 16 + 4 : bit * 16 + 12].mean() > 127) << bit for bit in range(bits)
+    )
 
 
 def write_rows(root: Path, paths: dict[str, list[str | None]], **columns) -> None:
@@ -165,7 +202,9 @@ def write_rows(root: Path, paths: dict[str, list[str | None]], **columns) -> Non
 
 def make(root: Path, out: Path, **options):
     recipe = make_recipe(splits={"train": 1.0})
-    return shard(SourceSpec("manifest", str(root), options), out, recipe, 1, Quiet(), LocalEngine(1))
+    return shard(
+        SourceSpec("manifest", str(root), options), out, recipe, 1, Quiet(), LocalEngine(1)
+    )
 
 
 def numbers_in(out: Path, bits: int = 6) -> dict[str, list[int | None]]:
@@ -173,7 +212,10 @@ def numbers_in(out: Path, bits: int = 6) -> dict[str, list[int | None]]:
     samples = sorted(samples_of(out).values(), key=lambda one: one.meta.frame_idx)
     cameras = {name for one in samples for name in one.images}
     return {
-        name: [number_of(bytes(one.images[name]), bits) if name in one.images else None for one in samples]
+        name: [
+            number_of(bytes(one.images[name]), bits) if name in one.images else None
+            for one in samples
+        ]
         for name in cameras
     }
 
@@ -182,13 +224,18 @@ def test_rows_may_name_frames_in_any_order_and_each_is_decoded_once(tmp_path, mo
     write_video(tmp_path / "front.mp4", [numbered(at) for at in range(30)])
     write_video(tmp_path / "back.h264", [numbered(at) for at in range(30)], "h264")
     wanted = [0, 21, 3, 29, 8, 9, 10]
-    write_rows(tmp_path, {
-        "front": [f"front.mp4#frame={at}" for at in wanted],
-        "back": [f"back.h264#frame={at}" for at in wanted[::-1]],
-    })  # fmt: skip
+    write_rows(
+        tmp_path,
+        {
+            "front": [f"front.mp4#frame={at}" for at in wanted],
+            "back": [f"back.h264#frame={at}" for at in wanted[::-1]],
+        },
+    )
     made: list[Videos] = []
     init = Videos.__init__
-    monkeypatch.setattr(Videos, "__init__", lambda self, *a, **k: (init(self, *a, **k), made.append(self))[0])
+    monkeypatch.setattr(
+        Videos, "__init__", lambda self, *a, **k: (init(self, *a, **k), made.append(self))[0]
+    )
     make(tmp_path, tmp_path / "out")
     assert numbers_in(tmp_path / "out") == {"front": wanted, "back": wanted[::-1]}
     # 30 of the raw stream; of the other one groups 0 to 11 and 20 to 29, less those after the last wanted frame.
@@ -202,14 +249,19 @@ def test_real_pictures_with_b_frames_and_a_varying_rate(tmp_path, monkeypatch):
     for name in ("front_h264_bframes_vfr.mp4", "left_h264_intra.mp4", "front_cut_without_moov.mp4"):
         (tmp_path / name).symlink_to(root / name)
     rows = range(24)
-    write_rows(tmp_path, {
-        "front": [f"front_h264_bframes_vfr.mp4#frame={at}" for at in rows],
-        "left": [f"left_h264_intra.mp4#frame={at}" for at in rows],
-    })  # fmt: skip
+    write_rows(
+        tmp_path,
+        {
+            "front": [f"front_h264_bframes_vfr.mp4#frame={at}" for at in rows],
+            "left": [f"left_h264_intra.mp4#frame={at}" for at in rows],
+        },
+    )
     make(tmp_path, tmp_path / "out")
     assert numbers_in(tmp_path / "out", bits=5) == {"front": [*rows], "left": [*rows]}
     write_rows(tmp_path, {"front": ["front_cut_without_moov.mp4#frame=0"]})
-    with pytest.raises(SourceError, match=r"row 0, column cam\.\w+\.path: video .*front_cut_without_moov.*cut off"):
+    with pytest.raises(
+        SourceError, match=r"row 0, column cam\.\w+\.path: video .*front_cut_without_moov.*cut off"
+    ):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
 
 
@@ -228,10 +280,18 @@ def test_what_is_wrong_with_a_video_is_named_with_the_row(tmp_path):
         r"row 1, column cam\.\w+\.path: 'a.mp4#frame=5': the video has 5 frames, counted from 0",
     )
     bad(tmp_path, "b.mp4#frame=1", r"frame 1 has no image of front '.*b.mp4' \(no file\)")
-    bad(tmp_path, "a.mp4#frame=1", r"row 0, column cam.front.path: 'a.mp4#frame=0' is 96x48, and 640x480 is stated",
-        **{"cam.front.width": 640, "cam.front.height": 480})  # fmt: skip
-    bad(tmp_path, "a.mp4#frame=1", r"row 0, column cam.front.byte_offset: .*is a frame of a video",
-        **{"cam.front.byte_offset": 0, "cam.front.byte_length": 5})  # fmt: skip
+    bad(
+        tmp_path,
+        "a.mp4#frame=1",
+        r"row 0, column cam.front.path: 'a.mp4#frame=0' is 96x48, and 640x480 is stated",
+        **{"cam.front.width": 640, "cam.front.height": 480},
+    )
+    bad(
+        tmp_path,
+        "a.mp4#frame=1",
+        r"row 0, column cam.front.byte_offset: .*is a frame of a video",
+        **{"cam.front.byte_offset": 0, "cam.front.byte_length": 5},
+    )
     (tmp_path / "b.mp4").write_bytes(b"no video")
     bad(
         tmp_path,
@@ -251,8 +311,10 @@ def test_what_is_wrong_with_a_video_is_named_with_the_row(tmp_path):
 
 def test_a_video_cut_behind_its_index_is_named_by_the_scan(tmp_path):
     write_video(tmp_path / "plain.mp4", [numbered(at) for at in range(5)])
-    with av.open(str(tmp_path / "plain.mp4")) as source, \
-            av.open(str(tmp_path / "a.mp4"), "w", options={"movflags": "faststart"}) as file:  # fmt: skip
+    with (
+        av.open(str(tmp_path / "plain.mp4")) as source,
+        av.open(str(tmp_path / "a.mp4"), "w", options={"movflags": "faststart"}) as file,
+    ):
         stream = file.add_stream_from_template(source.streams.video[0])
         for packet in source.demux(video=0):
             if packet.size:
@@ -260,13 +322,22 @@ def test_a_video_cut_behind_its_index_is_named_by_the_scan(tmp_path):
                 file.mux(packet)
     data = (tmp_path / "a.mp4").read_bytes()
     (tmp_path / "a.mp4").write_bytes(data[:-20])
-    bad(tmp_path, "a.mp4#frame=1", r"row 0, column cam\.\w+\.path: video .*is cut off: it has \d+ bytes, its index")
+    bad(
+        tmp_path,
+        "a.mp4#frame=1",
+        r"row 0, column cam\.\w+\.path: video .*is cut off: it has \d+ bytes, its index",
+    )
 
 
 def test_frames_before_the_first_keyframe_are_absent_and_counted(tmp_path):
     """A part of a stream that was cut out between keyframes."""
-    write_video(tmp_path / "whole.mp4", [numbered(at) for at in range(12)], options={**GROUPS, "bf": "0"})
-    with av.open(str(tmp_path / "whole.mp4")) as source, av.open(str(tmp_path / "a.mkv"), "w") as file:
+    write_video(
+        tmp_path / "whole.mp4", [numbered(at) for at in range(12)], options={**GROUPS, "bf": "0"}
+    )
+    with (
+        av.open(str(tmp_path / "whole.mp4")) as source,
+        av.open(str(tmp_path / "a.mkv"), "w") as file,
+    ):
         stream = file.add_stream_from_template(source.streams.video[0])
         for at, packet in enumerate(packet for packet in source.demux(video=0) if packet.size):
             if at >= 2:
@@ -274,7 +345,9 @@ def test_frames_before_the_first_keyframe_are_absent_and_counted(tmp_path):
                 file.mux(packet)
     write_rows(tmp_path, {"front": [f"a.mkv#frame={at}" for at in range(10)]})
     spec = SourceSpec("manifest", str(tmp_path), {"missing_camera": "drop"})
-    assert scan_source(spec).report.dropped_samples == {"no camera image (no keyframe before it)": 2}
+    assert scan_source(spec).report.dropped_samples == {
+        "no camera image (no keyframe before it)": 2
+    }
     make(tmp_path, tmp_path / "out", missing_camera="drop")
     assert numbers_in(tmp_path / "out") == {"front": [4, 5, 6, 7, 8, 9, 10, 11]}
 
@@ -292,12 +365,16 @@ def test_the_recipe_has_the_libraries_and_refuses_others(tmp_path):
 
 
 def test_a_raw_stream_without_a_keyframe_at_its_start_has_no_numbers(tmp_path):
-    write_video(tmp_path / "whole.h264", [numbered(at) for at in range(12)], "h264", {**GROUPS, "bf": "0"})
+    write_video(
+        tmp_path / "whole.h264", [numbered(at) for at in range(12)], "h264", {**GROUPS, "bf": "0"}
+    )
     with av.open(str(tmp_path / "whole.h264")) as file:
         packets = [bytes(packet) for packet in file.demux(video=0) if packet.size]
     (tmp_path / "a.h264").write_bytes(b"".join(packets[2:]))
     write_rows(tmp_path, {"front": ["a.h264#frame=0"]})
-    with pytest.raises(SourceError, match=r"row 0, column cam\.\w+\.path: .*does not begin with a keyframe.*cut it"):
+    with pytest.raises(
+        SourceError, match=r"row 0, column cam\.\w+\.path: .*does not begin with a keyframe.*cut it"
+    ):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))
 
 
@@ -339,7 +416,8 @@ def test_a_video_at_a_url_is_refused(tmp_path):
     fs.pipe_file("/test_video_at_a_url/frames.jsonl", (tmp_path / "frames.jsonl").read_bytes())
     try:
         with pytest.raises(
-            SourceError, match=r"row 0, column cam\.\w+\.path: video 'a.mp4' is at the URL .*copy the source"
+            SourceError,
+            match=r"row 0, column cam\.\w+\.path: video 'a.mp4' is at the URL .*copy the source",
         ):
             scan_source(SourceSpec("manifest", url, {}))
     finally:
@@ -351,10 +429,13 @@ def test_of_several_streams_the_one_that_ffmpeg_takes_is_decoded(tmp_path):
     write_video(tmp_path / "small.mp4", [numbered(at)[:64, :64] for at in range(6)])
     write_video(tmp_path / "large.mp4", [numbered(at) for at in range(6)])
     with (
-        av.open(str(tmp_path / "small.mp4")) as small, av.open(str(tmp_path / "large.mp4")) as large,
+        av.open(str(tmp_path / "small.mp4")) as small,
+        av.open(str(tmp_path / "large.mp4")) as large,
         av.open(str(tmp_path / "a.mp4"), "w") as file,
-    ):  # fmt: skip
-        pairs = [(one, file.add_stream_from_template(one.streams.video[0])) for one in (small, large)]
+    ):
+        pairs = [
+            (one, file.add_stream_from_template(one.streams.video[0])) for one in (small, large)
+        ]
         pairs[1][1].disposition = Disposition.default  # else the first of an mp4 is
         for source, stream in pairs:
             for packet in source.demux(video=0):
@@ -375,5 +456,7 @@ def test_of_several_streams_the_one_that_ffmpeg_takes_is_decoded(tmp_path):
 def test_a_table_of_a_terabyte_of_zeros_is_named_and_not_searched_for_videos(tmp_path):
     with (tmp_path / "frames.jsonl").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(SourceError, match=r"frames\.jsonl': a row after row 0 has \d+ bytes, of which at most"):
+    with pytest.raises(
+        SourceError, match=r"frames\.jsonl': a row after row 0 has \d+ bytes, of which at most"
+    ):
         scan_source(SourceSpec("manifest", str(tmp_path), {}))

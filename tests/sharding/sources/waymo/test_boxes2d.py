@@ -31,12 +31,26 @@ def found_in(tmp_path, kind, root, **options):
     frames = []
     channels = {channel.field: channel for channel in info.channels}
     for number in range(len(table)):
-        members = {one.name: bytes(source.open(one.ref)) for one in table.row(number).members if one.name in channels}
+        members = {
+            one.name: bytes(source.open(one.ref))
+            for one in table.row(number).members
+            if one.name in channels
+        }
         frames.append(
-            {channels[name].law.camera: KINDS["ragged"].decode(data, channels[name]) for name, data in members.items()}
+            {
+                channels[name].law.camera: KINDS["ragged"].decode(data, channels[name])
+                for name, data in members.items()
+            }
         )
     recipe = make_recipe(splits={"train": 1.0})
-    shard(SourceSpec(kind, str(root), source.options), tmp_path / "out", recipe, 1, Quiet(), LocalEngine(1))
+    shard(
+        SourceSpec(kind, str(root), source.options),
+        tmp_path / "out",
+        recipe,
+        1,
+        Quiet(),
+        LocalEngine(1),
+    )
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     assert {one.name for one in open_dataset(tmp_path / "out").manifest.channels} >= {
         f"boxes2d_{camera}" for camera in frames[0]
@@ -47,7 +61,9 @@ def found_in(tmp_path, kind, root, **options):
 
 
 def kitti(root, **changes):
-    world = as_kitti(make_world(num_clips=1, num_frames=2, cameras={"image_2": (64, 48)}, lidars=("lidar",)))
+    world = as_kitti(
+        make_world(num_clips=1, num_frames=2, cameras={"image_2": (64, 48)}, lidars=("lidar",))
+    )
     for number, (_, _, frame) in enumerate(world.frames()):
         write_object(root / "training", number, frame)
     return world
@@ -59,7 +75,9 @@ def test_kitti_s_boxes_are_rows_of_the_boxes_in_space(tmp_path):
     assert len(frames) == 2
     for frame in frames:
         (boxes,) = frame.values()
-        assert boxes["box"].tolist() == [[at, 2.5, at + 3, 4.25] for at in range(3)], "DontCare is left out"
+        assert boxes["box"].tolist() == [[at, 2.5, at + 3, 4.25] for at in range(3)], (
+            "DontCare is left out"
+        )
         assert boxes["row"].tolist() == [0, 1, 2]
         assert [classes[label] for label in boxes["label"]] == ["Car", "Pedestrian", "Car"]
         assert boxes["instance_id"].tolist() == [-1] * 3
@@ -82,7 +100,9 @@ def test_waymo_s_labels_in_images(tmp_path, form):
     for frame in frames:
         assert set(frame) == set(CAMERAS), "an image of a labelled frame without labels has no box"
         front = frame["cam_front"]
-        assert front["box"].tolist() == [[16, 8, 24, 12], [4, 4.5, 6, 7.5]], "the centre of the first pixel is 0"
+        assert front["box"].tolist() == [[16, 8, 24, 12], [4, 4.5, 6, 7.5]], (
+            "the centre of the first pixel is 0"
+        )
         assert [classes[label] for label in front["label"]] == ["vehicle", "pedestrian"]
         assert front["instance_id"].tolist() == [stable_id("a"), stable_id("b")]
         assert front["row"].tolist() == [-1, -1]
@@ -92,14 +112,20 @@ def test_waymo_s_labels_in_images(tmp_path, form):
 @pytest.mark.real
 def test_t4_s_annotations_in_images(tmp_path):
     root = shared_data("t4-sample")
-    tables = {name: json.loads((root / "annotation" / f"{name}.json").read_text())
-              for name in ("object_ann", "category", "sample_data", "sample_annotation", "sample")}  # fmt: skip
+    tables = {
+        name: json.loads((root / "annotation" / f"{name}.json").read_text())
+        for name in ("object_ann", "category", "sample_data", "sample_annotation", "sample")
+    }
     classes, frames = found_in(tmp_path, "t4", root)
     names = {row["token"]: row["name"] for row in tables["category"]}
     sample_of = {row["token"]: row["sample_token"] for row in tables["sample_data"]}
     order = [row["token"] for row in sorted(tables["sample"], key=lambda row: row["timestamp"])]
     wanted = sorted(
-        (order.index(sample_of[row["sample_data_token"]]), *map(float, row["bbox"]), names[row["category_token"]])
+        (
+            order.index(sample_of[row["sample_data_token"]]),
+            *map(float, row["bbox"]),
+            names[row["category_token"]],
+        )
         for row in tables["object_ann"]
     )
     found = sorted(
@@ -110,7 +136,11 @@ def test_t4_s_annotations_in_images(tmp_path):
     )
     assert found == wanted
     for number, frame in enumerate(frames):
-        tracks = [row["instance_token"] for row in tables["sample_annotation"] if row["sample_token"] == order[number]]
+        tracks = [
+            row["instance_token"]
+            for row in tables["sample_annotation"]
+            if row["sample_token"] == order[number]
+        ]
         for boxes in frame.values():
             for row, track in zip(boxes["row"], boxes["instance_id"], strict=True):
                 assert (stable_id(tracks[row]) if row >= 0 else -1) in (track, -1)
@@ -119,10 +149,18 @@ def test_t4_s_annotations_in_images(tmp_path):
 def test_boxes_in_the_wrong_order_or_not_finite_are_named(tmp_path):
     kitti(tmp_path / "source")
     label = tmp_path / "source" / "training" / "label_2" / "000001.txt"
-    spec, text = SourceSpec("kitti_object", str(tmp_path / "source"), {"boxes2d": True}), label.read_text()
-    for box, shown in ((" 3 2.5 0 4.25 ", r"\[3.0, 2.5, 0.0, 4.25\]"), (" nan 2.5 3 4.25 ", r"\[nan")):
+    spec, text = (
+        SourceSpec("kitti_object", str(tmp_path / "source"), {"boxes2d": True}),
+        label.read_text(),
+    )
+    for box, shown in (
+        (" 3 2.5 0 4.25 ", r"\[3.0, 2.5, 0.0, 4.25\]"),
+        (" nan 2.5 3 4.25 ", r"\[nan"),
+    ):
         label.write_text(text.replace(" 0 2.5 3 4.25 ", box))
         with pytest.raises(SourceError, match=rf"frame 0: 2-D box 0 of image_2 is {shown}"):
             scan_source(spec)
     shutil.rmtree(tmp_path / "source" / "training" / "label_2")
-    assert scan_source(spec).channels, "images without labels have no boxes; the channel is optional"
+    assert scan_source(spec).channels, (
+        "images without labels have no boxes; the channel is optional"
+    )

@@ -32,7 +32,12 @@ OFFSET = np.array([3.0, -2.0, 0.5])
 """Of Waymo's frames: the map is drawn here."""
 NAMES = {
     "nuscenes": {"ped_crossing": "crossing", "lane_divider": "marking", "road_divider": "edge"},
-    "waymo": {"crosswalk": "crossing", "road_line": "marking", "road_edge": "edge", "stop_sign": "sign"},
+    "waymo": {
+        "crosswalk": "crossing",
+        "road_line": "marking",
+        "road_edge": "edge",
+        "stop_sign": "sign",
+    },
     "t4": {"ped_crossing": "crossing", "lane_marking": "marking", "road_border": "edge"},
 }
 LAYERS = {"nuscenes": maps.LAYERS, "waymo": waymo_maps.MAP_LAYERS, "t4": lanelet2.MAP_LAYERS}
@@ -40,34 +45,47 @@ LAYERS = {"nuscenes": maps.LAYERS, "waymo": waymo_maps.MAP_LAYERS, "t4": lanelet
 
 def write(kind, root) -> World:
     """One clip of the world with the map, in a format."""
-    sizes = dict.fromkeys(CAMERAS if kind == "waymo" else ("cam_front", "cam_back", "cam_left"), (64, 48))
+    sizes = dict.fromkeys(
+        CAMERAS if kind == "waymo" else ("cam_front", "cam_back", "cam_left"), (64, 48)
+    )
     lidars = () if kind == "waymo" else ("lidar_top",)
     world = make_world(num_clips=1, num_frames=2, cameras=sizes, lidars=lidars, num_boxes=0)
     if kind == "waymo":
         first, last = world.clips[0].frames
         drawn = {"crosswalk": CROSSING, "road_line": MARKING, "road_edge": EDGE, "stop_sign": SIGN}
-        first.map_features = [map_feature(at, kind, line + OFFSET) for at, (kind, line) in enumerate(drawn.items())]
+        first.map_features = [
+            map_feature(at, kind, line + OFFSET) for at, (kind, line) in enumerate(drawn.items())
+        ]
         first.map_offset = last.map_offset = OFFSET
         write_segment(root / "segment-one_with_camera_labels.tfrecord", world.clips[0])
     elif kind == "t4":
         write_nuscenes(world, root, "annotation")
         write_map(
-            root, way(1, CROSSING[:2], "pedestrian_marking"), way(2, CROSSING[2:], "", 10),
-            way(3, MARKING, "line_thin", 20), way(4, EDGE, "curbstone", 30), way(5, SIGN, "traffic_light", 40),
+            root,
+            way(1, CROSSING[:2], "pedestrian_marking"),
+            way(2, CROSSING[2:], "", 10),
+            way(3, MARKING, "line_thin", 20),
+            way(4, EDGE, "curbstone", 30),
+            way(5, SIGN, "traffic_light", 40),
             lanelet(6, 1, 2, "crosswalk"),
-        )  # fmt: skip
+        )
     else:
         write_nuscenes(world, root, "v1.0-mini")
         lines = {"c": CROSSING, "m": MARKING, "e": EDGE}
-        nodes = [{"token": f"{name}{at}", "x": x, "y": y}
-                 for name, line in lines.items() for at, (x, y, _) in enumerate(line.tolist())]  # fmt: skip
+        nodes = [
+            {"token": f"{name}{at}", "x": x, "y": y}
+            for name, line in lines.items()
+            for at, (x, y, _) in enumerate(line.tolist())
+        ]
         tokens = {name: [f"{name}{at}" for at in range(len(line))] for name, line in lines.items()}
         drawn = {
-            "node": nodes, "line": [{"token": one, "node_tokens": tokens[one]} for one in "me"],
+            "node": nodes,
+            "line": [{"token": one, "node_tokens": tokens[one]} for one in "me"],
             "polygon": [{"token": "p", "exterior_node_tokens": tokens["c"]}],
-            "ped_crossing": [{"polygon_token": "p"}], "lane_divider": [{"line_token": "m"}],
+            "ped_crossing": [{"polygon_token": "p"}],
+            "lane_divider": [{"line_token": "m"}],
             "road_divider": [{"line_token": "e"}],
-        }  # fmt: skip
+        }
         (root / "maps" / "expansion").mkdir(parents=True)
         (root / "maps" / "expansion" / "x.json").write_text(json.dumps(drawn))
     return world
@@ -102,7 +120,9 @@ def test_a_map_is_the_same_about_ego_in_each_format(tmp_path, kind):
         np.testing.assert_allclose(found["crossing"][0], found["crossing"][-1])
         np.testing.assert_allclose(found["marking"], in_ego(MARKING), atol=1e-4)
         np.testing.assert_allclose(found["edge"][0], in_ego(EDGE)[0], atol=1e-4)
-        assert np.abs(np.abs(found["edge"][1]).max() - HALF_M) < 1e-4, "cut at the border of the window"
+        assert np.abs(np.abs(found["edge"][1]).max() - HALF_M) < 1e-4, (
+            "cut at the border of the window"
+        )
         if "sign" in found:
             np.testing.assert_allclose(found["sign"], in_ego(SIGN), atol=1e-4)
     SourceSuite().make(SourceSpec(kind, str(root), options), tmp_path / "out")
@@ -112,7 +132,9 @@ def test_a_map_is_the_same_about_ego_in_each_format(tmp_path, kind):
         assert info.report.noted == {"lines of maps whose type is not stored": 1}
 
 
-@pytest.mark.parametrize(("kind", "noted"), [("waymo", "segments without a map"), ("t4", "datasets without a map")])
+@pytest.mark.parametrize(
+    ("kind", "noted"), [("waymo", "segments without a map"), ("t4", "datasets without a map")]
+)
 def test_what_has_no_map_is_counted(tmp_path, kind, noted):
     root = tmp_path / "source"
     root.mkdir()
@@ -125,9 +147,14 @@ def test_what_has_no_map_is_counted(tmp_path, kind, noted):
     assert scan_source(SourceSpec(kind, str(root), {"map": True})).report.noted == {noted: 1}
 
 
-LAUGHS = "<!DOCTYPE osm [<!ENTITY a 'ha'>" + "".join(
-    f"<!ENTITY {name} '{f'&{before};' * 10}'>" for before, name in zip("abcdefghij", "bcdefghijk", strict=True)
-) + "]><osm>&k;</osm>"  # fmt: skip
+LAUGHS = (
+    "<!DOCTYPE osm [<!ENTITY a 'ha'>"
+    + "".join(
+        f"<!ENTITY {name} '{f'&{before};' * 10}'>"
+        for before, name in zip("abcdefghij", "bcdefghijk", strict=True)
+    )
+    + "]><osm>&k;</osm>"
+)
 GOOD = osm(way(1, EDGE), way(2, MARKING, "", 20), lanelet(3, 1, 2))
 
 
@@ -138,18 +165,36 @@ GOOD = osm(way(1, EDGE), way(2, MARKING, "", 20), lanelet(3, 1, 2))
         (GOOD[: len(GOOD) // 2], "is not a Lanelet2 map, or it is cut off: line 2: "),
         ("<html/>", "its first element is 'html', wanted is 'osm'"),
         ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
-        (GOOD.replace("<nd ref='0'/>", "<nd ref='77'/>"), "way 1 refers to node '77', which is not in the file"),
-        (GOOD.replace("k='local_y'", "k='y'", 1), "way 1 refers to node '0', .* with local_x and local_y"),
-        (GOOD.replace("v='44.0'", "v='nan'", 1), r"line 0 has a vertex at \[nan, -30.0\]; wanted are finite numbers"),
-        (GOOD.replace("v='44.0'", "v='east'", 1), "line 2: could not convert string to float: 'east'"),
-        (GOOD.replace("ref='2' role='right'", "ref='9' role='right'"), "lanelet 3 refers to way 9, which is not in"),
+        (
+            GOOD.replace("<nd ref='0'/>", "<nd ref='77'/>"),
+            "way 1 refers to node '77', which is not in the file",
+        ),
+        (
+            GOOD.replace("k='local_y'", "k='y'", 1),
+            "way 1 refers to node '0', .* with local_x and local_y",
+        ),
+        (
+            GOOD.replace("v='44.0'", "v='nan'", 1),
+            r"line 0 has a vertex at \[nan, -30.0\]; wanted are finite numbers",
+        ),
+        (
+            GOOD.replace("v='44.0'", "v='east'", 1),
+            "line 2: could not convert string to float: 'east'",
+        ),
+        (
+            GOOD.replace("ref='2' role='right'", "ref='9' role='right'"),
+            "lanelet 3 refers to way 9, which is not in",
+        ),
         (osm(way(1, EDGE), lanelet(3, 1, 0)), "lanelet 3 has no right way"),
         (GOOD.replace("<node id='0'", "<node", 1), "line 2: an element has no 'id'"),
         (LAUGHS, "it declares entities"),
-        ("<!DOCTYPE osm [<!ENTITY x SYSTEM 'file:///etc/passwd'>]><osm>&x;</osm>", "it declares entities"),
+        (
+            "<!DOCTYPE osm [<!ENTITY x SYSTEM 'file:///etc/passwd'>]><osm>&x;</osm>",
+            "it declares entities",
+        ),
         ("<osm>" * 50_000, "cut off"),
     ],
-)  # fmt: skip
+)
 def test_a_hostile_lanelet2_map_is_a_named_error(text, wanted):
     start = time.process_time()
     with pytest.raises(SourceError, match=wanted) as caught:
@@ -166,10 +211,16 @@ def test_bounds_of_a_lanelet_may_run_either_way():
         == lanelet2.outline(left, right[::-1]).tolist()
         == list(map(list, wanted))
     )
-    whole, _ = lanelet2.parse_map(osm(way(1, left), way(2, right, "", 9), lanelet(3, 1, 2)).encode(), "m")
+    whole, _ = lanelet2.parse_map(
+        osm(way(1, left), way(2, right, "", 9), lanelet(3, 1, 2)).encode(), "m"
+    )
     assert whole.lines[0].tolist() == list(map(list, wanted))
-    deleted = osm(way(1, left, "wall"), way(2, right, "wall", 9).replace("<way ", "<way action='delete' "))
-    assert len(lanelet2.parse_map(deleted.encode(), "m")[0].lines) == 1, "what an editor deleted stays in the file"
+    deleted = osm(
+        way(1, left, "wall"), way(2, right, "wall", 9).replace("<way ", "<way action='delete' ")
+    )
+    assert len(lanelet2.parse_map(deleted.encode(), "m")[0].lines) == 1, (
+        "what an editor deleted stays in the file"
+    )
 
 
 LANE = map_feature(1, "lane", np.arange(15.0).reshape(5, 3))
@@ -180,10 +231,16 @@ LANE = map_feature(1, "lane", np.arange(15.0).reshape(5, 3))
     [
         (field(10, LANE)[:-5], "field 10 has .* bytes, .* are left"),
         (field(10, message((4, message((2, message((1, 4.0))))))), "a place without y"),
-        (field(10, map_feature(1, "road_line", [(np.nan, 0, 0), (1, 1, 1)])), r"vertex at \[nan, 0.0\]"),
+        (
+            field(10, map_feature(1, "road_line", [(np.nan, 0, 0), (1, 1, 1)])),
+            r"vertex at \[nan, 0.0\]",
+        ),
         (field(10, message((4, 7))), "field 4 is not a message"),
         (field(10, message((4, message((2, 3))))), "field 2 is not a message"),
-        (field(10, message((4, message((2, message((1, 4), (2, 1.0))))))), "field 1 is not of doubles"),
+        (
+            field(10, message((4, message((2, message((1, 4), (2, 1.0))))))),
+            "field 1 is not of doubles",
+        ),
     ],
 )
 def test_a_damaged_map_of_waymo_is_a_named_error(data, wanted):
@@ -196,12 +253,25 @@ def test_points_of_waymo_in_any_form_are_read():
     """Points without z, and those between other fields, are as those that the dataset's own files have."""
     points = np.arange(12.0).reshape(4, 3)
     odd = message(
-        (1, 2), (2, map_point(points[0])), (2, map_point(points[1, :2])), (5, 9), (2, map_point(points[2])),
+        (1, 2),
+        (2, map_point(points[0])),
+        (2, map_point(points[1, :2])),
+        (5, 9),
+        (2, map_point(points[2])),
         (2, map_point(points[3])),
-    )  # fmt: skip
-    features = [message((1, 1), (4, odd)), message((1, 2), (77, odd)), LANE, map_feature(4, "driveway", points)]
+    )
+    features = [
+        message((1, 1), (4, odd)),
+        message((1, 2), (77, odd)),
+        LANE,
+        map_feature(4, "driveway", points),
+    ]
     whole = waymo_maps.parse_map(b"".join(field(10, one) for one in features) + field(11, b""), "m")
-    assert [waymo_maps.MAP_LAYERS[layer] for layer in whole.layers] == ["road_line", "lane", "driveway"]
+    assert [waymo_maps.MAP_LAYERS[layer] for layer in whole.layers] == [
+        "road_line",
+        "lane",
+        "driveway",
+    ]
     np.testing.assert_array_equal(whole.lines[0], points[:, :2])
     np.testing.assert_array_equal(whole.lines[1], np.arange(15.0).reshape(5, 3)[:, :2])
     np.testing.assert_array_equal(whole.lines[2], points[[0, 1, 2, 3, 0], :2])
@@ -213,10 +283,15 @@ def test_the_map_of_a_real_t4_dataset(tmp_path):
     root = shared_data("t4-sample")
     source, info, table = scanned("t4", root, tmp_path, map=True)
     tree = ElementTree.parse(root / lanelet2.FILE)
-    nodes = {one.get("id"): [float(one.find(f"tag[@k='local_{axis}']").get("v")) for axis in "xy"]
-             for one in tree.iter("node")}  # fmt: skip
-    borders = [np.array([nodes[nd.get("ref")] for nd in one.iter("nd")]) for one in tree.iter("way")
-               if one.find("tag[@k='type']").get("v") in ("road_border", "curbstone", "fence")]  # fmt: skip
+    nodes = {
+        one.get("id"): [float(one.find(f"tag[@k='local_{axis}']").get("v")) for axis in "xy"]
+        for one in tree.iter("node")
+    }
+    borders = [
+        np.array([nodes[nd.get("ref")] for nd in one.iter("nd")])
+        for one in tree.iter("way")
+        if one.find("tag[@k='type']").get("v") in ("road_border", "curbstone", "fence")
+    ]
     assert len(borders) == 6
     (channel,) = info.channels
     for number, ego_x in enumerate((0.0, 10.0, 20.0)):
@@ -224,7 +299,12 @@ def test_the_map_of_a_real_t4_dataset(tmp_path):
         value = KINDS["ragged"].decode(source.open(ref), channel)
         own = value["layer"] == lanelet2.MAP_LAYERS.index("road_border")
         found = value["point"][own]
-        inside = [point - (ego_x, 0) for line in borders for point in line if abs(point[0] - ego_x) <= HALF_M]
+        inside = [
+            point - (ego_x, 0)
+            for line in borders
+            for point in line
+            if abs(point[0] - ego_x) <= HALF_M
+        ]
         assert all(np.abs(found - point).sum(1).min() < 1e-4 for point in inside)
         ends = {(round(x, 3), round(y, 3)) for x, y in found.tolist()}
         assert {(round(HALF_M, 3), 10.0), (round(HALF_M, 3), -10.0)} <= ends

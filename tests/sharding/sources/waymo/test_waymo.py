@@ -60,7 +60,9 @@ class TestWaymo(AtUrl, SourceSuite):
         assert front.exposure_ns == 2_500_000
         assert abs(front.readout_ns - 42_500_000) < 2000
         rows = pq.read_table(made.folder / "out" / "attributes.parquet").to_pylist()
-        assert {(row["night"], row["rain"], row["location"]) for row in rows} == {(True, True, "location_sf")}
+        assert {(row["night"], row["rain"], row["location"]) for row in rows} == {
+            (True, True, "location_sf")
+        }
 
 
 def one_segment(tmp_path, **options):
@@ -83,7 +85,9 @@ def test_one_file_is_a_source(tmp_path):
 
 
 def test_less_than_a_hundredth_of_the_bytes_is_read(tmp_path, monkeypatch):
-    world = TestWaymo().world(num_clips=1, noise=True, cameras=dict.fromkeys(CAMERAS, (480, 360)), num_boxes=40)
+    world = TestWaymo().world(
+        num_clips=1, noise=True, cameras=dict.fromkeys(CAMERAS, (480, 360)), num_boxes=40
+    )
     file = tmp_path / "one.tfrecord"
     write_segment(file, world.clips[0])
     assert bytes_read(file, monkeypatch) < file.stat().st_size / 100
@@ -110,7 +114,9 @@ def bytes_read(file, monkeypatch) -> int:
 def test_boxes_when_a_camera_sees_them(tmp_path):
     file, _ = one_segment(tmp_path)
     assert scanned(file).report.boxes == 12
-    assert scanned(file, boxes="camera_synced").report.boxes == 8, "one box of each frame is seen by no camera"
+    assert scanned(file, boxes="camera_synced").report.boxes == 8, (
+        "one box of each frame is seen by no camera"
+    )
 
 
 def test_points_of_a_damaged_range_image(tmp_path):
@@ -118,9 +124,18 @@ def test_points_of_a_damaged_range_image(tmp_path):
     frame = world.clips[0].frames[0]
     for laser, text in (
         (message((1, 1), (2, message((2, b"no zlib")))), "range images cannot be read"),
-        (message((1, 1), (2, message((2, zlib.compress(bytes(99)))))), "range images cannot be read"),
-        (message((1, 1), (2, message((2, matrix(np.ones((2, 2, 4), np.float32)))))), "4 inclinations for 2 rows"),
-        (message((1, 4), (2, message((2, matrix(np.ones((2, 2, 4), np.float32)))))), "lidar 4 has no calibration"),
+        (
+            message((1, 1), (2, message((2, zlib.compress(bytes(99)))))),
+            "range images cannot be read",
+        ),
+        (
+            message((1, 1), (2, message((2, matrix(np.ones((2, 2, 4), np.float32)))))),
+            "4 inclinations for 2 rows",
+        ),
+        (
+            message((1, 4), (2, message((2, matrix(np.ones((2, 2, 4), np.float32)))))),
+            "lidar 4 has no calibration",
+        ),
     ):
         frame.lasers = [laser]
         file.write_bytes(record(frame_message("one", frame)))
@@ -157,15 +172,33 @@ SCENARIO = message((1, 0.1), (5, "scenario"), (2, b"track"))
 EXAMPLE = message((1, message((1, message((1, "image/encoded"), (2, b""))))))
 BAD = {
     "empty": (lambda data: b"", r"is empty"),
-    "LFS pointer": (lambda data: b"version https://git-lfs.github.com/spec/v1\n", r"is a git-LFS pointer"),
+    "LFS pointer": (
+        lambda data: b"version https://git-lfs.github.com/spec/v1\n",
+        r"is a git-LFS pointer",
+    ),
     "no TFRecord": (lambda data: bytes(range(200)), r"record 0 at byte 0 is not a TFRecord"),
-    "cut off": (lambda data: data[:-5], r"record 3 at byte \d+ is cut off: it ends at \d+, the file has"),
+    "cut off": (
+        lambda data: data[:-5],
+        r"record 3 at byte \d+ is cut off: it ends at \d+, the file has",
+    ),
     "cut off in a length": (lambda data: data + b"\x01\x02", r"record 4 at byte \d+ is cut off"),
     "a flipped bit in a length": (damaged(3), r"record 0 at byte 0 is not a TFRecord: the CRC32C"),
-    "more than records": (lambda data: data + bytes(99), r"record 4 at byte \d+ does not begin with a length"),
-    "a Scenario": (lambda data: record(SCENARIO), r"record 0 is not a Frame .*field 1 is not context.*motion dataset"),
-    "a tf.Example": (lambda data: record(EXAMPLE), r"record 0 is not a Frame .*it has no timestamp_micros"),
-    "another message": (lambda data: record(b"\xff" * 40), r"record 0 is not a Frame .*does not end"),
+    "more than records": (
+        lambda data: data + bytes(99),
+        r"record 4 at byte \d+ does not begin with a length",
+    ),
+    "a Scenario": (
+        lambda data: record(SCENARIO),
+        r"record 0 is not a Frame .*field 1 is not context.*motion dataset",
+    ),
+    "a tf.Example": (
+        lambda data: record(EXAMPLE),
+        r"record 0 is not a Frame .*it has no timestamp_micros",
+    ),
+    "another message": (
+        lambda data: record(b"\xff" * 40),
+        r"record 0 is not a Frame .*does not end",
+    ),
 }
 
 
@@ -185,7 +218,9 @@ def test_a_flipped_bit_in_a_picture_is_found_when_all_bytes_are_read(tmp_path):
     at = data.index(b"\xff\xd8\xff") + 500
     file.write_bytes(damaged(at)(data))
     assert scanned(file).num_samples == 4
-    with pytest.raises(SourceError, match=r"record 0 at byte 0: the CRC32C of its \d+ bytes does not agree"):
+    with pytest.raises(
+        SourceError, match=r"record 0 at byte 0: the CRC32C of its \d+ bytes does not agree"
+    ):
         scanned(file, payload_crc=True)
 
 
@@ -197,7 +232,9 @@ def test_frames_that_are_wrong(tmp_path):
     with pytest.raises(SourceError, match="record 1 is of other, those before of one"):
         scanned(file)
     file.write_bytes(record(frame_message("one", frames[0], without=("cam_side_left",))))
-    with pytest.raises(SourceError, match="camera SIDE_LEFT has no calibration; the context has FRONT, FRONT_LEFT"):
+    with pytest.raises(
+        SourceError, match="camera SIDE_LEFT has no calibration; the context has FRONT, FRONT_LEFT"
+    ):
         scanned(file)
     front = field(4, image_message("cam_front", frames[0].images["cam_front"]))
     file.write_bytes(record(frame_message("one", frames[0]) + front))
@@ -259,7 +296,9 @@ def test_a_real_frame(tmp_path, monkeypatch):
     data = file.read_bytes()
     frame = decode(data[12 : 12 + int.from_bytes(data[:8], "little")])
     assert sample.meta.timestamp_ns == frame[2][0] * 1000
-    np.testing.assert_array_equal(sample.geometry.ego2global.ravel(), doubles(decode(frame[3][0])[1]))
+    np.testing.assert_array_equal(
+        sample.geometry.ego2global.ravel(), doubles(decode(frame[3][0])[1])
+    )
     calibrations = {one[1][0]: one for one in map(decode, decode(frame[1][0])[2])}
     looks = {1: (1, 0), 2: (0.7, 0.7), 3: (0.7, -0.7), 4: (0, 1), 5: (0, -1)}
     for image in map(decode, frame[4]):
@@ -268,12 +307,18 @@ def test_a_real_frame(tmp_path, monkeypatch):
         assert bytes(sample.images[name]) == image[2][0]
         height, width = simplejpeg.decode_jpeg(image[2][0]).shape[:2]
         assert (
-            geometry.img_wh[at].tolist() == [width, height] == [calibrations[at + 1][4][0], calibrations[at + 1][5][0]]
+            geometry.img_wh[at].tolist()
+            == [width, height]
+            == [calibrations[at + 1][4][0], calibrations[at + 1][5][0]]
         )
-        np.testing.assert_allclose(geometry.cam_ego2global[at].ravel(), doubles(decode(image[3][0])[1]), atol=1e-9)
+        np.testing.assert_allclose(
+            geometry.cam_ego2global[at].ravel(), doubles(decode(image[3][0])[1]), atol=1e-9
+        )
         assert abs(geometry.cam_timestamp_ns[at] / 1e9 - doubles(image[5])[0]) < 1e-6
         lens, k = doubles(calibrations[at + 1][2]), geometry.intrinsics[at]
-        np.testing.assert_allclose([k[0, 0], k[1, 1], k[0, 2] + 0.5, k[1, 2] + 0.5, *geometry.dist[at][:5]], lens)
+        np.testing.assert_allclose(
+            [k[0, 0], k[1, 1], k[0, 2] + 0.5, k[1, 2] + 0.5, *geometry.dist[at][:5]], lens
+        )
         assert geometry.cam2ego[at][:2, 2] @ looks[at + 1] > 0.95, f"{name} looks elsewhere"
         assert geometry.cam2ego[at][2, 1] < -0.95, "a camera's y is down"
     labels = list(map(decode, frame[6]))

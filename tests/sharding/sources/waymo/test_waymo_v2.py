@@ -42,7 +42,9 @@ class TestWaymoParquet(AtUrl, SourceSuite):
 
     def test_attributes_and_splits(self, made):
         rows = pq.read_table(made.folder / "out" / "attributes.parquet").to_pylist()
-        assert {(row["night"], row["rain"], row["location"]) for row in rows} == {(False, False, "location_phx")}
+        assert {(row["night"], row["rain"], row["location"]) for row in rows} == {
+            (False, False, "location_phx")
+        }
         assert made.scan.info.splits == {"train": ["drive-0"], "val": ["drive-1"]}
 
 
@@ -78,7 +80,9 @@ class TestWithLidar(TestWaymoParquet):
         spec = self.spec(tmp_path)
         root = tmp_path / "source" / "training"
         part = "[LiDARComponent].range_image_return1"
-        shapes = pq.read_table(root / "lidar" / "drive-0.parquet").column(f"{part}.shape").to_pylist()
+        shapes = (
+            pq.read_table(root / "lidar" / "drive-0.parquet").column(f"{part}.shape").to_pylist()
+        )
         source, _, table = scanned(spec.kind, spec.location, tmp_path)
         (ref,) = [one.ref for one in table.row(0).members if one.name == "lidar.npy"]
         for values, message in (
@@ -109,8 +113,14 @@ POSE = "[VehiclePoseComponent].world_from_vehicle.transform"
 TIME, CAMERA = "key.frame_timestamp_micros", "key.camera_name"
 BAD = {
     "no images": (gone("camera_image"), r"camera_image/drive-0\.parquet' is not there"),
-    "no calibration": (gone("camera_calibration"), r"camera_calibration/drive-0\.parquet' is not there"),
-    "not Parquet": (content(file("stats"), b"PAR1" * 9), r"stats/drive-0\.parquet' cannot be read as Parquet"),
+    "no calibration": (
+        gone("camera_calibration"),
+        r"camera_calibration/drive-0\.parquet' is not there",
+    ),
+    "not Parquet": (
+        content(file("stats"), b"PAR1" * 9),
+        r"stats/drive-0\.parquet' cannot be read as Parquet",
+    ),
     "column missing": (
         column(file("camera_image"), "[CameraImageComponent].pose_timestamp", None),
         r"camera_image/drive-0\.parquet' has no column '\[CameraImageComponent\]\.pose_timestamp'; it has key\.segment",
@@ -124,7 +134,8 @@ BAD = {
         r"column 'key\.camera_name' is string, expected int64",
     ),
     "two rows for a camera": (
-        column(file("camera_image"), CAMERA, [pa.array([1] * 20)]), r"has two rows for time and camera"
+        column(file("camera_image"), CAMERA, [pa.array([1] * 20)]),
+        r"has two rows for time and camera",
     ),
     "a camera without calibration": (
         column(file("camera_calibration"), CAMERA, [pa.array([1, 2, 3, 4, 6])]),
@@ -134,12 +145,15 @@ BAD = {
         column(file("vehicle_pose"), TIME, [pa.array([1_600_000_000_000_000] * 4)]),
         r"has no pose at \d+ us, where there are images",
     ),
-    "no rotation": (column(file("vehicle_pose"), POSE, [pa.array([[2.0] * 16] * 4)]), r"is not a rotation"),
+    "no rotation": (
+        column(file("vehicle_pose"), POSE, [pa.array([[2.0] * 16] * 4)]),
+        r"is not a rotation",
+    ),
     "matrices of another size": (
         column(file("vehicle_pose"), POSE, [pa.array([[2.0] * 12] * 4)]),
         r"world_from_vehicle\.transform' is list<.*expected fixed_size_list",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -171,12 +185,15 @@ def test_a_real_file_of_poses():
     """It has poses of 199 frames in single precision, and no images: both is named or read, by pyarrow too."""
     root = shared_data("waymo-v2-parquet")
     with pytest.raises(
-        SourceError, match=r"camera_calibration/10023947602400723454_1120_000_1140_000\.parquet' is not there"
+        SourceError,
+        match=r"camera_calibration/10023947602400723454_1120_000_1140_000\.parquet' is not there",
     ):
         scan_source(SourceSpec("waymo_v2", str(root), {}))
     source = make_source(SourceSpec("waymo_v2", str(root), {}))
     (clip,) = source.clips()
-    rows = read_parquet(source.files, clip.files[2], {TIME: pa.int64(), POSE: pa.list_(pa.float64(), 16)})
+    rows = read_parquet(
+        source.files, clip.files[2], {TIME: pa.int64(), POSE: pa.list_(pa.float64(), 16)}
+    )
     wanted = pq.read_table(next(root.rglob("*.parquet"))).to_pylist()
     assert rows[TIME].tolist() == [row[TIME] for row in wanted]
     np.testing.assert_array_equal(rows[POSE], [row[POSE] for row in wanted])

@@ -44,7 +44,10 @@ def brought(bucket, url: str, to) -> dict[str, str]:
 def test_two_writers_and_an_interruption_do_not_show(base, bucket, tmp_path) -> None:
     here = write_layer(base, tmp_path / "teacher")
     url = "s3://layers/writers/teacher"
-    with LayerWriter(base, url, channels=TABLE) as one, LayerWriter(base, url, channels=TABLE) as two:
+    with (
+        LayerWriter(base, url, channels=TABLE) as one,
+        LayerWriter(base, url, channels=TABLE) as two,
+    ):
         for position in range(0, 12, 3):
             one.write(position, values_of(position))
         for position in range(1, 12, 3):
@@ -70,9 +73,13 @@ def test_it_is_loaded_and_verified_where_it_was_written(base, bucket) -> None:
     url = "s3://layers/loaded/teacher"
     write_layer(base, url)
     image = {"height": 32, "width": 48}
-    with DataLoader(base, 3, shuffle=False, layers={"t": url}, transforms={"image": image}, num_workers=1) as loader:
+    with DataLoader(
+        base, 3, shuffle=False, layers={"t": url}, transforms={"image": image}, num_workers=1
+    ) as loader:
         rows = [
-            (row, loss) for batch in loader for row, loss in zip(batch["global_index"], batch["t.loss"], strict=True)
+            (row, loss)
+            for batch in loader
+            for row, loss in zip(batch["global_index"], batch["t.loss"], strict=True)
         ]
     assert len(rows) == 9 and all(float(loss) == float(row) / 2 for row, loss in rows)
     assert not verify(url, deep=True, num_threads=1).faults
@@ -81,9 +88,14 @@ def test_it_is_loaded_and_verified_where_it_was_written(base, bucket) -> None:
 def test_two_layers_started_at_once_with_differing_tables(base, bucket) -> None:
     url = "s3://layers/differing/teacher"
     one = LayerWriter(base, url, channels=TABLE)
-    bucket.rm("layers/differing/teacher/.fuelrail/layer.json")  # as if both had looked before either wrote
+    bucket.rm(
+        "layers/differing/teacher/.fuelrail/layer.json"
+    )  # as if both had looked before either wrote
     LayerWriter(base, url, channels=TABLE[:1])
-    with pytest.raises(DatasetExistsError, match=r'holds another layer: channels\.loss: none there, {"name":"loss",'):
+    with pytest.raises(
+        DatasetExistsError,
+        match=r'holds another layer: channels\.loss: none there, {"name":"loss",',
+    ):
         one.finish()
 
 
@@ -95,4 +107,6 @@ def test_annotate_writes_to_a_url(base, bucket, tmp_path) -> None:
     here = annotate(base, tmp_path / "mean", model, **options)
     there = annotate(base, "s3://layers/annotated/mean", model, **options)
     assert there.fingerprint == here.fingerprint is not None
-    assert brought(bucket, "s3://layers/annotated/mean", tmp_path / "brought") == digests(tmp_path / "mean")
+    assert brought(bucket, "s3://layers/annotated/mean", tmp_path / "brought") == digests(
+        tmp_path / "mean"
+    )

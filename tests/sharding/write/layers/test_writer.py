@@ -22,7 +22,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, ManifestError, SchemaError
+from fuelrail.pipeline.errors import (
+    ConfigError,
+    DatasetError,
+    DatasetExistsError,
+    ManifestError,
+    SchemaError,
+)
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.tables import file_entry, seal_tables
 from fuelrail.pipeline.format.layers import LAYERS, LayerView, open_layer
@@ -54,7 +60,9 @@ def test_bytes_do_not_depend_on_who_wrote_what(base, tmp_path, monkeypatch) -> N
     monkeypatch.setattr(finish_module, "SHARD_BYTES", 20_000)
     expected = digests(write_layer(base, tmp_path / "a" / "teacher"))
     assert len([name for name in expected if name.endswith(".tar")]) > 1
-    for number, split in enumerate(([range(12)], [range(5, 12), range(6)], [range(k, 12, 4) for k in range(4)])):
+    for number, split in enumerate(
+        ([range(12)], [range(5, 12), range(6)], [range(k, 12, 4) for k in range(4)])
+    ):
         out = tmp_path / str(number) / "teacher"
         for positions in split:
             shuffled = np.random.default_rng(number).permutation(positions).tolist()
@@ -135,35 +143,73 @@ def test_other_tools_and_commands_know_layers(base, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"logits": np.zeros(9, np.float16), "loss": np.float32(0)}, r"float16\[9\]; the table has float16\[10\]"),
-        ({"logits": np.zeros(10, np.float32), "loss": np.float32(0)}, "float32.*the table has float16"),
+        (
+            {"logits": np.zeros(9, np.float16), "loss": np.float32(0)},
+            r"float16\[9\]; the table has float16\[10\]",
+        ),
+        (
+            {"logits": np.zeros(10, np.float32), "loss": np.float32(0)},
+            "float32.*the table has float16",
+        ),
         ({"logits": np.full(10, np.nan, np.float16), "loss": np.float32(0)}, "NaN at .* forbids"),
-        ({"logits": np.full(10, np.inf, np.float16), "loss": np.float32(0)}, "an infinity at .* forbids"),
+        (
+            {"logits": np.full(10, np.inf, np.float16), "loss": np.float32(0)},
+            "an infinity at .* forbids",
+        ),
         ({"loss": np.float32(0)}, "'logits' is missing"),
-        ({**values_of(0), "logits": torch.zeros(10, dtype=torch.bfloat16)}, "'logits': numpy cannot take Tensor: "),
+        (
+            {**values_of(0), "logits": torch.zeros(10, dtype=torch.bfloat16)},
+            "'logits': numpy cannot take Tensor: ",
+        ),
         ({**values_of(0), "caption": b"text"}, "'caption' is bytes; kind 'text' takes str"),
         ({**values_of(0), "caption": "\ud800"}, "'caption' cannot be stored as UTF-8"),
         ({**values_of(0), "logit": 1}, "no channel 'logit'; it has: logits, loss, caption"),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_and_channel(base, tmp_path, values, message) -> None:
-    with LayerWriter(base, tmp_path / "teacher", channels=TABLE) as writer, pytest.raises(SchemaError, match=message):
+    with (
+        LayerWriter(base, tmp_path / "teacher", channels=TABLE) as writer,
+        pytest.raises(SchemaError, match=message),
+    ):
         writer.write(0, values)
 
 
 @pytest.mark.parametrize(
     ("channel", "message"),
     [
-        ({**TABLE[0], "law": {"name": "image"}, "kind": "image", "field": "logits.png", "dtype": "uint8",
-          "axes": ["height", "width"], "shape": [None, None]}, "camera"),
-        ({**TABLE[0], "law": {"name": "image", "camera": "cam_nowhere"}, "kind": "image", "field": "logits.png",
-          "dtype": "uint8", "axes": ["height", "width"], "shape": [None, None]}, "cam_nowhere"),
+        (
+            {
+                **TABLE[0],
+                "law": {"name": "image"},
+                "kind": "image",
+                "field": "logits.png",
+                "dtype": "uint8",
+                "axes": ["height", "width"],
+                "shape": [None, None],
+            },
+            "camera",
+        ),
+        (
+            {
+                **TABLE[0],
+                "law": {"name": "image", "camera": "cam_nowhere"},
+                "kind": "image",
+                "field": "logits.png",
+                "dtype": "uint8",
+                "axes": ["height", "width"],
+                "shape": [None, None],
+            },
+            "cam_nowhere",
+        ),
         ({**TABLE[0], "sensor": "camera"}, "cannot be in a layer"),
         ({**TABLE[0], "kind": "hologram"}, "kind 'hologram' is unknown"),
         ("logits", "Expected `object`, got `str`"),
-        ({**TABLE[1], "name": "frame", "field": "frame.npy"}, "'frame' is a number .* give it another name"),
+        (
+            {**TABLE[1], "name": "frame", "field": "frame.npy"},
+            "'frame' is a number .* give it another name",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_table_is_refused(base, tmp_path, channel, message) -> None:
     with pytest.raises(ConfigError, match=message):
         LayerWriter(base, tmp_path / "teacher", channels=[channel])
@@ -176,9 +222,17 @@ def test_damaged_work_in_progress_is_named(base, tmp_path) -> None:
             writer.write(position, values_of(position))
     (segment,) = (work / "segments").iterdir()
     whole = segment.read_bytes()
-    for damaged in (b"", whole[:20], whole[:96] + b"\x00" + whole[97:], whole[:-30], whole[:-9] + b"?" + whole[-8:]):
+    for damaged in (
+        b"",
+        whole[:20],
+        whole[:96] + b"\x00" + whole[97:],
+        whole[:-30],
+        whole[:-9] + b"?" + whole[-8:],
+    ):
         segment.write_bytes(damaged)
-        with pytest.raises(DatasetError, match=r"segments/000000000000-\w+\.rows' is damaged: remove it"):
+        with pytest.raises(
+            DatasetError, match=r"segments/000000000000-\w+\.rows' is damaged: remove it"
+        ):
             writer.finish()
     (work / "layer.json").write_bytes(b"{")
     with pytest.raises(DatasetError, match=r"layer\.json' is damaged"):
@@ -189,21 +243,37 @@ def test_damaged_work_in_progress_is_named(base, tmp_path) -> None:
 
 
 def test_what_lies_on_images_is_not_bound_to_images_of_other_sizes(base, tmp_path) -> None:
-    points = {"name": "kp", "kind": "points", "field": "kp.npy", "dtype": "float32", "axes": ["point", "column"],
-              "shape": [None, 2], "columns": ["u", "v"],
-              "law": {"name": "image_points", "camera": "cam_back", "roles": {"points": [["u", "v"]]}}}  # fmt: skip
+    points = {
+        "name": "kp",
+        "kind": "points",
+        "field": "kp.npy",
+        "dtype": "float32",
+        "axes": ["point", "column"],
+        "shape": [None, 2],
+        "columns": ["u", "v"],
+        "law": {"name": "image_points", "camera": "cam_back", "roles": {"points": [["u", "v"]]}},
+    }
     with LayerWriter(base, tmp_path / "layer", channels=[points]) as writer:
         writer.write(0, {"kp": np.ones((1, 2), np.float32)})
     writer.finish(partial=True)
     build_dataset(tmp_path / "small", {"train": (3,)}, back_size=(48, 32))
-    with pytest.raises(DatasetError, match=r"'cam_back' of \[\(96, 64\)\] pixels, and .* in \[\(48, 32\)\]"):
+    with pytest.raises(
+        DatasetError, match=r"'cam_back' of \[\(96, 64\)\] pixels, and .* in \[\(48, 32\)\]"
+    ):
         rebase_layer(tmp_path / "layer", tmp_path / "small", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_raster_needs_the_size_of_its_camera(base, tmp_path) -> None:
-    mask = {"name": "mask", "kind": "image", "field": "mask.png", "law": {"name": "image", "camera": "cam_front"},
-            "dtype": "uint8", "axes": ["height", "width"], "shape": [None, None]}  # fmt: skip
+    mask = {
+        "name": "mask",
+        "kind": "image",
+        "field": "mask.png",
+        "law": {"name": "image", "camera": "cam_front"},
+        "dtype": "uint8",
+        "axes": ["height", "width"],
+        "shape": [None, None],
+    }
     with LayerWriter(base, tmp_path / "masks", channels=[mask]) as writer:
         writer.write(0, {"mask": np.zeros((64, 96), np.uint8)})
         with pytest.raises(SchemaError, match=r"\[32, 96\] pixels .* need \[64, 96\]"):
@@ -218,11 +288,18 @@ def test_overlapping_writers_are_refused_where_they_disagree(base, tmp_path) -> 
         writer.finish(partial=True)
 
 
-def test_a_writer_with_another_table_base_or_view_is_refused_with_both_sides(base, tmp_path) -> None:
+def test_a_writer_with_another_table_base_or_view_is_refused_with_both_sides(
+    base, tmp_path
+) -> None:
     LayerWriter(base, tmp_path / "teacher", channels=TABLE)
-    with pytest.raises(DatasetExistsError, match=r"layer: channels\.loss: {.* there, none here; channels\.caption"):
+    with pytest.raises(
+        DatasetExistsError, match=r"layer: channels\.loss: {.* there, none here; channels\.caption"
+    ):
         LayerWriter(base, tmp_path / "teacher", channels=TABLE[:1])
-    with pytest.raises(DatasetExistsError, match=r"layer: channels\.logits\.shape: \[10\] there, \[9\] here; choose"):
+    with pytest.raises(
+        DatasetExistsError,
+        match=r"layer: channels\.logits\.shape: \[10\] there, \[9\] here; choose",
+    ):
         LayerWriter(base, tmp_path / "teacher", channels=[{**TABLE[0], "shape": [9]}, *TABLE[1:]])
     with pytest.raises(DatasetExistsError, match="the order of its channels is another"):
         LayerWriter(base, tmp_path / "teacher", channels=TABLE[::-1])
@@ -233,12 +310,18 @@ def test_a_writer_with_another_table_base_or_view_is_refused_with_both_sides(bas
 @pytest.mark.parametrize(
     "fields",
     [
-        {"kind": "per_view"}, {"kind": "per_view", "epoch": 1}, {"kind": "per_view", "settings": {}}, {"epoch": 1},
+        {"kind": "per_view"},
+        {"kind": "per_view", "epoch": 1},
+        {"kind": "per_view", "settings": {}},
+        {"epoch": 1},
         {"settings": {}},
     ],
-)  # fmt: skip
+)
 def test_a_view_without_epoch_and_settings_is_refused(base, tmp_path, fields) -> None:
-    with pytest.raises(ConfigError, match="a view of kind 'per_view' has epoch and settings, one of kind 'fixed' has"):
+    with pytest.raises(
+        ConfigError,
+        match="a view of kind 'per_view' has epoch and settings, one of kind 'fixed' has",
+    ):
         LayerView(**fields)
     layer = write_layer(base, tmp_path / "teacher")
     manifest = json.loads((layer / "dataset.json").read_text())
@@ -265,7 +348,10 @@ def test_attributes_that_are_not_the_members_values_are_found(base, tmp_path, st
     ("edit", "says"),
     [
         (lambda table: table.drop_columns(["loss"]), "the channels of the layer make"),
-        (lambda table: table.append_column("night", pa.array([True] * 3)), "the channels of the layer make"),
+        (
+            lambda table: table.append_column("night", pa.array([True] * 3)),
+            "the channels of the layer make",
+        ),
         (lambda table: table.drop_columns(["clip_id"]), "has no column 'clip_id'"),
     ],
 )
@@ -283,7 +369,9 @@ def mend(layer) -> None:
     manifest = load_manifest(layer, LAYERS)
     seal_tables(layer)
     files = tuple(file_entry(layer / one.name) for one in manifest.files)
-    (layer / "dataset.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
+    (layer / "dataset.json").write_bytes(
+        encode_manifest(msgspec.structs.replace(manifest, files=files))
+    )
 
 
 def test_missing_rows_are_named_and_allowed_where_asked_for(base, tmp_path) -> None:
@@ -307,13 +395,17 @@ def test_a_writer_that_ends_after_the_layer_was_finished_leaves_no_file(base, tm
     assert not (tmp_path / "b" / "teacher" / ".fuelrail").exists()
 
 
-def test_rows_of_a_writer_that_ends_after_a_partial_layer_are_not_lost_in_silence(base, tmp_path) -> None:
+def test_rows_of_a_writer_that_ends_after_a_partial_layer_are_not_lost_in_silence(
+    base, tmp_path
+) -> None:
     late = LayerWriter(base, tmp_path / "teacher", channels=TABLE)
     late.write(5, values_of(5))
     with LayerWriter(base, tmp_path / "teacher", channels=TABLE) as writer:
         writer.write(4, values_of(4))
     writer.finish(partial=True)
-    with pytest.raises(DatasetError, match=r"finished with partial=True while .* of positions 5: finish"):
+    with pytest.raises(
+        DatasetError, match=r"finished with partial=True while .* of positions 5: finish"
+    ):
         late.flush()
 
 
@@ -354,10 +446,14 @@ def test_a_run_that_was_killed_between_its_files_is_finished_by_the_next(base, t
     assert digests(out) == expected
 
 
-def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebased(base, tmp_path) -> None:
+def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebased(
+    base, tmp_path
+) -> None:
     layer = write_layer(base, tmp_path / "teacher")
     build_dataset(tmp_path / "other", {"train": (2,)}, seed=5)
-    with pytest.raises(ManifestError, match=r"belongs to dataset .* give the dataset that it was made for"):
+    with pytest.raises(
+        ManifestError, match=r"belongs to dataset .* give the dataset that it was made for"
+    ):
         open_layer("teacher", layer, open_dataset(tmp_path / "other"))
     newer = tmp_path / "newer"
     build_dataset(newer, {"train": (3, 4), "val": (5, 2)})
@@ -368,13 +464,19 @@ def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebas
     assert (tmp_path / "rebased" / "layer-000000.tar").samefile(layer / "layer-000000.tar")
     rebased = open_layer("teacher", tmp_path / "rebased", open_dataset(newer), "mask")
     assert rebased.rows is not None
-    assert rebased.manifest.lineage.parents == (open_layer("teacher", layer, open_dataset(base)).manifest.fingerprint,)
+    assert rebased.manifest.lineage.parents == (
+        open_layer("teacher", layer, open_dataset(base)).manifest.fingerprint,
+    )
     keys = [open_dataset(newer).index.row(at).key for at in range(14)]
     found = [None if row < 0 else rebased.data.index.row(row).key for row in rebased.rows.tolist()]
     assert found == [*keys[:12], None, None]
     assert not verify(tmp_path / "rebased", deep=True).faults
     expected = digests(tmp_path / "rebased")
-    for name in ("dataset.json", "rows.npy", "keys.arrow"):  # as if it had been killed before, or while it cleared up
+    for name in (
+        "dataset.json",
+        "rows.npy",
+        "keys.arrow",
+    ):  # as if it had been killed before, or while it cleared up
         (tmp_path / "rebased" / ".fuelrail" / "tmp").mkdir(parents=True)
         (tmp_path / "rebased" / ".fuelrail" / "tmp" / "keys.arrow").write_bytes(b"part")
         (tmp_path / "rebased" / name).unlink()
@@ -385,7 +487,9 @@ def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebas
     with pytest.raises(ConfigError, match="is not empty"):
         rebase_layer(layer, newer, tmp_path / "rebased")
     (layer / "layer-000000.tar").unlink()
-    with pytest.raises(DatasetError, match=r"teacher' has no file layer-000000\.tar; bring it back"):
+    with pytest.raises(
+        DatasetError, match=r"teacher' has no file layer-000000\.tar; bring it back"
+    ):
         rebase_layer(layer, newer, tmp_path / "again")
     assert not (tmp_path / "again").exists()
     with pytest.raises(ManifestError, match="it is a layer"):
@@ -400,12 +504,17 @@ def test_a_full_disk_is_one_error(base, tmp_path) -> None:
             writer.write(position, values_of(position))
     with (
         small_files(512),  # the file of attributes is open by then
-        pytest.raises(DatasetError, match="File too large; rows that were published are kept; run the same"),
+        pytest.raises(
+            DatasetError, match="File too large; rows that were published are kept; run the same"
+        ),
     ):
         writer.finish()
     writer.finish()
     assert not verify(tmp_path / "layer", deep=True).faults
-    with small_files(64), pytest.raises(DatasetError, match="File too large; files that were linked are kept; run"):
+    with (
+        small_files(64),
+        pytest.raises(DatasetError, match="File too large; files that were linked are kept; run"),
+    ):
         rebase_layer(tmp_path / "layer", base, tmp_path / "rebased")
     rebase_layer(tmp_path / "layer", base, tmp_path / "rebased")
     assert not verify(tmp_path / "rebased", deep=True).faults

@@ -28,7 +28,9 @@ SIZE = (640, 360)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("boxes2d") / "root"
-    return build_nuscenes(root, {"scene-0061": 3, "scene-0103": 2}, cameras=CAMERAS, size=(640, 480), num_tracks=9)
+    return build_nuscenes(
+        root, {"scene-0061": 3, "scene-0103": 2}, cameras=CAMERAS, size=(640, 480), num_tracks=9
+    )
 
 
 def values(source: Any, info: Any, row: Any) -> dict[str, Any]:
@@ -44,7 +46,10 @@ def random_corners(rng: np.random.Generator, number: int) -> np.ndarray:
     signs = np.array([[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)]) / 2
     turn = np.linalg.qr(rng.normal(size=(number, 3, 3)))[0]
     centre = rng.normal(size=(number, 3)) * (6, 3, 8) + (0, 0, 6)
-    return np.einsum("mij,mkj->mki", turn, signs * rng.uniform(0.5, 5, (number, 1, 3))) + centre[:, None]
+    return (
+        np.einsum("mij,mkj->mki", turn, signs * rng.uniform(0.5, 5, (number, 1, 3)))
+        + centre[:, None]
+    )
 
 
 @pytest.mark.costly
@@ -59,12 +64,16 @@ def test_whole_boxes_are_those_of_nuscenes_devkit(made, tmp_path) -> None:
         sample = devkit.get("sample", decode_meta(row.meta).sample_token)
         found = values(source, info, row)
         for camera in CAMERAS:
-            _, boxes, intrinsics = devkit.get_sample_data(sample["data"][camera], box_vis_level=BoxVisibility.NONE)
+            _, boxes, intrinsics = devkit.get_sample_data(
+                sample["data"][camera], box_vis_level=BoxVisibility.NONE
+            )
             ours = found[f"boxes2d_{camera.lower()}"]
             for at, box in enumerate(boxes):
                 corners = box.corners()
                 pixels = view_points(corners, intrinsics, normalize=True)[:2]
-                in_image = (pixels > 0).all() and (pixels[0] < 639).all() and (pixels[1] < 479).all()
+                in_image = (
+                    (pixels > 0).all() and (pixels[0] < 639).all() and (pixels[1] < 479).all()
+                )
                 if (corners[2] > 0.2).all() and in_image:
                     mine = np.flatnonzero(ours["row"] == at)
                     assert len(mine) == 1
@@ -106,7 +115,10 @@ def test_boxes_around_the_camera_bound_their_visible_sides() -> None:
     for row in range(len(corners)):
         faces = [corners[row, face] for face in _FACES]
         points = np.concatenate(
-            [f[0] * (1 - a) * (1 - b) + f[1] * a * (1 - b) + f[2] * a * b + f[3] * (1 - a) * b for f in faces]
+            [
+                f[0] * (1 - a) * (1 - b) + f[1] * a * (1 - b) + f[2] * a * b + f[3] * (1 - a) * b
+                for f in faces
+            ]
         )
         points = points[points[:, 2] >= 0.1]
         pixels = points @ K.T
@@ -127,22 +139,37 @@ def test_boxes_around_the_camera_bound_their_visible_sides() -> None:
 
 def test_the_near_plane_is_a_decimetre_before_the_camera() -> None:
     signs = np.array([[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)]) / 2
-    through = signs * (0.01, 0.01, 2.0) + (0.025, 0.025, 0.0)  # x and y from 0.02 to 0.03 m, z from -1 to 1 m
+    through = signs * (0.01, 0.01, 2.0) + (
+        0.025,
+        0.025,
+        0.0,
+    )  # x and y from 0.02 to 0.03 m, z from -1 to 1 m
     corners = np.stack([through, signs * (1, 1, 0.08) + (0, 0, 0.05)])  # the second ends at 0.09 m
     bounds, rows = image_bounds(corners, K, SIZE)
     assert rows.tolist() == [0]
-    wanted = [320 + 400 * 0.02 / 1, 180 + 410 * 0.02 / 1, 320 + 400 * 0.03 / 0.1, 180 + 410 * 0.03 / 0.1]
+    wanted = [
+        320 + 400 * 0.02 / 1,
+        180 + 410 * 0.02 / 1,
+        320 + 400 * 0.03 / 0.1,
+        180 + 410 * 0.03 / 0.1,
+    ]
     np.testing.assert_allclose(bounds, [wanted], atol=1e-6)
 
 
 def test_tokens_are_those_of_the_tables_in_the_order_of_boxes(made, tmp_path) -> None:
-    source, info, table = scanned("nuscenes", made.root, tmp_path, channels=["tokens", "description"])
+    source, info, table = scanned(
+        "nuscenes", made.root, tmp_path, channels=["tokens", "description"]
+    )
     of = {row["token"]: row for row in made.tables["sample_annotation"]}
     scenes = {row["name"]: row["description"] for row in made.tables["scene"]}
     ids: dict[str, int] = {}
     for number in range(len(table)):
         row = table.row(number)
-        found, boxes, meta = values(source, info, row), decode_arrays(row.boxes, Boxes), decode_meta(row.meta)
+        found, boxes, meta = (
+            values(source, info, row),
+            decode_arrays(row.boxes, Boxes),
+            decode_meta(row.meta),
+        )
         assert found["description"] == scenes[meta.clip_name]
         tokens = json.loads(found["box_tokens"])
         assert len(tokens["annotation"]) == len(boxes.label) == 9
@@ -151,35 +178,56 @@ def test_tokens_are_those_of_the_tables_in_the_order_of_boxes(made, tmp_path) ->
             assert record["sample_token"] == meta.sample_token
             assert tokens["instance"][at] == record["instance_token"]
             assert tokens["visibility"][at] == record["visibility_token"]
-            np.testing.assert_allclose(boxes.boxes3d[at, 3:5], [record["size"][1], record["size"][0]], atol=1e-6)
-            assert ids.setdefault(record["instance_token"], boxes.instance_id[at]) == boxes.instance_id[at]
+            np.testing.assert_allclose(
+                boxes.boxes3d[at, 3:5], [record["size"][1], record["size"][0]], atol=1e-6
+            )
+            assert (
+                ids.setdefault(record["instance_token"], boxes.instance_id[at])
+                == boxes.instance_id[at]
+            )
     assert len(set(ids.values())) == 18
 
 
 @pytest.mark.costly
 def test_a_dataset_with_all_groups_is_sound(made, tmp_path) -> None:
     add_radar_files(made)
-    options = {"channels": ["boxes2d", "tokens", "trajectories", "description", "radar"], "radar_sweeps": 1}
+    options = {
+        "channels": ["boxes2d", "tokens", "trajectories", "description", "radar"],
+        "radar_sweeps": 1,
+    }
     shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1, options=options)
     assert verify(tmp_path / "out", deep=True, workers=1).faults == []
     dataset = open_dataset(tmp_path / "out")
     names = [channel.name for channel in dataset.manifest.extra_channels]
     assert names == [
-        "radar_front", "boxes2d_cam_front", "boxes2d_cam_front_right", "boxes2d_cam_front_left", "box_tokens",
-        "ego_trajectory", "agent_trajectories", "description",
-    ]  # fmt: skip
+        "radar_front",
+        "boxes2d_cam_front",
+        "boxes2d_cam_front_right",
+        "boxes2d_cam_front_left",
+        "box_tokens",
+        "ego_trajectory",
+        "agent_trajectories",
+        "description",
+    ]
     channel = dataset.manifest.extra_channels[0]
     assert (channel.sensor, channel.frame) == ("radar", "ego")
     value = decode_values(dataset[1].extra, (channel,), dataset[1].key)["radar_front"]
     assert value.shape[1] == 19
-    assert set(np.unique(value[:, 18] > 0.05)) == {False, True}  # a keyframe's own sweep, and an earlier one
+    assert set(np.unique(value[:, 18] > 0.05)) == {
+        False,
+        True,
+    }  # a keyframe's own sweep, and an earlier one
     shard(f"nuscenes:{made.root}", tmp_path / "plain", workers=1)
     assert set(dataset[0].extra) > set(open_dataset(tmp_path / "plain")[0].extra)
 
 
 def test_without_annotations_there_are_no_channels_of_boxes(tmp_path) -> None:
-    made = build_nuscenes(tmp_path / "root", {"scene-0061": 2}, cameras=("CAM_FRONT",), num_tracks=0)
-    _, info, table = scanned("nuscenes", made.root, tmp_path, channels=["boxes2d", "tokens", "trajectories"])
+    made = build_nuscenes(
+        tmp_path / "root", {"scene-0061": 2}, cameras=("CAM_FRONT",), num_tracks=0
+    )
+    _, info, table = scanned(
+        "nuscenes", made.root, tmp_path, channels=["boxes2d", "tokens", "trajectories"]
+    )
     assert [channel.name for channel in info.channels] == ["ego_trajectory"]
     assert [member.name for member in table.row(0).members][-1] == "ego_trajectory.npy"
 
@@ -202,5 +250,8 @@ def test_a_channel_of_the_same_name_beside_the_tables_is_refused(tmp_path) -> No
         "optional": True,
     }
     (made.folder / "channels.json").write_text(json.dumps([entry]))
-    with pytest.raises(SourceError, match=r"channels\.json' has the channel 'description', which the option channels"):
+    with pytest.raises(
+        SourceError,
+        match=r"channels\.json' has the channel 'description', which the option channels",
+    ):
         scanned("nuscenes", made.root, tmp_path, channels=["description"])

@@ -31,10 +31,14 @@ def flat(record: dict[str, Any], message: str) -> list[float]:
 @pytest.mark.real
 def test_real_messages_are_those_of_nuscenes_devkit(tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="nuscenes-devkit's CAN bus module plots")
-    api = pytest.importorskip("nuscenes.can_bus.can_bus_api", reason="nuscenes-devkit is not installed")
+    api = pytest.importorskip(
+        "nuscenes.can_bus.can_bus_api", reason="nuscenes-devkit is not installed"
+    )
     root = shared_data("nuscenes-mini")
     devkit = api.NuScenesCanBus(dataroot=str(root))
-    source, info, table = scanned("nuscenes", root, tmp_path, version="v1.0-derived", channels=["can"])
+    source, info, table = scanned(
+        "nuscenes", root, tmp_path, version="v1.0-derived", channels=["can"]
+    )
     assert [channel.name for channel in info.channels] == ["can_pose"]
     num_rows = []
     for number in range(len(table)):
@@ -43,10 +47,18 @@ def test_real_messages_are_those_of_nuscenes_devkit(tmp_path) -> None:
         (member,) = [one for one in row.members if one.name == "can_pose.npy"]
         values = KINDS["points"].decode(source.open(member.ref), info.channels[0])
         until = meta.timestamp_ns // 1000
-        after = until - 500_000 if meta.prev_key is None else table.row(number - 1).timestamp_ns // 1000
-        wanted = [m for m in devkit.get_messages(meta.clip_name, "pose") if after < m["utime"] <= until]
-        np.testing.assert_array_equal(values[:, 1:], np.array([flat(m, "pose") for m in wanted]).reshape(-1, 16))
-        np.testing.assert_allclose(values[:, 0], [(until - m["utime"]) * 1e-6 for m in wanted], atol=1e-9)
+        after = (
+            until - 500_000 if meta.prev_key is None else table.row(number - 1).timestamp_ns // 1000
+        )
+        wanted = [
+            m for m in devkit.get_messages(meta.clip_name, "pose") if after < m["utime"] <= until
+        ]
+        np.testing.assert_array_equal(
+            values[:, 1:], np.array([flat(m, "pose") for m in wanted]).reshape(-1, 16)
+        )
+        np.testing.assert_allclose(
+            values[:, 0], [(until - m["utime"]) * 1e-6 for m in wanted], atol=1e-9
+        )
         num_rows.append(len(values))
     assert max(num_rows) in range(24, 27)  # 50 Hz over 0.5 s
 
@@ -70,7 +82,9 @@ def test_a_dataset_of_real_messages_is_sound(tmp_path) -> None:
 
 
 def test_every_message_of_a_scene_is_stored_once(tmp_path) -> None:
-    made = build_nuscenes(tmp_path / "root", {"scene-0061": 4, "scene-0103": 2}, cameras=("CAM_FRONT",))
+    made = build_nuscenes(
+        tmp_path / "root", {"scene-0061": 4, "scene-0103": 2}, cameras=("CAM_FRONT",)
+    )
     (made.root / "can_bus").mkdir()
     rng = np.random.default_rng(0)
     times = [row["timestamp"] for row in made.tables["sample"]][:4]
@@ -78,10 +92,15 @@ def test_every_message_of_a_scene_is_stored_once(tmp_path) -> None:
     for message, fields in MESSAGES.items():
         records[message] = [
             {"utime": utime}
-            | {name: rng.normal(size=n).tolist() if n > 1 else int(utime % 97) for name, (n, _) in fields.items()}
+            | {
+                name: rng.normal(size=n).tolist() if n > 1 else int(utime % 97)
+                for name, (n, _) in fields.items()
+            }
             for utime in range(times[0] - 400_000, times[-1] + 300_000, 37_000)
         ]
-        (made.root / "can_bus" / f"scene-0061_{message}.json").write_text(json.dumps(records[message]))
+        (made.root / "can_bus" / f"scene-0061_{message}.json").write_text(
+            json.dumps(records[message])
+        )
     source, info, table = scanned("nuscenes", made.root, tmp_path, channels=["can", "map"])
     assert info.report.noted == {"samples without files of channels=[map]": 6}
     assert [channel.name for channel in info.channels] == [f"can_{message}" for message in MESSAGES]
@@ -100,13 +119,17 @@ def test_every_message_of_a_scene_is_stored_once(tmp_path) -> None:
 
 def test_series_are_read_by_time(tmp_path) -> None:
     """Against the messages of the files, at any time of the scene; frames that the rate leaves out lose none."""
-    made = build_nuscenes(tmp_path / "root", {"scene-0061": 6, "scene-0553": 2}, cameras=("CAM_FRONT",))
+    made = build_nuscenes(
+        tmp_path / "root", {"scene-0061": 6, "scene-0553": 2}, cameras=("CAM_FRONT",)
+    )
     (made.root / "can_bus").mkdir()
     times = [row["timestamp"] for row in made.tables["sample"]][:6]
     rng, low, high = np.random.default_rng(0), times[0] - 500_000, times[-1] + 500_000
     stamps = np.unique(rng.integers(times[0] - 900_000, times[-1] + 900_000, 200)).tolist()
     records = [{"utime": utime, "value": float(rng.normal())} for utime in stamps]
-    records.insert(100, records[99] | {"value": 7.0})  # of two messages of one time the first counts
+    records.insert(
+        100, records[99] | {"value": 7.0}
+    )  # of two messages of one time the first counts
     (made.root / "can_bus" / "scene-0061_steeranglefeedback.json").write_text(json.dumps(records))
     options = {"channels": ["can"], "series": True, "rate": 0.7, "points": False}
     shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1, options=options)
@@ -115,14 +138,20 @@ def test_series_are_read_by_time(tmp_path) -> None:
     assert (channel.name, channel.description) == ("can_steeranglefeedback", "columns: value [rad]")
     assert verify(tmp_path / "out", deep=True, workers=1).faults == []
     window = {channel.name: {"from": -1.6, "to": 0.4, "hz": 10}}
-    transforms = Transforms(image=ImageAugment(height=16, width=24, resize="stretch"), channels=[channel.name])
+    transforms = Transforms(
+        image=ImageAugment(height=16, width=24, resize="stretch"), channels=[channel.name]
+    )
     truth = {one["utime"]: one["value"] for one in reversed(records) if low <= one["utime"] <= high}
     known = sorted(truth)
     clips = []
-    with DataLoader(tmp_path / "out", 1, transforms=transforms, window=window, num_workers=1) as loader:
+    with DataLoader(
+        tmp_path / "out", 1, transforms=transforms, window=window, num_workers=1
+    ) as loader:
         for batch in loader:
             clips += batch["clip_id"]
-            wanted = [int(batch["timestamp_ns"][0]) // 1000 - 1_600_000 + at * 100_000 for at in range(21)]
+            wanted = [
+                int(batch["timestamp_ns"][0]) // 1000 - 1_600_000 + at * 100_000 for at in range(21)
+            ]
             there = [clips[-1] == "scene-0061" and known[0] <= time <= known[-1] for time in wanted]
             assert batch[f"{channel.name}_valid"][0].tolist() == there
             expected = np.interp(wanted, known, [truth[time] for time in known])

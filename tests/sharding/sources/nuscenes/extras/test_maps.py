@@ -18,24 +18,38 @@ from fuelrail.sharding.sources.nuscenes.extras.maps import LAYERS, parse_map
 from support.nuscenes_tables import build_nuscenes
 
 
-def expansion(rng: np.random.Generator, number: int = 12, place: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
+def expansion(
+    rng: np.random.Generator, number: int = 12, place: tuple[float, float] = (0.0, 0.0)
+) -> dict[str, Any]:
     """A small map of lines and of polygons with a hole, in the layout of the expansion."""
-    found: dict[str, Any] = {"version": "1.3", "node": [], "line": [], "polygon": [], **{name: [] for name in LAYERS}}
+    found: dict[str, Any] = {
+        "version": "1.3",
+        "node": [],
+        "line": [],
+        "polygon": [],
+        **{name: [] for name in LAYERS},
+    }
 
     def chain(points: np.ndarray) -> list[str]:
         tokens = [f"n{len(found['node']) + at}" for at in range(len(points))]
-        found["node"] += [{"token": t, "x": x, "y": y} for t, (x, y) in zip(tokens, points.tolist(), strict=True)]
+        found["node"] += [
+            {"token": t, "x": x, "y": y} for t, (x, y) in zip(tokens, points.tolist(), strict=True)
+        ]
         return tokens
 
     for at in range(number):
         points = np.cumsum(rng.normal(0, 25, (9, 2)), 0) + place
         found["line"].append({"token": f"l{at}", "node_tokens": chain(points)})
-        found["lane_divider"].append({"token": f"d{at}", "line_token": f"l{at}", "lane_divider_segments": []})
+        found["lane_divider"].append(
+            {"token": f"d{at}", "line_token": f"l{at}", "lane_divider_segments": []}
+        )
         hole = [{"node_tokens": chain(points[:3] + 1.0)}]
         polygon = {"token": f"p{at}", "exterior_node_tokens": chain(points + 3.0), "holes": hole}
         found["polygon"].append(polygon)
         found["ped_crossing"].append({"token": f"c{at}", "polygon_token": f"p{at}"})
-    found["drivable_area"].append({"token": "a", "polygon_tokens": [f"p{at}" for at in range(number)]})
+    found["drivable_area"].append(
+        {"token": "a", "polygon_tokens": [f"p{at}" for at in range(number)]}
+    )
     return found
 
 
@@ -51,7 +65,9 @@ def length(line: np.ndarray) -> float:
 def distance(points: np.ndarray, line: np.ndarray) -> np.ndarray:
     a, step = line[:-1], np.diff(line, axis=0)
     share = ((points[:, None] - a) * step).sum(-1) / np.maximum((step * step).sum(-1), 1e-12)
-    return np.linalg.norm(points[:, None] - a - np.clip(share, 0, 1)[..., None] * step, axis=-1).min(1)
+    return np.linalg.norm(
+        points[:, None] - a - np.clip(share, 0, 1)[..., None] * step, axis=-1
+    ).min(1)
 
 
 def test_pieces_are_what_of_a_line_is_in_the_window() -> None:
@@ -71,14 +87,20 @@ def test_pieces_are_what_of_a_line_is_in_the_window() -> None:
         assert near.max(initial=0.0) < 1e-9
         steps = np.linalg.norm(np.diff(points, axis=0), axis=1)
         wanted = steps[inside[:-1] & inside[1:]].sum()
-        assert sum(map(length, pieces)) == pytest.approx(wanted, abs=len(pieces) * 2 * steps.max() + 1e-9)
+        assert sum(map(length, pieces)) == pytest.approx(
+            wanted, abs=len(pieces) * 2 * steps.max() + 1e-9
+        )
     assert num_pieces > 60
 
 
 def test_the_window_is_in_ego(tmp_path) -> None:
-    whole = parse_map(json.dumps(expansion(np.random.default_rng(1), place=(500.0, 900.0))).encode(), "m")
+    whole = parse_map(
+        json.dumps(expansion(np.random.default_rng(1), place=(500.0, 900.0))).encode(), "m"
+    )
     yaw = 0.7
-    pose = np.array([[np.cos(yaw), -np.sin(yaw), 0, 510.0], [np.sin(yaw), np.cos(yaw), 0, 880.0], [0, 0, 1, 0]])
+    pose = np.array(
+        [[np.cos(yaw), -np.sin(yaw), 0, 510.0], [np.sin(yaw), np.cos(yaw), 0, 880.0], [0, 0, 1, 0]]
+    )
     found = window(whole, pose)
     back = found["point"].astype(np.float64) @ pose[:2, :2].T + pose[:2, 3]
     assert set(np.unique(found["layer"])) == {

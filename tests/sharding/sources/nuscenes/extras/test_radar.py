@@ -24,12 +24,18 @@ CAMERAS = ("CAM_FRONT",)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     built = build_nuscenes(
-        tmp_path_factory.mktemp("radar") / "root", {"scene-0061": 4, "scene-0103": 2}, cameras=CAMERAS
+        tmp_path_factory.mktemp("radar") / "root",
+        {"scene-0061": 4, "scene-0103": 2},
+        cameras=CAMERAS,
     )
     # The radar leans, so that compensation is more than a turn about z.
     for row in built.tables["calibrated_sensor"]:
-        if row["sensor_token"] == next(s["token"] for s in built.tables["sensor"] if s["modality"] == "radar"):
-            row["rotation"] = (np.array([0.9, 0.05, -0.03, 0.4]) / np.linalg.norm([0.9, 0.05, -0.03, 0.4])).tolist()
+        if row["sensor_token"] == next(
+            s["token"] for s in built.tables["sensor"] if s["modality"] == "radar"
+        ):
+            row["rotation"] = (
+                np.array([0.9, 0.05, -0.03, 0.4]) / np.linalg.norm([0.9, 0.05, -0.03, 0.4])
+            ).tolist()
     built.write("calibrated_sensor")
     built.files_of_radar = add_radar_files(built)
     return built
@@ -48,7 +54,9 @@ def test_radar_points_are_those_of_nuscenes_devkit(made, tmp_path, num_sweeps) -
     devkit = opened_by_devkit(made.root)
     from nuscenes.utils.data_classes import RadarPointCloud
 
-    source, info, table = scanned("nuscenes", made.root, tmp_path, channels=["radar"], radar_sweeps=num_sweeps)
+    source, info, table = scanned(
+        "nuscenes", made.root, tmp_path, channels=["radar"], radar_sweeps=num_sweeps
+    )
     assert [channel.name for channel in info.channels] == ["radar_front"]
     RadarPointCloud.disable_filters()
     try:
@@ -64,7 +72,9 @@ def test_radar_points_are_those_of_nuscenes_devkit(made, tmp_path, num_sweeps) -
             xyz = cloud.points[:3].T @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
             np.testing.assert_allclose(points[:, :3], xyz, atol=2e-5)
             others = [
-                at for at, name in enumerate(FIELDS) if (at > 2 and not name.startswith("v")) or name.endswith("rms")
+                at
+                for at, name in enumerate(FIELDS)
+                if (at > 2 and not name.startswith("v")) or name.endswith("rms")
             ]
             np.testing.assert_array_equal(points[:, others], cloud.points[others].T)
             np.testing.assert_allclose(points[:, 18], dt_s[0], atol=1e-6)
@@ -77,23 +87,34 @@ def test_velocities_turn_with_the_points(made, tmp_path) -> None:
     row = table.row(1)
     points = points_of(source, info, row)
     tables = made.tables
-    own = next(r for r in tables["sample_data"] if r["is_key_frame"] and "/RADAR" in r["filename"]
-               and r["sample_token"] == decode_meta(row.meta).sample_token)  # fmt: skip
+    own = next(
+        r
+        for r in tables["sample_data"]
+        if r["is_key_frame"]
+        and "/RADAR" in r["filename"]
+        and r["sample_token"] == decode_meta(row.meta).sample_token
+    )
     from pyquaternion import Quaternion
 
-    calibrated = next(r for r in tables["calibrated_sensor"] if r["token"] == own["calibrated_sensor_token"])
+    calibrated = next(
+        r for r in tables["calibrated_sensor"] if r["token"] == own["calibrated_sensor_token"]
+    )
     pose = next(r for r in tables["ego_pose"] if r["token"] == own["ego_pose_token"])
     ego2global = decode_arrays(row.geometry, Geometry).ego2global[:3, :3]
     raw = made.files_of_radar[own["filename"]]
     turn = (
-        ego2global.T @ Quaternion(pose["rotation"]).rotation_matrix @ Quaternion(calibrated["rotation"]).rotation_matrix
+        ego2global.T
+        @ Quaternion(pose["rotation"]).rotation_matrix
+        @ Quaternion(calibrated["rotation"]).rotation_matrix
     )
     for names in (("vx", "vy"), ("vx_comp", "vy_comp")):
         flat = np.stack([raw[names[0]], raw[names[1]], np.zeros(len(raw))], 1) @ turn.T
         at = [list(FIELDS).index(name) for name in names]
         np.testing.assert_allclose(points[:, at], flat[:, :2], atol=1e-4)
     moved = LAWS["ego_points"].move(points, info.channels[0], Motion(ego=BevMap(flip_y=True)))
-    np.testing.assert_allclose(moved[:, list(FIELDS).index("vy_comp")], -points[:, list(FIELDS).index("vy_comp")])
+    np.testing.assert_allclose(
+        moved[:, list(FIELDS).index("vy_comp")], -points[:, list(FIELDS).index("vy_comp")]
+    )
 
 
 def test_a_radar_marked_as_not_valid_is_left_out(made, tmp_path) -> None:
@@ -113,7 +134,11 @@ def test_a_radar_marked_as_not_valid_is_left_out(made, tmp_path) -> None:
 @pytest.mark.parametrize("key", [True, False])
 def test_a_radar_file_that_is_absent_is_named(made, tmp_path, key) -> None:
     shutil.copytree(made.root, tmp_path / "root")
-    rows = [r for r in made.tables["sample_data"] if r["is_key_frame"] is key and "/RADAR" in r["filename"]]
+    rows = [
+        r
+        for r in made.tables["sample_data"]
+        if r["is_key_frame"] is key and "/RADAR" in r["filename"]
+    ]
     (tmp_path / "root" / rows[1]["filename"]).unlink()
     hint = "leave out 'radar'" if key else "radar_sweeps=0"
     with pytest.raises(SourceError, match=f"{rows[1]['filename']}.*{hint}"):
@@ -121,7 +146,9 @@ def test_a_radar_file_that_is_absent_is_named(made, tmp_path, key) -> None:
 
 
 def test_sweeps_without_radar_are_refused(made, tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"radar_sweeps=2 must be 0 or more, and 0 without channels=\[radar\]"):
+    with pytest.raises(
+        ConfigError, match=r"radar_sweeps=2 must be 0 or more, and 0 without channels=\[radar\]"
+    ):
         scanned("nuscenes", made.root, tmp_path, radar_sweeps=2)
     with pytest.raises(ConfigError, match="channels"):
         scanned("nuscenes", made.root, tmp_path, channels=["sonar"])
@@ -141,7 +168,10 @@ def test_a_first_point_of_nan_means_no_points() -> None:
         (b"version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
         (b"x" * 10_000 + b"\nDATA binary\n", "without a line DATA"),
         (pcd(np.zeros(2, ROW), FIELDS="x y z"), "fields of one number each"),
-        (pcd(np.zeros(2, ROW), FIELDS=" ".join(f"f{at}" for at in range(18))), "has the fields f0 f1"),
+        (
+            pcd(np.zeros(2, ROW), FIELDS=" ".join(f"f{at}" for at in range(18))),
+            "has the fields f0 f1",
+        ),
         (pcd(np.zeros(2, ROW), DATA="ascii"), "not a valid PCD"),
         (pcd(np.zeros(2, ROW), DATA="binary_compressed"), "DATA binary_compressed"),
         (pcd(np.zeros(2, ROW), COUNT="2"), "COUNT 2; wanted are fields of one number each"),

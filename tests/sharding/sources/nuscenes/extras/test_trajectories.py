@@ -19,7 +19,9 @@ CLIPS = {"scene-0061": 16, "scene-0103": 2}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return build_nuscenes(tmp_path_factory.mktemp("paths") / "root", CLIPS, cameras=("CAM_FRONT",), num_points=4)
+    return build_nuscenes(
+        tmp_path_factory.mktemp("paths") / "root", CLIPS, cameras=("CAM_FRONT",), num_points=4
+    )
 
 
 def scan(made: Any, tmp_path: Any) -> Any:
@@ -32,7 +34,9 @@ def value(source: Any, row: Any, channel: Any) -> Any:
 
 
 def test_agents_are_where_nuscenes_devkit_predicts_from(made, tmp_path) -> None:
-    helper = pytest.importorskip("nuscenes.prediction.helper", reason="nuscenes-devkit lacks a module")
+    helper = pytest.importorskip(
+        "nuscenes.prediction.helper", reason="nuscenes-devkit lacks a module"
+    )
     devkit = opened_by_devkit(made.root)
     predict = helper.PredictHelper(devkit)
     source, _, table = scan(made, tmp_path)
@@ -45,9 +49,15 @@ def test_agents_are_where_nuscenes_devkit_predicts_from(made, tmp_path) -> None:
         ego2global = decode_arrays(row.geometry, Geometry).ego2global
         for at, instance in enumerate(json.loads(source.open(ref))["instance"]):
             there = found["valid"][at].astype(bool)
-            xyz = found["position"][at].astype(np.float64) @ ego2global[:3, :3].T + ego2global[:3, 3]
-            future = predict.get_future_for_agent(instance, token, seconds=6, in_agent_frame=False).reshape(-1, 2)
-            past = predict.get_past_for_agent(instance, token, seconds=2, in_agent_frame=False).reshape(-1, 2)
+            xyz = (
+                found["position"][at].astype(np.float64) @ ego2global[:3, :3].T + ego2global[:3, 3]
+            )
+            future = predict.get_future_for_agent(
+                instance, token, seconds=6, in_agent_frame=False
+            ).reshape(-1, 2)
+            past = predict.get_past_for_agent(
+                instance, token, seconds=2, in_agent_frame=False
+            ).reshape(-1, 2)
             # The helper allows a buffer beyond the seconds, so that it may give one step more than 2 or 6 s have.
             ours = xyz[PAST + 1 :][there[PAST + 1 :], :2]
             np.testing.assert_allclose(ours[: len(future)], future[: len(ours)], atol=1e-4)
@@ -72,7 +82,10 @@ def test_the_step_of_the_sample_is_its_boxes(made, tmp_path) -> None:
 
 def test_the_ego_vehicle_is_where_its_poses_are(made, tmp_path) -> None:
     source, _, table = scan(made, tmp_path)
-    poses = [decode_arrays(table.row(number).geometry, Geometry).ego2global for number in range(len(table))]
+    poses = [
+        decode_arrays(table.row(number).geometry, Geometry).ego2global
+        for number in range(len(table))
+    ]
     times = [table.row(number).timestamp_ns for number in range(len(table))]
     for number in range(len(table)):
         found = value(source, table.row(number), EGO)
@@ -83,26 +96,37 @@ def test_the_ego_vehicle_is_where_its_poses_are(made, tmp_path) -> None:
             if first <= other < end:
                 wanted = np.linalg.inv(poses[number]) @ poses[other]
                 np.testing.assert_allclose(found[step, :3], wanted[:3, 3], atol=1e-4)
-                assert found[step, 3] == pytest.approx(np.arctan2(wanted[1, 0], wanted[0, 0]), abs=1e-6)
-                assert found[step, 4] == pytest.approx((times[other] - times[number]) * 1e-9, abs=1e-5)
+                assert found[step, 3] == pytest.approx(
+                    np.arctan2(wanted[1, 0], wanted[0, 0]), abs=1e-6
+                )
+                assert found[step, 4] == pytest.approx(
+                    (times[other] - times[number]) * 1e-9, abs=1e-5
+                )
             else:
                 assert np.isnan(found[step, :5]).all()
 
 
 def test_a_track_that_leaves_keyframes_out_keeps_its_times(tmp_path) -> None:
-    made = build_nuscenes(tmp_path / "root", {"scene-0061": 4}, cameras=("CAM_FRONT",), num_tracks=1)
+    made = build_nuscenes(
+        tmp_path / "root", {"scene-0061": 4}, cameras=("CAM_FRONT",), num_tracks=1
+    )
     rows = made.tables["sample_annotation"]
     gone = rows.pop(1)
     rows[0]["next"], rows[1]["prev"] = gone["next"], gone["prev"]
     made.tables["instance"][0]["nbr_annotations"] = 3
     made.write("sample_annotation", "instance")
     source, _, table = scan(made, tmp_path)
-    assert value(source, table.row(0), AGENTS)["valid"][0].tolist() == [0] * PAST + [1, 0, 1, 1] + [0] * 9
+    assert (
+        value(source, table.row(0), AGENTS)["valid"][0].tolist()
+        == [0] * PAST + [1, 0, 1, 1] + [0] * 9
+    )
     assert value(source, table.row(1), AGENTS)["valid"].shape == (0, STEPS)
 
 
 def test_links_in_a_circle_end(tmp_path) -> None:
-    made = build_nuscenes(tmp_path / "root", {"scene-0061": 2, "b": 1}, cameras=("CAM_FRONT",), num_tracks=1)
+    made = build_nuscenes(
+        tmp_path / "root", {"scene-0061": 2, "b": 1}, cameras=("CAM_FRONT",), num_tracks=1
+    )
     rows = made.tables["sample_annotation"]
     rows[0]["next"] = rows[0]["token"]
     rows[1]["next"] = rows[2]["token"]  # of another scene
