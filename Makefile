@@ -49,12 +49,12 @@ help:
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt hatch_build.py $(wildcard loaders/decode/native/*.[ch])
+$(VENV)/.ready: pyproject.toml .ci/constraints.txt .ci/hatch_build.py $(wildcard loaders/decode/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -qq --upgrade "pip>=24"
-	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install -qq -c constraints.txt "$(CPU_TORCH)"
-	$(BIN)/pip install -qq -c constraints.txt -e ".[dev]"
-	$(BIN)/pip install -qq -c constraints.txt --no-deps $(DEVKIT)
+	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install -qq -c .ci/constraints.txt "$(CPU_TORCH)"
+	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[dev]"
+	$(BIN)/pip install -qq -c .ci/constraints.txt --no-deps $(DEVKIT)
 	@touch $@
 
 demo: setup
@@ -111,12 +111,12 @@ types: setup
 	$(BIN)/mypy
 
 docs: setup
-	$(BIN)/pip install -qq -c constraints.txt -e ".[docs]"
+	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "file://$(abspath build/site)/index.html"
 
 wheel: setup
-	$(BIN)/pip install -qq -c constraints.txt -e ".[release]"
+	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[release]"
 	rm -rf dist build/wheel
 	$(BIN)/python -m build --sdist --outdir dist .
 	$(BIN)/python -m build --wheel --outdir build/wheel .
@@ -126,7 +126,7 @@ bench: setup
 	$(BIN)/python -m fuelrail.bench.micro.metadata
 
 dali: setup
-	$(BIN)/pip install -qq -c constraints.txt -e ".[dev,$(DALI),nvml]"
+	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[dev,$(DALI),nvml]"
 
 test-dali: dali
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist load tests/loaders/decode/test_dali.py \
@@ -134,7 +134,7 @@ test-dali: dali
 
 # Its clusters take as long as a third of the suite, so `make test` skips these where Ray is not installed.
 test-ray: setup
-	$(BIN)/pip install -qq -c constraints.txt -e ".[dev,ray]"
+	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 2 --dist loadfile tests/sharding/engines/test_on_ray.py \
 		tests/loaders/serving/test_remote.py tests/bench/annotate/test_on_ray.py tests/bench/studies/loader/test_command.py
 

@@ -1,7 +1,7 @@
 """Compiles the native library of this folder: ``python -m fuelrail.loaders.decode.native``.
 
-Installing does the same (hatch_build.py), where it can. Only the standard library is used, so that a build backend can
-load this file by its path. Needs GCC 12 or Clang 12, or newer; no library.
+Installing does the same (.ci/hatch_build.py), where it can. Only the standard library is used, so that a
+build backend can load this file by its path. Needs GCC 12 or Clang 12, or newer; no library.
 """
 
 from __future__ import annotations
