@@ -360,7 +360,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
 
     dataset: Any
     batch_size: Annotated[int, Meta(ge=1), _COUNT]
-    shuffle: Annotated[bool, _BOOL]
+    shuffle: Annotated[bool | None, must_be("True, False or None")]
     seed: Annotated[int, Meta(ge=0), must_be("an integer >= 0")]
     drop_last: Annotated[bool, _BOOL]
     num_workers: Annotated[

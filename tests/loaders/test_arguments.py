@@ -62,7 +62,7 @@ WRONG = [
         [-1, 0],
         "a FrameWindow or a TimeWindow, a dict of the fields of one, the path of a YAML file, or None",
     ),
-    ("shuffle", "no", "True or False"),
+    ("shuffle", "no", "True, False or None"),
     ("seed", "7", "an integer >= 0"),
     ("seed", -1, "an integer >= 0"),
     ("seed", None, "an integer >= 0"),

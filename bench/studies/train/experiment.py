@@ -60,7 +60,7 @@ def make_loader(
     loader = DataLoader(
         settings.dataset,
         settings.batch_size,
-        shuffle=True,
+        shuffle=None if settings.order or window else True,
         split=settings.split,
         seed=settings.seed,
         drop_last=True,
