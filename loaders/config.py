@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 BoxFrame: TypeAlias = Literal["ego", "lidar"]
 """Frames of reference that boxes can be in."""
 
-_DEFAULT_IMAGE: Final = ImageAugment(height=256, width=704)
-
 _BOOL: Final = must_be("True or False")
 _COUNT: Final = must_be("an integer >= 1")
 _WORKERS: Final = must_be(
@@ -205,8 +203,8 @@ class Transforms(Settings, frozen=True):
     Fields that hold settings may also be given as a dict, or as the path of a YAML file.
 
     Attributes:
-        image: size and augmentation of the images. The default is 704 x 256 from the bottom of each image, as BEVDet
-            and its family evaluate.
+        image: size and augmentation of the images. None: as they are stored, pixel for pixel, which needs images of one
+            size; :attr:`fuelrail.DataLoader.transforms` has it.
         camera_groups: in the place of ``image``, for rigs whose cameras differ: groups by name, each a `CameraGroup`
             with a size of its own. Each camera of the rig is in one of them. ``img`` then is a dict by group.
         cameras: names of the cameras to fetch and decode, such as ``["cam_front"]``. A batch has these alone, in the
@@ -234,7 +232,7 @@ class Transforms(Settings, frozen=True):
     Raises ConfigError for values that are not allowed.
     """
 
-    image: ImageAugment = _DEFAULT_IMAGE
+    image: ImageAugment | None = None
     camera_groups: Annotated[
         dict[str, CameraGroup] | None, must_be("a dict of group name to CameraGroup, or None")
     ] = None
@@ -270,9 +268,7 @@ class Transforms(Settings, frozen=True):
         for name in ("cameras", "channels", "attributes"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
                 msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
-        if self.camera_groups is not None and (
-            not self.camera_groups or self.image != _DEFAULT_IMAGE
-        ):
+        if self.camera_groups is not None and (not self.camera_groups or self.image is not None):
             raise ConfigError(
                 "camera_groups must name a group or more, and takes the place of image: leave image out"
             )
@@ -284,7 +280,7 @@ class Transforms(Settings, frozen=True):
         }
         return msgspec.structs.replace(
             self,
-            image=self.image.evaluation(),
+            image=self.image and self.image.evaluation(),
             camera_groups=groups,
             pixels=self.pixels.evaluation(),
             ego=self.ego.evaluation(),
@@ -300,7 +296,7 @@ class Transforms(Settings, frozen=True):
     def content(self) -> dict[str, Any]:
         """Return what decides the content of a sample, by name, but for cameras, channels and attributes.
 
-        An augmentation that draws nothing is None.
+        ``image`` must be known (`with_stored_size`). An augmentation that draws nothing is None.
         """
         return {
             "image": self.image if self.camera_groups is None else None,

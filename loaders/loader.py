@@ -37,7 +37,12 @@ from fuelrail.loaders.distributed import (
     warn_of_workers,
 )
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import (
+    DatasetLike,
+    open_all,
+    require_lidar,
+    with_stored_size,
+)
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger
 from fuelrail.loaders.schedule.prefetch import prefetch
@@ -182,12 +187,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         given = dict(locals())
         del given["self"], given["unknown"]
         refuse_unknown(unknown)
-        self._arguments = options = Arguments(**given)
-        self.batch_size, self.seed, self.transforms = (
-            options.batch_size,
-            options.seed,
-            options.transforms,
-        )
+        options = Arguments(**given)
+        self.batch_size, self.seed = options.batch_size, options.seed
         self.world = resolve_world(world)
         self._world_is_detected = world is None
         self._window, self._check_ranks = options.window, options.check_ranks
@@ -198,6 +199,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             options.storage.cache_dir,
             options.storage.retry,
         )
+        self.transforms = with_stored_size(options.transforms, self.datasets)
+        """The transforms; the size of the images is known here, also where none was given."""
+        self._arguments = options = msgspec.structs.replace(options, transforms=self.transforms)
         self.dataset = next(iter(self.datasets.values()))
         """The dataset; of a mix the first one, whose rig and classes all others share."""
         if options.order is None:

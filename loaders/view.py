@@ -25,11 +25,14 @@ from fuelrail.pipeline.order.batching import Cursor, World
 from fuelrail.pipeline.order.windows import FrameWindow
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shown
-from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.sample.schema import Sample
 
 
 def _parse_layers(text: str) -> dict[str, str]:
@@ -46,7 +49,7 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
 
     image: Annotated[
         ImageAugment | None,
-        flag("image settings (default: crop 704x256 from the bottom of the image)"),
+        flag("image settings (default: whole images, as stored)"),
     ] = None
     train: Annotated[bool, flag("augment as a loader does, for this seed and epoch")] = False
     seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation")] = 0
@@ -88,6 +91,34 @@ class ViewReport(NamedTuple):
         return png(self.sheet)
 
 
+def _stored(
+    dataset: Dataset, sample: Sample
+) -> tuple[ImageAugment | None, dict[str, CameraGroup] | None]:
+    """Return the size of a sample's stored images, or groups of its cameras of one size each."""
+    cameras_of: dict[tuple[int, int], list[str]] = {}
+    absent: list[str] = []
+    for camera, (width, height) in zip(
+        dataset.manifest.cameras, sample.geometry.img_wh.tolist(), strict=True
+    ):
+        if camera.channel in sample.images:
+            cameras_of.setdefault((width, height), []).append(camera.channel)
+        else:
+            absent.append(camera.channel)
+    if not cameras_of:
+        return ImageAugment(height=1, width=1), None
+    next(iter(cameras_of.values())).extend(absent)
+    # Frames of a window may have images of other sizes: they are shown whole, too.
+    sizes = {
+        size: ImageAugment(height=size[1], width=size[0], resize="contain") for size in cameras_of
+    }
+    if len(sizes) == 1:
+        return next(iter(sizes.values())), None
+    return None, {
+        f"{width}x{height}": CameraGroup(tuple(cameras), sizes[width, height])
+        for (width, height), cameras in cameras_of.items()
+    }
+
+
 def view(
     dataset: str | os.PathLike[str],
     key: str | None = None,
@@ -119,9 +150,19 @@ def view(
     joined = [open_layer(name, one.path, opened, one.missing) for name, one in layers.items()]
     added = [channel for layer in joined for channel in layer.channels]
     select((*opened.manifest.channels, *added), options.channels, opened.location)
-    image = msgspec.structs.replace(options.image or Transforms().image, train=options.train)
+    image, groups = options.image, None
+    if image is None:
+        if options.train:
+            raise ConfigError(
+                "train=True needs image settings, whose random draws it shows: give image, such as "
+                "image='bevdet-704x256' (`fuelrail presets` lists those of models)"
+            )
+        image, groups = _stored(opened, sample)
+    else:
+        image = msgspec.structs.replace(image, train=options.train)
     transforms = Transforms(
         image=image,
+        camera_groups=groups,
         points=bool(opened.manifest.lidars),
         channels=(*options.channels, *(channel.name for channel in added)),
     )
@@ -149,8 +190,8 @@ def view(
             )
     except MemoryError as error:
         raise ConfigError(
-            f"no memory to draw {len(opened.manifest.cameras)} cameras of {image.width}x{image.height} pixels: give "
-            "image settings with a smaller height and width"
+            f"no memory to draw {len(opened.manifest.cameras)} cameras: give image settings with a "
+            "smaller height and width"
         ) from error
     try:
         if output is not None:

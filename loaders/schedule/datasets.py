@@ -5,9 +5,12 @@ A batch may hold samples of several datasets, so they must have the same rig and
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from fuelrail.loaders.decode.protocol import ImageFacts
 from fuelrail.loaders.records import Source
@@ -19,8 +22,10 @@ from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
+from fuelrail.pipeline.transforms.image import ImageAugment
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.storage.protocol import Storage
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.layers import Layer
@@ -34,6 +39,12 @@ _STORED_ONLY: Final = frozenset(
 DatasetLike: TypeAlias = "str | os.PathLike[str] | Dataset"
 
 _NUM_LOOKED_AT = 4
+
+_NO_IMAGE: Final = (1, 1)
+"""The size of black images in batches of a dataset that stores none."""
+
+_NUM_NAMED: Final = 8
+"""Cameras, and sizes of a camera, that an error names."""
 
 
 class Chosen(NamedTuple):
@@ -154,6 +165,53 @@ def _channel_facts(
         for key in sorted({*both[0], *both[1]} - _STORED_ONLY):
             facts[f"channels '{channel.name}' ({key})"] = both[0].get(key), both[1].get(key)
     return facts
+
+
+def with_stored_size(transforms: Transforms, datasets: Mapping[str, Dataset]) -> Transforms:
+    """Return transforms that name the size of the images: that of the stored ones, where they name none.
+
+    Raises ConfigError where the images of the cameras that are loaded differ in size.
+    """
+    if transforms.image is not None or transforms.camera_groups is not None:
+        return transforms
+    sizes_of: dict[str, set[tuple[int, int]]] = {}
+    for name, dataset in datasets.items():
+        cameras = transforms.cameras
+        if isinstance(cameras, Mapping):
+            cameras = cameras.get(name)
+        for camera in dataset.manifest.cameras:
+            if cameras is None or camera.channel in cameras:
+                title = camera.channel if len(datasets) == 1 else f"{camera.channel} of {name!r}"
+                sizes_of[title] = set(camera.sizes)
+    sizes = sorted(set().union(*sizes_of.values()))
+    if len(sizes) > 1:
+        raise ConfigError(_no_stored_size(sizes_of, datasets))
+    width, height = sizes[0] if sizes else _NO_IMAGE
+    return msgspec.structs.replace(transforms, image=ImageAugment(height=height, width=width))
+
+
+def _no_stored_size(
+    sizes_of: Mapping[str, set[tuple[int, int]]], datasets: Mapping[str, Dataset]
+) -> str:
+    """Return a message that names the sizes of the images by camera, and what to give."""
+    listed = []
+    for camera, sizes in list(sizes_of.items())[:_NUM_NAMED]:
+        in_order = [f"{width}x{height}" for width, height in sorted(sizes)]
+        if len(in_order) > _NUM_NAMED:
+            in_order = [f"{len(in_order):,} sizes from {in_order[0]} to {in_order[-1]}"]
+        listed.append(f"{camera} {' and '.join(in_order) or 'no image'}")
+    if len(sizes_of) > _NUM_NAMED:
+        listed.append(f"{len(sizes_of) - _NUM_NAMED} more cameras")
+    where = " and ".join(f"'{dataset.location}'" for dataset in datasets.values())
+    width, height = min(set().union(*sizes_of.values()), key=math.prod)
+    fix = f'image={{"height": {height}, "width": {width}}} (an ImageAugment)'
+    if len(sizes_of) > 1:
+        fix += ", camera_groups= for a size of each group, cameras= for those of one size"
+    return (
+        f"image= is needed, for a batch has images of one size, and those of {where} differ: "
+        f"{', '.join(listed)}; give Transforms {fix}, or a preset such as image='bevdet-704x256' "
+        "(`fuelrail presets` lists them)"
+    )
 
 
 def unknown_to(sources: Sequence[Source]) -> frozenset[str]:

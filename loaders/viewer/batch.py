@@ -213,7 +213,9 @@ def draw_sample(batch: Mapping[str, Any], at: int, loader: LoaderDisplay) -> NDA
         for t, title in enumerate(titles)
     ]
     classes, values = loader.dataset.manifest.classes, values_of(batch, at, loader.selected)
-    return contact_sheet(drawn, cameras, classes, values, points=frames.points(), key=frames.key)
+    has_world = boxes is not None or "points" in batch
+    points = frames.points() if has_world else None
+    return contact_sheet(drawn, cameras, classes, values, points=points, key=frames.key)
 
 
 def _array(value: object) -> NDArray[Any]:

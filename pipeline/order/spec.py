@@ -146,7 +146,6 @@ class OrderSpec(Settings, frozen=True):
                 f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind or 'shuffled'!r}"
             )
 
-
     def resolved(self, *, shuffle: bool | None = None) -> OrderSpec:
         """Return the order with its kind stated; one without a kind follows ``shuffle`` (None: shuffled).
 

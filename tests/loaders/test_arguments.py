@@ -104,7 +104,7 @@ FIELDS = [
     ("window", "frames", [-0.5, 0], "is not allowed: Expected `int`"),
     ("window", "stride", "2", "is not allowed: Expected `int`"),
     ("window", "pad", "zeros", "is not allowed: Invalid enum value 'zeros'"),
-    ("transforms", "image", None, f"must be an ImageAugment, {PRESET}"),
+    ("transforms", "image", 3, f"must be an ImageAugment, {PRESET}, or None"),
     ("transforms", "ego", 3, f"must be a BevAugment, {PRESET}"),
     ("transforms", "undistort", True, f"must be an Undistort, {SETTINGS}, or None"),
     ("transforms", "normalize", True, f"must be a Normalize, {SETTINGS}, or None"),

@@ -28,7 +28,8 @@ def root(made):
 class TestCommand:
     def test_writes_the_picture_of_the_sample_asked_for(self, root, tmp_path, capsys):
         out = tmp_path / "sheet.png"
-        assert main(["view", str(root), "clip-0001-000000", "--train", "--output", str(out)]) == 0
+        words = ["--image", "bevdet-704x256", "--train", "--output", str(out)]
+        assert main(["view", str(root), "clip-0001-000000", *words]) == 0
         assert "clip-0001-000000: 2 cameras, 4 boxes" in capsys.readouterr().out
         assert cv2.imread(str(out)).shape[1] == 2 * 704 + 3 * 4 + (
             256 + 2 * 4
@@ -43,6 +44,7 @@ class TestCommand:
             (["--epoch", "-1"], "--epoch -1: Expected `int` >= 0"),
             (["--output", "no/such/folder/x.png"], "cannot be written"),
             (["--image", "no.yaml"], "no.yaml"),
+            (["--train"], "train=True needs image settings"),
         ],
     )
     def test_mistakes_end_with_one_sentence(

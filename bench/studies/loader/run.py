@@ -24,6 +24,7 @@ from fuelrail.bench.studies.loader.stages import (
     record_stages,
 )
 from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.schedule.datasets import with_stored_size
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.loader.report import LoaderOptions
@@ -151,7 +152,9 @@ def _round(
     alone = measure_stages(recorded, options.batch_size, part_s)
     show(f"{where}: this machine's limits")
     entries, manifest = {entry.stage.name: entry for entry in recorded}, dataset.manifest
-    image = options.image or Transforms().image
+    transforms = with_stored_size(Transforms(image=options.image), {"": dataset})
+    image = transforms.image
+    assert image is not None
     output_bytes = len(manifest.cameras) * 3 * image.height * image.width
     limits = measure_limits(
         entries["parse"].items,

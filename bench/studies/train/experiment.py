@@ -15,7 +15,7 @@ from fuelrail.bench.measure.records import InputFacts
 from fuelrail.bench.studies.train.costs import cost_model
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, find
+from fuelrail.bench.trainer.models.settings import MODEL_IMAGE, MODELS, GptSettings, find
 from fuelrail.loaders.batch.counterfactual import LoaderPart
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.loader import DataLoader
@@ -140,6 +140,8 @@ def transforms_of(settings: TrainSettings) -> Transforms:
         if settings.transforms is None
         else as_settings(settings.transforms, Transforms, "transforms")
     )
+    if settings.model in MODELS and given.image is None and given.camera_groups is None:
+        given = msgspec.structs.replace(given, image=MODEL_IMAGE)
     return (
         msgspec.structs.replace(given, decoder=settings.decoder)
         if settings.decoder != "auto"
