@@ -214,10 +214,11 @@ class Transforms(Settings, frozen=True):
         pixels: augmentation of the pixel values.
         ego: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
-        channels: names of further channels of the dataset's table (:mod:`fuelrail.loaders.batch.channels`). Those left
-            out are not decoded, and a sample is fetched up to the last one selected. None: those of the layers.
-        attributes: names of attributes (of layers as ``LAYER.NAME``) that become entries of the batch: numbers, true
-            and false as tensors [B], texts as lists; ``{name}_valid`` is False where a sample's is not known.
+        select: names of channels and attributes (of layers as ``LAYER.NAME``) that become entries of the batch, with
+            ``{name}_valid``, False where a sample has none. Channels: :mod:`fuelrail.loaders.batch.channels`; those
+            left out are not decoded, and a sample is fetched up to the last one selected. Attributes: numbers, true
+            and false as tensors [B], texts as lists. None: the label of a dataset of images without boxes, which is
+            called one of `LABELS`, and all channels of the layers. ``loader.describe()`` lists what there is.
         undistort: remove the lens distortion while decoding; None: images as stored, with ``dist`` in the batch.
         normalize: convert ``img`` to floating point on the batch's device; None: uint8.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on the loader's
@@ -246,10 +247,9 @@ class Transforms(Settings, frozen=True):
         bool | PointSweeps,
         must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path"),
     ] = False
-    channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")] = (
-        None
-    )
-    attributes: Annotated[tuple[str, ...], must_be("a list of names of attributes")] = ()
+    select: Annotated[
+        tuple[str, ...] | None, must_be("a list of names of channels and attributes, or None")
+    ] = None
     undistort: Undistort | None = None
     normalize: Normalize | None = None
     decoder: Annotated[str, must_be("a decoder's name, such as 'auto'")] = "auto"
@@ -265,7 +265,7 @@ class Transforms(Settings, frozen=True):
         """Read dicts and files of settings; refuse values that are not allowed."""
         resolve_fields(self)
         check_types(self, ConfigError)
-        for name in ("cameras", "channels", "attributes"):
+        for name in ("cameras", "select"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
                 msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
         if self.camera_groups is not None and (not self.camera_groups or self.image is not None):
@@ -294,7 +294,7 @@ class Transforms(Settings, frozen=True):
         return self.static
 
     def content(self) -> dict[str, Any]:
-        """Return what decides the content of a sample, by name, but for cameras, channels and attributes.
+        """Return what decides the content of a sample, by name, but for cameras and what is selected.
 
         ``image`` must be known (`with_stored_size`). An augmentation that draws nothing is None.
         """

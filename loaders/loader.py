@@ -223,6 +223,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         transfer = make_transfer(device, pinned=pin_memory is not False)
         self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
         self.selected = self._make.channels.channels
+        self.layers = tuple(next(iter(self._schedule.layers.values()), ()))
         self.cameras = self._make.cameras
         """Names of the cameras in a batch, in its order."""
         settings = self._make.content(options, len(self.dataset.manifest.cameras))

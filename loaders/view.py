@@ -1,6 +1,6 @@
 """`fuelrail.view`: a sample's cameras side by side, with its boxes drawn where the batch's matrices put them.
 
-Chosen channels, of the dataset or of layers, are drawn on the image that they belong to: rasters of law ``image`` as
+Selected channels, of the dataset or of layers, are drawn on the image that they belong to: rasters of law ``image`` as
 colours, boxes and points of law ``image_points``. All others are named below, with their value where it is short.
 """
 
@@ -14,10 +14,10 @@ import msgspec
 from msgspec import Meta
 
 from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.schedule.datasets import Selectable
 from fuelrail.loaders.schedule.layers import LayerOptions
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.viewer.drawing import png
-from fuelrail.pipeline.channels.selection import select
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer
@@ -57,7 +57,10 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
     frames: Annotated[
         tuple[int, ...], flag("draw a temporal window: offsets from the sample, such as -2 -1 0")
     ] = (0,)
-    channels: Annotated[tuple[str, ...], flag("channels of the dataset to draw, too")] = ()
+    select: Annotated[
+        tuple[str, ...] | None,
+        flag("channels and attributes to draw (default: the label of a picture)"),
+    ] = None
     layers: Annotated[
         dict[str, str] | None,
         flag("layers to draw, too", parse=_parse_layers, metavar="NAME=PATH,..."),
@@ -70,22 +73,23 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
 class ViewReport(NamedTuple):
     """A sample drawn: its key, its numbers of cameras and boxes, and the picture, uint8 [H, W, 3], RGB.
 
-    ``channels`` names those that the sample has, of all that were asked for, ``missing`` those that it does not have.
+    ``selected`` names the channels and attributes that the sample has, of all that were selected, ``missing`` those
+    that it does not have.
     """
 
     key: str
     num_cameras: int
     num_boxes: int
     sheet: NDArray[np.uint8]
-    channels: tuple[str, ...] = ()
+    selected: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
     def as_text(self) -> str:
         """Return a line on what was drawn."""
-        channels = f", {', '.join(self.channels)}" if self.channels else ""
-        channels += f"; this sample has no {', '.join(self.missing)}" if self.missing else ""
+        selected = f", {', '.join(self.selected)}" if self.selected else ""
+        selected += f"; this sample has no {', '.join(self.missing)}" if self.missing else ""
         cameras, boxes = "s" * (self.num_cameras != 1), "es" * (self.num_boxes != 1)
-        return f"{shown(self.key)}: {self.num_cameras} camera{cameras}, {self.num_boxes} box{boxes}{channels}"
+        return f"{shown(self.key)}: {self.num_cameras} camera{cameras}, {self.num_boxes} box{boxes}{selected}"
 
     def _repr_png_(self) -> bytes:
         return png(self.sheet)
@@ -148,8 +152,8 @@ def view(
         name: LayerOptions(where, missing="mask") for name, where in (options.layers or {}).items()
     }
     joined = [open_layer(name, one.path, opened, one.missing) for name, one in layers.items()]
-    added = [channel for layer in joined for channel in layer.channels]
-    select((*opened.manifest.channels, *added), options.channels, opened.location)
+    added = [channel.name for layer in joined for channel in layer.channels]
+    Selectable(opened, joined).split(options.select or ())
     image, groups = options.image, None
     if image is None:
         if options.train:
@@ -164,7 +168,7 @@ def view(
         image=image,
         camera_groups=groups,
         points=bool(opened.manifest.lidars),
-        channels=(*options.channels, *(channel.name for channel in added)),
+        select=None if options.select is None else (*options.select, *added),
     )
     window = None if options.frames == (0,) else FrameWindow(options.frames)
     from fuelrail.loaders.loader import DataLoader  # needs torch, and the checks above do not

@@ -86,9 +86,9 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     ] = "fixed"
     seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation, with --view per_view")] = 0
     epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation, with --view per_view")] = 0
-    transforms: Annotated[Transforms | None, flag("size, augmentation, points, channels, ...")] = (
-        None
-    )
+    transforms: Annotated[
+        Transforms | None, flag("size, augmentation, points, what is selected, ...")
+    ] = None
     device: Annotated[
         str | None, flag("device of the batches, such as cuda (of this local rank)")
     ] = None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -16,12 +17,16 @@ from fuelrail.loaders.decode.protocol import ImageFacts
 from fuelrail.loaders.records import Source
 from fuelrail.loaders.storage.layers import with_layers
 from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.sensors import LIDAR, lies_on
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.attributes import AttributeColumns
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.layers import INDEXED
 from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import BOXES
+from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.pipeline.transforms.image import ImageAugment
 
 if TYPE_CHECKING:
@@ -113,7 +118,7 @@ def check_compatible(
             raise ConfigError(
                 f"datasets {first!r} and {name!r} cannot be mixed in one batch: of the selected channels only "
                 f"{(first if lacking[0] in here else name)!r} has {lacking[0]!r}; give both such a layer, or select "
-                "channels that both have (Transforms.channels)"
+                "channels and attributes that both have (Transforms.select)"
             )
         cameras = [
             list(chosen[which].shown or chosen[which].cameras or ()) for which in (first, name)
@@ -165,6 +170,73 @@ def _channel_facts(
         for key in sorted({*both[0], *both[1]} - _STORED_ONLY):
             facts[f"channels '{channel.name}' ({key})"] = both[0].get(key), both[1].get(key)
     return facts
+
+
+LABELS: Final = ("cls", "label", "labels", "target")
+"""Names of the channel or the attribute that is the label of a dataset of images."""
+
+
+class Selectable:
+    """What of a dataset and its layers can be selected by name."""
+
+    def __init__(self, dataset: Dataset, layers: Sequence[Layer] = ()) -> None:
+        self._dataset, self._layers = dataset, layers
+        manifest = dataset.manifest
+        lidars = [one for one in manifest.channels if one.sensor == LIDAR]
+        joined = [one for layer in layers for one in layer.channels]
+        self.channels = {one.name: one for one in (*manifest.extra_channels, *lidars, *joined)}
+        """The entries of channels by name, as a loader sees them."""
+
+    @cached_property
+    def attributes(self) -> dict[str, str]:
+        """The types of attributes by name; raises IndexFileError for damaged ones."""
+        types = _attribute_types(self._dataset)
+        for layer in self._layers:
+            for name, kind in _attribute_types(layer.data).items():
+                types[f"{layer.name}.{name}"] = kind
+        return types
+
+    def default(self, cameras: Collection[str]) -> tuple[str, ...]:
+        """Return what a batch has where nothing is selected: the label of images, and the layers' channels."""
+        labels: list[str] = []
+        if BOXES not in self._dataset.index.names:
+            for name in LABELS:
+                channel = self.channels.get(name)
+                if name in self.attributes if channel is None else KINDS.find(channel.kind):
+                    labels.append(name)
+        joined = [channel for layer in self._layers for channel in layer.channels]
+        return (*labels, *(one.name for one in joined if lies_on(one, cameras)))
+
+    def split(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return which of the selected names are channels, and which attributes.
+
+        Raises ConfigError, naming both, for a name that is neither.
+        """
+        channels: list[str] = []
+        attributes: list[str] = []
+        table = {one.name for one in self._dataset.manifest.channels} | self.channels.keys()
+        for name in dict.fromkeys(names):
+            if name in table:
+                channels.append(name)
+            elif name in self.attributes or name in INDEXED:
+                attributes.append(name)
+            else:
+                hint = did_you_mean(name, (*self.channels, *self.attributes)) or ";"
+                raise ConfigError(
+                    f"select={list(names)}: '{self._dataset.location}' has no channel or attribute "
+                    f"{name!r:.110}{hint} channels: {', '.join(self.channels) or 'none'}; "
+                    f"attributes: {', '.join(self.attributes) or 'none'}"
+                )
+        return channels, attributes
+
+
+def _attribute_types(dataset: Dataset) -> dict[str, str]:
+    """Return the type of each attribute but those that are in the index, too."""
+    file = dataset.attributes_file()
+    if not file.exists:
+        return {}
+    fields = file.schema(len(dataset.index))
+    return {field.name: str(field.type) for field in fields if field.name not in INDEXED}
 
 
 def with_stored_size(transforms: Transforms, datasets: Mapping[str, Dataset]) -> Transforms:

@@ -112,7 +112,12 @@ FIELDS = [
     ("transforms", "box_frame", "global", "must be one of ego, lidar"),
     ("transforms", "points", 3, "must be True, False, a PointSweeps"),
     ("transforms", "two_views", 2, "must be True or False"),
-    ("transforms", "channels", "radar", "must be a list of names of channels, or None"),
+    (
+        "transforms",
+        "select",
+        "radar",
+        "must be a list of names of channels and attributes, or None",
+    ),
     ("num_workers", "cpus", 0, "must be an integer >= 1, or None"),
     ("num_workers", "memory_bytes", "1GB", "must be a number of bytes"),
     ("storage", "verify", "yes", "must be True or False"),

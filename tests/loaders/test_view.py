@@ -158,7 +158,7 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     image = {"height": 64, "width": 96, "resize": 1.0, "crop_x": "left", "crop_y": "top"}
     bare = fuelrail.view(root, image=image)
     seen = fuelrail.view(root, image=image, layers={"seen": str(tmp_path / "seen")})
-    assert seen.channels == ("seen.depth", "seen.marks", "seen.caption", "seen.words", "seen.loss")
+    assert seen.selected == ("seen.depth", "seen.marks", "seen.caption", "seen.words", "seen.loss")
     assert len(seen.sheet) == len(bare.sheet) + 5 * 22
     assert all(strip.max() > 100 for strip in seen.sheet[len(bare.sheet) :].reshape(5, 22, -1))
     drawn = (seen.sheet[4:68, 4:100] != bare.sheet[4:68, 4:100]).any(-1)
@@ -184,7 +184,7 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     )
     assert "seen.depth, seen.marks" in capsys.readouterr().out
     lacking = fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")})
-    assert (lacking.channels, lacking.missing[:2]) == ((), ("seen.depth", "seen.marks"))
+    assert (lacking.selected, lacking.missing[:2]) == ((), ("seen.depth", "seen.marks"))
     assert lacking.as_text().endswith(
         "has no seen.depth, seen.marks, seen.caption, seen.words, seen.loss"
     )
@@ -206,14 +206,14 @@ def test_channels_that_a_sample_lacks_are_named(made, tmp_path, capsys):
     )
     first, second = (open_dataset(root).index.row(row).key for row in (0, 1))
     output = ("--output", str(tmp_path / "a.png"))
-    assert main(["view", str(root), first, "--channels", "notes", *output]) == 0
+    assert main(["view", str(root), first, "--select", "notes", *output]) == 0
     assert "; this sample has no notes -> " in capsys.readouterr().out
-    assert main(["view", str(root), second, "--channels", "notes", *output]) == 0
+    assert main(["view", str(root), second, "--select", "notes", *output]) == 0
     assert ", notes -> " in capsys.readouterr().out
-    assert main(["view", str(root), "--channels", "never", *output]) == 0
+    assert main(["view", str(root), "--select", "never", *output]) == 0
     assert "; this sample has no never -> " in capsys.readouterr().out
-    assert main(["view", str(root), "--channels", "other"]) == 2
-    assert "has no channel 'other'; it has: " in capsys.readouterr().err
+    assert main(["view", str(root), "--select", "other"]) == 2
+    assert "has no channel or attribute 'other'" in capsys.readouterr().err
 
 
 def test_view_draws_lidar_and_boxes_from_above_beside_the_cameras(root):

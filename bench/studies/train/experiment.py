@@ -57,6 +57,10 @@ def make_loader(
         channels += [
             f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels
         ]
+    transforms = transforms_of(settings)
+    if channels:
+        names = (*(transforms.select or ()), *channels)
+        transforms = msgspec.structs.replace(transforms, select=tuple(dict.fromkeys(names)))
     loader = DataLoader(
         settings.dataset,
         settings.batch_size,
@@ -69,9 +73,7 @@ def make_loader(
         or None,
         num_workers=settings.workers,
         prefetch_factor=settings.prefetch_factor,
-        transforms=msgspec.structs.replace(
-            transforms_of(settings), channels=tuple(channels) or None
-        ),
+        transforms=transforms,
         layers=None if layer is None else {LAYER: layer},
         storage={
             "backend": settings.storage,
