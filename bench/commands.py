@@ -81,14 +81,14 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
     )
     from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.loader import DataLoader  # takes seconds: torch
-    from fuelrail.loaders.schedule.datasets import with_stored_size
+    from fuelrail.loaders.schedule.selection import stored_image
 
     dataset, note = open_dataset(arguments.dataset), ""
     try:
-        transforms = with_stored_size(Transforms(), {dataset.manifest.name: dataset})
+        image = stored_image({dataset.manifest.name: dataset})
     except ConfigError as error:
-        transforms, note = Transforms(image=_SHOWN_IMAGE), f"\nimg is 64 x 64 here: {error}\n"
-    loader = DataLoader(dataset, 2, split=split, num_workers=1, transforms=transforms)
+        image, note = _SHOWN_IMAGE, f"\nimg is 64 x 64 here: {error}\n"
+    loader = DataLoader(dataset, 2, split=split, num_workers=1, transforms=Transforms(image=image))
     sys.stdout.write(f"{loader.describe()}\n{note}")
     return 0
 

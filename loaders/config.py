@@ -14,6 +14,7 @@ from fuelrail.loaders.decode.lens import Undistort
 from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.schedule.ledger import LedgerOptions, ledger_options
+from fuelrail.loaders.schedule.selection import stored_image
 from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.mix import MixStage
@@ -37,6 +38,8 @@ from fuelrail.pipeline.transforms.points import PointSweeps
 
 if TYPE_CHECKING:
     import torch
+
+    from fuelrail.pipeline.format.dataset import Dataset
 
 BoxFrame: TypeAlias = Literal["ego", "lidar"]
 """Frames of reference that boxes can be in."""
@@ -286,6 +289,15 @@ class Transforms(Settings, frozen=True):
             ego=self.ego.evaluation(),
         )
 
+    def with_stored_size(self, datasets: Mapping[str, Dataset]) -> Transforms:
+        """Return transforms that name the size of the images: that of the stored ones, where these name none.
+
+        Raises ConfigError where the images of the cameras that are loaded differ in size.
+        """
+        if self.image is not None or self.camera_groups is not None:
+            return self
+        return msgspec.structs.replace(self, image=stored_image(datasets, self.cameras))
+
     @property
     def static_batches(self) -> StaticBatches | None:
         """The settings of static batches; None where batches are not static."""
@@ -296,7 +308,7 @@ class Transforms(Settings, frozen=True):
     def content(self) -> dict[str, Any]:
         """Return what decides the content of a sample, by name, but for cameras and what is selected.
 
-        ``image`` must be known (`with_stored_size`). An augmentation that draws nothing is None.
+        ``image`` must be known (:meth:`with_stored_size`). An augmentation that draws nothing is None.
         """
         return {
             "image": self.image if self.camera_groups is None else None,

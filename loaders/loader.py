@@ -37,12 +37,7 @@ from fuelrail.loaders.distributed import (
     warn_of_workers,
 )
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import (
-    DatasetLike,
-    open_all,
-    require_lidar,
-    with_stored_size,
-)
+from fuelrail.loaders.schedule.datasets import DatasetLike, open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.ledger import LedgerOptions, RunLedger
 from fuelrail.loaders.schedule.prefetch import prefetch
@@ -199,7 +194,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             options.storage.cache_dir,
             options.storage.retry,
         )
-        self.transforms = with_stored_size(options.transforms, self.datasets)
+        self.transforms = options.transforms.with_stored_size(self.datasets)
         """The transforms; the size of the images is known here, also where none was given."""
         self._arguments = options = msgspec.structs.replace(options, transforms=self.transforms)
         self.dataset = next(iter(self.datasets.values()))

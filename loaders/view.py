@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from fuelrail.loaders.config import Transforms
-from fuelrail.loaders.schedule.datasets import Selectable
 from fuelrail.loaders.schedule.layers import LayerOptions
+from fuelrail.loaders.schedule.selection import Selectable
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.viewer.drawing import png
 from fuelrail.pipeline.errors import ConfigError

@@ -23,7 +23,6 @@ from msgspec import Meta
 from fuelrail.bench.annotate.outputs import infer_table, rows_of
 from fuelrail.bench.trainer.models.settings import find
 from fuelrail.loaders.config import Transforms
-from fuelrail.loaders.schedule.datasets import with_stored_size
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.channels.logits import logits_store
 from fuelrail.pipeline.cli import counted
@@ -299,8 +298,8 @@ class _Annotation:
     ) -> None:
         """Take the ranks that divide the work; None: those of torch.distributed."""
         self.base, self._model, self._options, self._given_world = base, model, options, world
-        transforms = with_stored_size(
-            options.transforms or Transforms(), {base.manifest.name: base}
+        transforms = (options.transforms or Transforms()).with_stored_size(
+            {base.manifest.name: base}
         )
         if transforms.two_views:
             raise ConfigError(

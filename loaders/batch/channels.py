@@ -38,7 +38,8 @@ import numpy as np
 import torch
 
 from fuelrail.loaders.records import Batch
-from fuelrail.loaders.schedule.datasets import Chosen, Selectable
+from fuelrail.loaders.schedule.datasets import Chosen
+from fuelrail.loaders.schedule.selection import Selectable
 from fuelrail.pipeline.channels.kinds import KINDS, Packed, Value
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.logits import SAMPLED, TOPK, Logits

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.loaders.schedule.datasets import Selectable
+from fuelrail.loaders.schedule.selection import Selectable
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fuelrail.loaders.records import batch_entries
-from fuelrail.loaders.schedule.datasets import Selectable
+from fuelrail.loaders.schedule.selection import Selectable
 from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet, png, stack
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.logits import Logits

@@ -14,9 +14,8 @@ from fuelrail.bench.report.files import prepare_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.loader.report import LoaderOptions, LoaderReport, build_loader_report
-from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.loaders.schedule.datasets import with_stored_size
+from fuelrail.loaders.schedule.selection import stored_image
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.host import usable_cpus
@@ -53,7 +52,7 @@ def bench_loader(
         measure_rounds,
     )  # needs torch, and the checks above do not
 
-    image = with_stored_size(Transforms(image=options.image), {"": opened}).image
+    image = options.image or stored_image({"": opened})
     workers = options.workers or max(1, int(usable_cpus()))
     options = msgspec.structs.replace(options, image=image, workers=workers)
     with Progress("starting") as progress:
