@@ -287,6 +287,7 @@ class Transforms(Settings, frozen=True):
             camera_groups=groups,
             pixels=self.pixels.evaluation(),
             ego=self.ego.evaluation(),
+            points=self.points if isinstance(self.points, bool) else self.points.evaluation(),
         )
 
     def with_stored_size(self, datasets: Mapping[str, Dataset]) -> Transforms:
