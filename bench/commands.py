@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from fuelrail.pipeline.cli import Command, add_flags, from_flags
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.workers import sigterm_interrupts
 from fuelrail.pipeline.settings import Settings, flag
+from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.sharding.commands import COMMANDS as OFFLINE
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ def _run(arguments: argparse.Namespace) -> int:
     return code
 
 
+_SHOWN_IMAGE: Final = ImageAugment(height=64, width=64)
+"""Of the batch that ``inspect --batch`` shows, where stored images differ in size."""
+
+
 class BatchOption(Settings, frozen=True, kw_only=True):
     """The flag of ``inspect`` that needs a loader."""
 
@@ -74,10 +79,17 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
     split = next(
         name for name, entry in open_dataset(arguments.dataset).splits.items() if entry.num_samples
     )
+    from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.loader import DataLoader  # takes seconds: torch
+    from fuelrail.loaders.schedule.selection import stored_image
 
-    loader = DataLoader(arguments.dataset, 2, split=split, num_workers=1)
-    sys.stdout.write(f"{loader.describe()}\n")
+    dataset, note = open_dataset(arguments.dataset), ""
+    try:
+        image = stored_image({dataset.manifest.name: dataset})
+    except ConfigError as error:
+        image, note = _SHOWN_IMAGE, f"\nimg is 64 x 64 here: {error}\n"
+    loader = DataLoader(dataset, 2, split=split, num_workers=1, transforms=Transforms(image=image))
+    sys.stdout.write(f"{loader.describe()}\n{note}")
     return 0
 
 

@@ -20,7 +20,7 @@ from fuelrail.pipeline.cli import (
     given_flags,
     print_json,
 )
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, how_to_install
 from fuelrail.pipeline.runtime.host import default_num_workers
 
 if TYPE_CHECKING:
@@ -166,13 +166,12 @@ def _pillow() -> Finding:
         return Finding("decoder=pillow", f"ready, with SIMD: {simd}")
     plain = _version("pillow")
     if plain is None:
-        return Finding(
-            "decoder=pillow", "Pillow is not installed", "pip install pillow (or 'fuelrail[simd]')"
-        )
+        return Finding("decoder=pillow", "Pillow is not installed", "pip install pillow")
     return Finding(
         "decoder=pillow",
         f"ready, without SIMD: {plain}",
-        "pillow-simd in its place halves the time: pip uninstall pillow, then pip install 'fuelrail[simd]'",
+        "pillow-simd in its place halves the time: pip uninstall pillow, then "
+        f"{how_to_install('fuelrail[simd]')}",
     )
 
 

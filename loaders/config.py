@@ -14,6 +14,7 @@ from fuelrail.loaders.decode.lens import Undistort
 from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.schedule.ledger import LedgerOptions, ledger_options
+from fuelrail.loaders.schedule.selection import stored_image
 from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.mix import MixStage
@@ -38,10 +39,10 @@ from fuelrail.pipeline.transforms.points import PointSweeps
 if TYPE_CHECKING:
     import torch
 
+    from fuelrail.pipeline.format.dataset import Dataset
+
 BoxFrame: TypeAlias = Literal["ego", "lidar"]
 """Frames of reference that boxes can be in."""
-
-_DEFAULT_IMAGE: Final = ImageAugment(height=256, width=704)
 
 _BOOL: Final = must_be("True or False")
 _COUNT: Final = must_be("an integer >= 1")
@@ -205,8 +206,8 @@ class Transforms(Settings, frozen=True):
     Fields that hold settings may also be given as a dict, or as the path of a YAML file.
 
     Attributes:
-        image: size and augmentation of the images. The default is 704 x 256 from the bottom of each image, as BEVDet
-            and its family evaluate.
+        image: size and augmentation of the images. None: as they are stored, pixel for pixel, which needs images of one
+            size; :attr:`fuelrail.DataLoader.transforms` has it.
         camera_groups: in the place of ``image``, for rigs whose cameras differ: groups by name, each a `CameraGroup`
             with a size of its own. Each camera of the rig is in one of them. ``img`` then is a dict by group.
         cameras: names of the cameras to fetch and decode, such as ``["cam_front"]``. A batch has these alone, in the
@@ -216,10 +217,11 @@ class Transforms(Settings, frozen=True):
         pixels: augmentation of the pixel values.
         ego: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
-        channels: names of further channels of the dataset's table (:mod:`fuelrail.loaders.batch.channels`). Those left
-            out are not decoded, and a sample is fetched up to the last one selected. None: those of the layers.
-        attributes: names of attributes (of layers as ``LAYER.NAME``) that become entries of the batch: numbers, true
-            and false as tensors [B], texts as lists; ``{name}_valid`` is False where a sample's is not known.
+        select: names of channels and attributes (of layers as ``LAYER.NAME``) that become entries of the batch, with
+            ``{name}_valid``, False where a sample has none. Channels: :mod:`fuelrail.loaders.batch.channels`; those
+            left out are not decoded, and a sample is fetched up to the last one selected. Attributes: numbers, true
+            and false as tensors [B], texts as lists. None: the label of a dataset of images without boxes, which is
+            called one of `LABELS`, and all channels of the layers. ``loader.describe()`` lists what there is.
         undistort: remove the lens distortion while decoding; None: images as stored, with ``dist`` in the batch.
         normalize: convert ``img`` to floating point on the batch's device; None: uint8.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on the loader's
@@ -234,7 +236,7 @@ class Transforms(Settings, frozen=True):
     Raises ConfigError for values that are not allowed.
     """
 
-    image: ImageAugment = _DEFAULT_IMAGE
+    image: ImageAugment | None = None
     camera_groups: Annotated[
         dict[str, CameraGroup] | None, must_be("a dict of group name to CameraGroup, or None")
     ] = None
@@ -248,10 +250,9 @@ class Transforms(Settings, frozen=True):
         bool | PointSweeps,
         must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path"),
     ] = False
-    channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")] = (
-        None
-    )
-    attributes: Annotated[tuple[str, ...], must_be("a list of names of attributes")] = ()
+    select: Annotated[
+        tuple[str, ...] | None, must_be("a list of names of channels and attributes, or None")
+    ] = None
     undistort: Undistort | None = None
     normalize: Normalize | None = None
     decoder: Annotated[str, must_be("a decoder's name, such as 'auto'")] = "auto"
@@ -267,12 +268,10 @@ class Transforms(Settings, frozen=True):
         """Read dicts and files of settings; refuse values that are not allowed."""
         resolve_fields(self)
         check_types(self, ConfigError)
-        for name in ("cameras", "channels", "attributes"):
+        for name in ("cameras", "select"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
                 msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))
-        if self.camera_groups is not None and (
-            not self.camera_groups or self.image != _DEFAULT_IMAGE
-        ):
+        if self.camera_groups is not None and (not self.camera_groups or self.image is not None):
             raise ConfigError(
                 "camera_groups must name a group or more, and takes the place of image: leave image out"
             )
@@ -284,11 +283,21 @@ class Transforms(Settings, frozen=True):
         }
         return msgspec.structs.replace(
             self,
-            image=self.image.evaluation(),
+            image=self.image and self.image.evaluation(),
             camera_groups=groups,
             pixels=self.pixels.evaluation(),
             ego=self.ego.evaluation(),
+            points=self.points if isinstance(self.points, bool) else self.points.evaluation(),
         )
+
+    def with_stored_size(self, datasets: Mapping[str, Dataset]) -> Transforms:
+        """Return transforms that name the size of the images: that of the stored ones, where these name none.
+
+        Raises ConfigError where the images of the cameras that are loaded differ in size.
+        """
+        if self.image is not None or self.camera_groups is not None:
+            return self
+        return msgspec.structs.replace(self, image=stored_image(datasets, self.cameras))
 
     @property
     def static_batches(self) -> StaticBatches | None:
@@ -298,9 +307,9 @@ class Transforms(Settings, frozen=True):
         return self.static
 
     def content(self) -> dict[str, Any]:
-        """Return what decides the content of a sample, by name, but for cameras, channels and attributes.
+        """Return what decides the content of a sample, by name, but for cameras and what is selected.
 
-        An augmentation that draws nothing is None.
+        ``image`` must be known (:meth:`with_stored_size`). An augmentation that draws nothing is None.
         """
         return {
             "image": self.image if self.camera_groups is None else None,
@@ -360,7 +369,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
 
     dataset: Any
     batch_size: Annotated[int, Meta(ge=1), _COUNT]
-    shuffle: Annotated[bool, _BOOL]
+    shuffle: Annotated[bool | None, must_be("True, False or None")]
     seed: Annotated[int, Meta(ge=0), must_be("an integer >= 0")]
     drop_last: Annotated[bool, _BOOL]
     num_workers: Annotated[

@@ -92,8 +92,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     Args:
         dataset: folder or fsspec URL of a dataset, or an open one; or a dict of names to several of these, to ``mix``.
         batch_size: samples, or packs, of this rank in each batch. The global batch is this times the number of ranks.
-        shuffle: True gives a seeded random order, another one each epoch; False, torch's default too, the stored order.
-            ``order`` replaces both.
+        shuffle: True gives a seeded random order, another one each epoch; False the stored order. None: what ``order``
+            says; without one the stored order, as torch's default is.
         seed: seed of the order and of the augmentation.
         drop_last: leave out the samples at an epoch's end that do not fill a global batch. False, torch's default too:
             fill it with the epoch's first samples, as DistributedSampler does; ``valid`` of these is False. Either way
@@ -105,7 +105,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         pin_memory: decode into page-locked memory; None: when a CUDA device is given.
         collate_fn: called with the list of a batch's samples instead of stacking them; its result is the batch.
         order: which samples (filter, keys), how often (weights), shuffled, in windows of shards, or in lanes that
-            follow clips; packed, balanced; an `OrderSpec`. It replaces ``shuffle`` and the ``seed`` of the order.
+            follow clips; packed, balanced; an `OrderSpec`. It has its own seed.
+            One without a kind follows ``shuffle``, and is shuffled where that is None.
         split: name of the split.
         mix: number of samples of each dataset in every block of the order, such as ``{"city": 3, "highway": 1}``
             (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a multiple of their sum, in every batch.
@@ -152,7 +153,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         dataset: DatasetLike | Mapping[str, DatasetLike],
         batch_size: int,
         *,
-        shuffle: bool = False,
+        shuffle: bool | None = None,
         seed: int = 0,
         drop_last: bool = False,
         num_workers: int | Literal["auto"] | Budget | Mapping[str, Any] | None = None,
@@ -181,12 +182,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         given = dict(locals())
         del given["self"], given["unknown"]
         refuse_unknown(unknown)
-        self._arguments = options = Arguments(**given)
-        self.batch_size, self.seed, self.transforms = (
-            options.batch_size,
-            options.seed,
-            options.transforms,
-        )
+        options = Arguments(**given)
+        self.batch_size, self.seed = options.batch_size, options.seed
         self.world = resolve_world(world)
         self._world_is_detected = world is None
         self._window, self._check_ranks = options.window, options.check_ranks
@@ -197,11 +194,15 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             options.storage.cache_dir,
             options.storage.retry,
         )
+        self.transforms = options.transforms.with_stored_size(self.datasets)
+        """The transforms; the size of the images is known here, also where none was given."""
+        self._arguments = options = msgspec.structs.replace(options, transforms=self.transforms)
         self.dataset = next(iter(self.datasets.values()))
         """The dataset; of a mix the first one, whose rig and classes all others share."""
-        self.order = options.order or OrderSpec(
-            kind="shuffled" if shuffle else "sequential", seed=options.seed
-        )
+        if options.order is None:
+            self.order = OrderSpec(seed=options.seed).resolved(shuffle=bool(options.shuffle))
+        else:
+            self.order = options.order.resolved(shuffle=options.shuffle)
         points_of, *_ = [
             choose_points(one, options.transforms.points) for one in self.datasets.values()
         ]
@@ -217,6 +218,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         transfer = make_transfer(device, pinned=pin_memory is not False)
         self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
         self.selected = self._make.channels.channels
+        self.layers = tuple(next(iter(self._schedule.layers.values()), ()))
         self.cameras = self._make.cameras
         """Names of the cameras in a batch, in its order."""
         settings = self._make.content(options, len(self.dataset.manifest.cameras))

@@ -1,6 +1,6 @@
 """`fuelrail.view`: a sample's cameras side by side, with its boxes drawn where the batch's matrices put them.
 
-Chosen channels, of the dataset or of layers, are drawn on the image that they belong to: rasters of law ``image`` as
+Selected channels, of the dataset or of layers, are drawn on the image that they belong to: rasters of law ``image`` as
 colours, boxes and points of law ``image_points``. All others are named below, with their value where it is short.
 """
 
@@ -15,9 +15,9 @@ from msgspec import Meta
 
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import LayerOptions
+from fuelrail.loaders.schedule.selection import Selectable
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.viewer.drawing import png
-from fuelrail.pipeline.channels.selection import select
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import open_layer
@@ -25,11 +25,14 @@ from fuelrail.pipeline.order.batching import Cursor, World
 from fuelrail.pipeline.order.windows import FrameWindow
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
 from fuelrail.pipeline.text import shown
-from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.sample.schema import Sample
 
 
 def _parse_layers(text: str) -> dict[str, str]:
@@ -46,7 +49,7 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
 
     image: Annotated[
         ImageAugment | None,
-        flag("image settings (default: crop 704x256 from the bottom of the image)"),
+        flag("image settings (default: whole images, as stored)"),
     ] = None
     train: Annotated[bool, flag("augment as a loader does, for this seed and epoch")] = False
     seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation")] = 0
@@ -54,7 +57,10 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
     frames: Annotated[
         tuple[int, ...], flag("draw a temporal window: offsets from the sample, such as -2 -1 0")
     ] = (0,)
-    channels: Annotated[tuple[str, ...], flag("channels of the dataset to draw, too")] = ()
+    select: Annotated[
+        tuple[str, ...] | None,
+        flag("channels and attributes to draw (default: the label of a picture)"),
+    ] = None
     layers: Annotated[
         dict[str, str] | None,
         flag("layers to draw, too", parse=_parse_layers, metavar="NAME=PATH,..."),
@@ -67,25 +73,54 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
 class ViewReport(NamedTuple):
     """A sample drawn: its key, its numbers of cameras and boxes, and the picture, uint8 [H, W, 3], RGB.
 
-    ``channels`` names those that the sample has, of all that were asked for, ``missing`` those that it does not have.
+    ``selected`` names the channels and attributes that the sample has, of all that were selected, ``missing`` those
+    that it does not have.
     """
 
     key: str
     num_cameras: int
     num_boxes: int
     sheet: NDArray[np.uint8]
-    channels: tuple[str, ...] = ()
+    selected: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
     def as_text(self) -> str:
         """Return a line on what was drawn."""
-        channels = f", {', '.join(self.channels)}" if self.channels else ""
-        channels += f"; this sample has no {', '.join(self.missing)}" if self.missing else ""
+        selected = f", {', '.join(self.selected)}" if self.selected else ""
+        selected += f"; this sample has no {', '.join(self.missing)}" if self.missing else ""
         cameras, boxes = "s" * (self.num_cameras != 1), "es" * (self.num_boxes != 1)
-        return f"{shown(self.key)}: {self.num_cameras} camera{cameras}, {self.num_boxes} box{boxes}{channels}"
+        return f"{shown(self.key)}: {self.num_cameras} camera{cameras}, {self.num_boxes} box{boxes}{selected}"
 
     def _repr_png_(self) -> bytes:
         return png(self.sheet)
+
+
+def _stored(
+    dataset: Dataset, sample: Sample
+) -> tuple[ImageAugment | None, dict[str, CameraGroup] | None]:
+    """Return the size of a sample's stored images, or groups of its cameras of one size each."""
+    cameras_of: dict[tuple[int, int], list[str]] = {}
+    absent: list[str] = []
+    for camera, (width, height) in zip(
+        dataset.manifest.cameras, sample.geometry.img_wh.tolist(), strict=True
+    ):
+        if camera.channel in sample.images:
+            cameras_of.setdefault((width, height), []).append(camera.channel)
+        else:
+            absent.append(camera.channel)
+    if not cameras_of:
+        return ImageAugment(height=1, width=1), None
+    next(iter(cameras_of.values())).extend(absent)
+    # Frames of a window may have images of other sizes: they are shown whole, too.
+    sizes = {
+        size: ImageAugment(height=size[1], width=size[0], resize="contain") for size in cameras_of
+    }
+    if len(sizes) == 1:
+        return next(iter(sizes.values())), None
+    return None, {
+        f"{width}x{height}": CameraGroup(tuple(cameras), sizes[width, height])
+        for (width, height), cameras in cameras_of.items()
+    }
 
 
 def view(
@@ -117,13 +152,23 @@ def view(
         name: LayerOptions(where, missing="mask") for name, where in (options.layers or {}).items()
     }
     joined = [open_layer(name, one.path, opened, one.missing) for name, one in layers.items()]
-    added = [channel for layer in joined for channel in layer.channels]
-    select((*opened.manifest.channels, *added), options.channels, opened.location)
-    image = msgspec.structs.replace(options.image or Transforms().image, train=options.train)
+    added = [channel.name for layer in joined for channel in layer.channels]
+    Selectable(opened, joined).split(options.select or ())
+    image, groups = options.image, None
+    if image is None:
+        if options.train:
+            raise ConfigError(
+                "train=True needs image settings, whose random draws it shows: give image, such as "
+                "image='bevdet-704x256' (`fuelrail presets` lists those of models)"
+            )
+        image, groups = _stored(opened, sample)
+    else:
+        image = msgspec.structs.replace(image, train=options.train)
     transforms = Transforms(
         image=image,
+        camera_groups=groups,
         points=bool(opened.manifest.lidars),
-        channels=(*options.channels, *(channel.name for channel in added)),
+        select=None if options.select is None else (*options.select, *added),
     )
     window = None if options.frames == (0,) else FrameWindow(options.frames)
     from fuelrail.loaders.loader import DataLoader  # needs torch, and the checks above do not
@@ -149,8 +194,8 @@ def view(
             )
     except MemoryError as error:
         raise ConfigError(
-            f"no memory to draw {len(opened.manifest.cameras)} cameras of {image.width}x{image.height} pixels: give "
-            "image settings with a smaller height and width"
+            f"no memory to draw {len(opened.manifest.cameras)} cameras: give image settings with a "
+            "smaller height and width"
         ) from error
     try:
         if output is not None:

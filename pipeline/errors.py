@@ -32,10 +32,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 from fuelrail.pipeline.text import message as fit_to_print
+
+_OWN_EXTRAS: Final = re.compile(r"fuelrail\[([\w,-]+)\]")
 
 
 class FuelrailError(Exception):
@@ -53,6 +57,27 @@ class ConfigError(FuelrailError, ValueError):
     """An option, argument or config entry that is unknown, of the wrong type or out of range."""
 
 
+def how_to_install(*requirements: str) -> str:
+    """Return the command that installs requirements, such as ``fuelrail[ros]`` or ``pylance``.
+
+    Fuelrail is not on the package index, where anybody may take its name: its extras come from a checkout.
+    """
+    extras: list[str] = []
+    others: list[str] = []
+    for requirement in requirements:
+        own = _OWN_EXTRAS.fullmatch(requirement)
+        if own is None:
+            others.append(repr(requirement))
+        else:
+            extras += [extra for extra in own[1].split(",") if extra not in extras]
+    commands = []
+    if extras:
+        commands.append(f"pip install -e '.[{','.join(extras)}]' in a checkout of Fuelrail")
+    if others:
+        commands.append(f"pip install {' '.join(others)}")
+    return ", and ".join(commands)
+
+
 @contextmanager
 def needs(what: str, install: str) -> Iterator[None]:
     """Raise ConfigError where an import in the block fails: ``what`` needs the package; ``install`` brings it."""
@@ -60,7 +85,7 @@ def needs(what: str, install: str) -> Iterator[None]:
         yield
     except ImportError as error:
         lacks = f"{what} needs {error.name}, which is not installed or does not load"
-        raise ConfigError(f"{lacks}: pip install '{install}' ({error})") from error
+        raise ConfigError(f"{lacks}: {how_to_install(install)} ({error})") from error
 
 
 class OrderError(FuelrailError, ValueError):

@@ -60,7 +60,7 @@ def test_errors_that_need_no_torch_come_without_it(tiny_dataset, tmp_path) -> No
         "annotate DATA layer --model os:getcwd --channels never.yaml": "'never.yaml' cannot be read",
         "view DATA never": "has no sample 'never'",
         "view DATA --image never.yaml": "never.yaml",
-        "view DATA --channels never": "has no channel 'never'",
+        "view DATA --select never": "has no channel or attribute 'never'",
         "view DATA --frames 1 2": "different offsets with 0 among them",
     }
     run_without(["torch"], {case: (2, message) for case, message in cases.items()}, data, tmp_path)
@@ -71,7 +71,7 @@ def test_the_core_works_without_the_extras_and_the_rest_names_its_extra(
     tiny_dataset, tmp_path
 ) -> None:
     data = str(tiny_dataset({"train": (4, 3)}).root)
-    bench = "pip install 'fuelrail[bench]'"
+    bench = "pip install -e '.[bench]'"
     cases = {
         **dict.fromkeys(
             ["reshard DATA again --seed 1", "verify DATA", "inspect DATA --batch"], (0, "")

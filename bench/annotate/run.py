@@ -85,9 +85,9 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
     ] = "fixed"
     seed: Annotated[int, Meta(ge=0), flag("seed of the augmentation, with --view per_view")] = 0
     epoch: Annotated[int, Meta(ge=0), flag("epoch of the augmentation, with --view per_view")] = 0
-    transforms: Annotated[Transforms | None, flag("size, augmentation, points, channels, ...")] = (
-        None
-    )
+    transforms: Annotated[
+        Transforms | None, flag("size, augmentation, points, what is selected, ...")
+    ] = None
     device: Annotated[
         str | None, flag("device of the batches, such as cuda (of this local rank)")
     ] = None
@@ -298,7 +298,9 @@ class _Annotation:
     ) -> None:
         """Take the ranks that divide the work; None: those of torch.distributed."""
         self.base, self._model, self._options, self._given_world = base, model, options, world
-        transforms = options.transforms or Transforms()
+        transforms = (options.transforms or Transforms()).with_stored_size(
+            {base.manifest.name: base}
+        )
         if transforms.two_views:
             raise ConfigError(
                 "transforms.two_views=True: a layer has one value a sample; leave two_views out"

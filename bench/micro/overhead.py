@@ -21,6 +21,8 @@ import msgspec
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.source import make_dataroot
 from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.trainer.models.settings import MODEL_IMAGE
+from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.loader import DataLoader
 from fuelrail.sharding.api import shard
 from fuelrail.sharding.progress import Quiet
@@ -55,7 +57,16 @@ class _NoDecoder:
 
 def measure(dataset: Path, ledger: Path, rounds: int) -> OverheadReport:
     """Run an epoch of each candidate in turns; the first round is not counted."""
-    make = partial(DataLoader, dataset, 8, shuffle=True, drop_last=True, num_workers=2, seed=0)
+    make = partial(
+        DataLoader,
+        dataset,
+        8,
+        shuffle=True,
+        drop_last=True,
+        num_workers=2,
+        seed=0,
+        transforms=Transforms(image=MODEL_IMAGE),
+    )
     loaders = {
         _SIX: make(),
         "nothing decoded": make(),
@@ -63,7 +74,9 @@ def measure(dataset: Path, ledger: Path, rounds: int) -> OverheadReport:
             ledger={"path": ledger, "digest_every": _DIGEST_EVERY}
         ),
     }
-    loaders["one camera of six"] = make(transforms={"cameras": loaders[_SIX].cameras[:1]})
+    loaders["one camera of six"] = make(
+        transforms=Transforms(image=MODEL_IMAGE, cameras=loaders[_SIX].cameras[:1])
+    )
     idle = loaders["nothing decoded"]
     idle._make = idle._make._replace(decoder=_NoDecoder())  # type: ignore[arg-type]
     cpu_ms: dict[str, list[float]] = {name: [] for name in loaders}

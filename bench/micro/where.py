@@ -28,6 +28,8 @@ from fuelrail.bench.measure.machine import CpuWatch, MachineFacts, machine_facts
 from fuelrail.bench.measure.processes import tree_cpu_s
 from fuelrail.bench.micro.source import make_dataroot
 from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.trainer.models.settings import MODEL_IMAGE
+from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.loader import DataLoader
 from fuelrail.pipeline.order.batching import World
 from fuelrail.sharding.api import shard
@@ -39,6 +41,7 @@ _STEPS = 40
 _SHARING = 4
 """Ranks that get the same batches."""
 _HANG_S = 600.0
+_TRANSFORMS = Transforms(image=MODEL_IMAGE)
 
 
 class WhereReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +81,7 @@ def _rank(dataset: Path, rank: int, count: int, job: str, barrier: Any) -> None:
         "num_workers": 2,
         "world": World(0, 1),
         "where": where,
+        "transforms": _TRANSFORMS,
     }
     with DataLoader(dataset, _BATCH, **options) as loader:
         for _ in range(2):
@@ -115,7 +119,16 @@ def _step() -> float:
 
 def measure(dataset: Path, num_samples: int, rounds: int) -> WhereReport:
     """Run epochs of each candidate in turns; the first round is not counted."""
-    make = partial(DataLoader, dataset, _BATCH, shuffle=True, drop_last=True, num_workers=2, seed=0)
+    make = partial(
+        DataLoader,
+        dataset,
+        _BATCH,
+        shuffle=True,
+        drop_last=True,
+        num_workers=2,
+        seed=0,
+        transforms=_TRANSFORMS,
+    )
     loaders = {"threads": make(), "process": make(where="process")}
     rates: dict[str, list[float]] = {name: [] for name in loaders}
     steps: dict[str, list[float]] = {

@@ -1,4 +1,4 @@
-"""Selected channels (``Transforms(channels=...)``): from a sample's members to entries of the batch.
+"""Selected channels (``Transforms(select=...)``): from a sample's members to entries of the batch.
 
 Each selected channel adds two entries: ``{name}``, collated as its kind is, and ``{name}_valid`` [B] bool, False where
 the sample lacks it. Values are moved by the channel's law with the same draw as images, boxes and points. Dtypes are
@@ -39,13 +39,14 @@ import torch
 
 from fuelrail.loaders.records import Batch
 from fuelrail.loaders.schedule.datasets import Chosen
+from fuelrail.loaders.schedule.selection import Selectable
 from fuelrail.pipeline.channels.kinds import KINDS, Packed, Value
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.channels.logits import SAMPLED, TOPK, Logits
 from fuelrail.pipeline.channels.selection import decode_values, select
 from fuelrail.pipeline.channels.sensors import LIDAR, choose_cameras, lies_on
 from fuelrail.pipeline.errors import ConfigError, MemberError
-from fuelrail.pipeline.format.attributes import AttributeColumns, no_attribute
+from fuelrail.pipeline.format.attributes import AttributeColumns
 from fuelrail.pipeline.format.layers import JoinedAttributes
 
 if TYPE_CHECKING:
@@ -96,37 +97,35 @@ def choose(
         [one.channel for one in dataset.manifest.cameras], given, dataset.location
     )
     cameras = cameras if shown is None else tuple(given or ())  # in the batch's order
-    channels = choose_channels(dataset, options.channels, layers, lidar, cameras)
-    attributes = choose_attributes(dataset, split, options.attributes, layers, channels)
+    selectable = Selectable(dataset, layers)
+    names = selectable.default(cameras) if options.select is None else options.select
+    channel_names, attribute_names = selectable.split(names)
+    channels = choose_channels(dataset, channel_names, layers, lidar, cameras)
+    attributes = choose_attributes(dataset, split, attribute_names, layers, channels)
     return Chosen(cameras, channels, attributes, shown)
 
 
 def choose_channels(
     dataset: Dataset,
-    names: Sequence[str] | None,
+    names: Sequence[str],
     layers: Sequence[Layer] = (),
     lidar: LidarEntry | None = None,
     cameras: Collection[str] | None = None,
 ) -> tuple[Channel, ...]:
     """Return the entries of the selected channels, in the order of the table and the layers.
 
-    A layer's channels are called ``{layer}.{channel}``; without ``names`` all of them are selected, but for those on
-    other cameras than ``cameras`` (None: all cameras are loaded). ``lidar`` is the one whose sweeps become ``points``.
+    A layer's channels are called ``{layer}.{channel}``. ``cameras`` are loaded (None: all), and ``lidar`` is the one
+    whose sweeps become ``points``.
 
     Raises ConfigError for a name that is not in the table, that is a camera, that lidar or the boxes, that lies on
     another camera, or whose entries would have the names of others; ManifestError for a channel whose kind or law is
     unknown here.
     """
+    if not names:
+        return ()
     manifest, joined = dataset.manifest, [channel for layer in layers for channel in layer.channels]
     if cameras is None:
         cameras = [camera.channel for camera in manifest.cameras]
-    names = (
-        [channel.name for channel in joined if lies_on(channel, cameras)]
-        if names is None
-        else names
-    )
-    if not names:
-        return ()
     chosen = select((*manifest.channels, *joined), names, dataset.location)
     taken = set(OWN_NAMES)
     for channel in chosen:
@@ -136,22 +135,22 @@ def choose_channels(
             and channel.sensor != LIDAR
         ):
             raise ConfigError(
-                f"channels={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
+                f"select={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
                 "batch"
             )
         if not lies_on(channel, cameras):
             raise ConfigError(
-                f"channels={list(names)}: '{channel.name}' lies on the image of '{channel.law.camera}', and the loader "
+                f"select={list(names)}: '{channel.name}' lies on the image of '{channel.law.camera}', and the loader "
                 f"has the cameras {', '.join(cameras)} only; leave it out, or select its camera"
             )
         if lidar is not None and channel.name == lidar.channel:
             raise ConfigError(
-                f"channels={list(names)}: '{channel.name}' is in the batch as `points` already: leave one of them out"
+                f"select={list(names)}: '{channel.name}' is in the batch as `points` already: leave one of them out"
             )
         entries = {channel.name, f"{channel.name}_valid"}
         if clash := sorted(entries & taken):
             raise ConfigError(
-                f"channels={list(names)}: channel '{channel.name}' of '{dataset.location}' needs the batch entry "
+                f"select={list(names)}: channel '{channel.name}' of '{dataset.location}' needs the batch entry "
                 f"'{clash[0]}', which another entry has; leave it out, or rename it in the source"
             )
         taken |= entries
@@ -167,23 +166,18 @@ def choose_attributes(
 ) -> AttributeColumns:
     """Return the attributes of these names, read; ``channels`` are the selected ones.
 
-    Raises ConfigError for a name that there is not, or that a batch has for something else.
+    Raises ConfigError for a name that a batch has for something else.
     """
     if not names:
         return AttributeColumns()
-    known = JoinedAttributes(dataset, split, layers)
     taken = OWN_NAMES.union(*({one.name, f"{one.name}_valid"} for one in channels))
     for name in names:
-        if name not in known.names:
-            raise ConfigError(
-                f"attributes={list(names)}: '{dataset.location}': {no_attribute(name, known.names)}"
-            )
         if clash := sorted({name, f"{name}_valid"} & taken):
             raise ConfigError(
-                f"attributes={list(names)}: a batch has another entry '{clash[0]}': leave {name!r} out"
+                f"select={list(names)}: a batch has another entry '{clash[0]}': leave {name!r} out"
             )
         taken |= {name, f"{name}_valid"}
-    table = known.read(names)
+    table = JoinedAttributes(dataset, split, layers).read(names)
     return AttributeColumns.of_table(table, dataset.split(split).first_sample)
 
 

@@ -99,6 +99,7 @@ class Augments(NamedTuple):
 def image_groups(transforms: Transforms, cameras: Sequence[str]) -> tuple[CameraImages, ...]:
     """Return the sizes of the loaded cameras' images; raises ConfigError unless each is in one group."""
     if transforms.camera_groups is None:
+        assert transforms.image is not None, "the loader has named the size"
         return (CameraImages(None, tuple(range(len(cameras))), transforms.image),)
     named = [camera for group in transforms.camera_groups.values() for camera in group.cameras]
     for wrong, what in (

@@ -153,7 +153,7 @@ def timed_channels(window: Window | None, channels: Sequence[Channel]) -> TimedC
         if name not in by_name:
             raise ConfigError(
                 f"window: '{name}' is not a selected channel or attribute; there are: {', '.join(by_name) or 'none'}; "
-                f"select it (Transforms.channels, Transforms.attributes), or give '{IMAGES}' for the frames"
+                f"select it (Transforms.select), or give '{IMAGES}' for the frames"
             )
         stored = by_name[name]
         channel = one_of_series(stored) or stored

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from fuelrail.pipeline.errors import how_to_install
+
 MIN_VERSION = (2, 2)
 """The first DALI whose decoder is nvImageCodec's, which knows `adjust_orientation`."""
 
@@ -58,7 +60,7 @@ class InstalledDali(NamedTuple):
     @property
     def advice(self) -> str:
         """Advice about a problem."""
-        return f"install it with what it requires: pip install '{self._line.extra}'"
+        return f"install it with what it requires: {how_to_install(self._line.extra)}"
 
     @property
     def problem(self) -> str:
@@ -204,7 +206,7 @@ def _old_driver(found: InstalledDali, driver: str) -> tuple[str, str]:
     other = (
         ""
         if found.package == "nvidia-dali-cuda120"
-        else ", or pip install 'fuelrail[dali]' (CUDA 12) in its place"
+        else f", or {how_to_install('fuelrail[dali]')} (CUDA 12) in its place"
     )
     return (
         f"the NVIDIA driver {driver} is older than {needed}, which {found.package} needs",
@@ -216,8 +218,10 @@ def what_to_install() -> str:
     """Return which of the extras to install on this machine."""
     driver = driver_version()
     if driver is not None and _numbers(driver) >= _LINES["nvidia-dali-cuda130"].min_driver:
-        return f"to decode on a GPU: pip install 'fuelrail[dali-cu13]' (CUDA 13, as the driver is {driver})"
-    return "to decode on a GPU: pip install 'fuelrail[dali]' (CUDA 12), or 'fuelrail[dali-cu13]' from driver 580 on"
+        newer = how_to_install("fuelrail[dali-cu13]")
+        return f"to decode on a GPU: {newer} (CUDA 13, as the driver is {driver})"
+    command = how_to_install("fuelrail[dali]")
+    return f"to decode on a GPU: {command} (CUDA 12), or with '.[dali-cu13]' from driver 580 on"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.loaders.schedule.selection import Selectable
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -24,45 +24,38 @@ class MapView(TorchDataset[Any]):
 
     ::
 
-        view = MapView(fuelrail.open("DATASET"), channels=["cam_front", "boxes"], transform=crop)
+        view = MapView(fuelrail.open("DATASET"), ["cam_front", "boxes", "night"], transform=crop)
         torch.utils.data.DataLoader(view, batch_size=8, num_workers=4, sampler=sampler)
         grain.MapDataset.source(view).shuffle(seed=7).batch(8)
 
-    An item is a dict: ``key``, by name the ``attributes`` (None where one is not known), and by channel what
-    ``Dataset.read`` gives, with images decoded to uint8 arrays (3, height, width), RGB, of the stored size. Arrays
-    by channel can be written to. ``transform`` gets the dict, and what it returns is the item. One range of one shard
-    is read for each item: this is for random access. `fuelrail.DataLoader` reads ahead, and is faster.
+    An item is a dict: ``key``, and what ``select`` names: attributes (None where one is not known), and of channels,
+    boxes, geometry and metadata what ``Dataset.read`` gives, with images decoded to uint8 arrays (3, height, width),
+    RGB, of the stored size. ``select`` None: all of ``Dataset.read``, and the label of a dataset of images without
+    boxes. Arrays by channel can be written to. ``transform`` gets the dict, and what it returns is the item. One range
+    of one shard is read for each item: this is for random access. `fuelrail.DataLoader` reads ahead, and is faster.
 
-    It can be pickled, and each process opens the dataset itself. Raises ConfigError for a name of ``attributes`` that
-    the dataset does not have, or that a channel has too. Items raise what ``Dataset.read`` raises, and
-    ImageError for an image that cannot be decoded.
+    It can be pickled, and each process opens the dataset itself. Raises ConfigError for a name that the dataset does
+    not have. Items raise what ``Dataset.read`` raises, and ImageError for an image that cannot be decoded.
     """
 
     def __init__(
         self,
         dataset: Dataset,
-        channels: Collection[str] | None = None,
+        select: Collection[str] | None = None,
         transform: Callable[[dict[str, Any]], Any] | None = None,
-        *,
-        attributes: Sequence[str] = (),
     ) -> None:
+        selectable = Selectable(dataset)
+        names = (select,) if isinstance(select, str) else tuple(select or ())
+        if select is None:
+            names = selectable.default([])
+        of_read = {name.partition(".")[0] for name in dataset.index.names}
+        channels, attributes = selectable.split([one for one in names if one not in of_read])
+        self._channels = None
+        if select is not None:
+            self._channels = (*(name for name in names if name in of_read), *channels)
         table = dataset.table if attributes else None
-        for name in attributes:
-            assert table is not None, "it is read where there are names"
-            if name not in table.column_names or name in {
-                channel.name for channel in dataset.manifest.channels
-            }:
-                known = ", ".join(table.column_names)
-                raise ConfigError(
-                    f"attributes={list(attributes)}: {name!r} must be an attribute's name: {known}"
-                )
         self._attributes = {} if table is None else {name: table[name] for name in attributes}
         self._dataset, self._transform = dataset, transform
-        self._channels = (
-            None
-            if channels is None
-            else tuple([channels] if isinstance(channels, str) else channels)
-        )
         self._cameras = {camera.channel for camera in dataset.manifest.cameras}
         self._decoder: ImageDecoder | None = None
 
@@ -95,7 +88,7 @@ class MapView(TorchDataset[Any]):
     def __repr__(self) -> str:
         """Name the data and the channels: Grain stores this text to see that a restored run reads the same."""
         channels = None if self._channels is None else sorted(self._channels)
-        attributes = f", attributes={list(self._attributes)}" if self._attributes else ""
+        attributes = f", attributes={sorted(self._attributes)}" if self._attributes else ""
         return f"MapView({self._dataset.manifest.fingerprint}, channels={channels}{attributes})"
 
     def __getstate__(self) -> dict[str, Any]:

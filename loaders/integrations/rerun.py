@@ -4,7 +4,7 @@
 
     record_clip("DATASET", "scene-0103-000004", "clip.rrd")
 
-Needs ``pip install "fuelrail[viewer]"``. Entities: ``world/ego`` moves with the vehicle; below it are each camera with
+Needs the extra ``viewer``. Entities: ``world/ego`` moves with the vehicle; below it are each camera with
 its stored image, ``lidar``, and ``boxes``; ``world/path`` is the whole way. The world's origin is the first frame's
 ego, so that float32, which Rerun draws with, has no large coordinates.
 """

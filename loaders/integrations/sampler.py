@@ -56,7 +56,7 @@ class BatchSampler:
     Args:
         data: as above; with ``mix`` a mapping of dataset names to such data. Rows are then those of a
             ``ConcatDataset`` of the datasets in this order.
-        spec: the order; None: ``OrderSpec()``, shuffled with seed 0.
+        spec: the order; None: ``OrderSpec()``. Without a kind it is shuffled.
         global_batch: rows of a batch over all ranks, a multiple of their number.
         world: rank and number of ranks, or a device mesh; None: as torch.distributed, Megatron or the launcher has it.
         drop_last: leave out the rows at an epoch's end that do not fill a batch; else they are filled up with the

@@ -102,7 +102,7 @@ def check_compatible(
             raise ConfigError(
                 f"datasets {first!r} and {name!r} cannot be mixed in one batch: of the selected channels only "
                 f"{(first if lacking[0] in here else name)!r} has {lacking[0]!r}; give both such a layer, or select "
-                "channels that both have (Transforms.channels)"
+                "channels and attributes that both have (Transforms.select)"
             )
         cameras = [
             list(chosen[which].shown or chosen[which].cameras or ()) for which in (first, name)

@@ -55,7 +55,7 @@ _WINDOW: Final = 16
 
 
 class RemoteWorkers(CheckedSettings, frozen=True):
-    """Actors of a Ray cluster that make a rank's batches. Needs ``fuelrail[ray]``.
+    """Actors of a Ray cluster that make a rank's batches. Needs the extra ``ray``.
 
     Attributes:
         address: the cluster, as ``ray.init`` takes it ("auto", "ray://HOST:10001"); None: a local one that is started.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fsspec.implementations.local import LocalFileSystem
 
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, how_to_install
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem, shown_url
 
@@ -155,7 +155,7 @@ def make_client(
     except ImportError as error:
         if kind == "obstore":
             raise ConfigError(
-                f"the client obstore needs {error.name}: pip install 'fuelrail[s3]'"
+                f"the client obstore needs {error.name}: {how_to_install('fuelrail[s3]')}"
             ) from error
         _LOG.info("obstore is not installed; reading S3 through s3fs, which costs more CPU time")
         return FsspecClient(fs, path)

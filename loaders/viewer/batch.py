@@ -15,9 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from fuelrail.loaders.records import batch_entries
+from fuelrail.loaders.schedule.selection import Selectable
 from fuelrail.loaders.viewer.drawing import DrawnBoxes, DrawnFrame, contact_sheet, png, stack
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.logits import Logits
+from fuelrail.pipeline.channels.sensors import lies_on
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.schema import box_corners
 
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame, Normalize, Transforms
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.layers import Layer
 
 _NS_PER_S: Final = 1e9
+_TO_SELECT: Final = "not in the batch; Transforms(select=[NAME, ...]) takes, by name:"
 _NEEDED: Final = ("img", "ida_mat", "sample_key", "epoch", "step")
 
 
@@ -53,7 +57,9 @@ class LoaderDisplay(ABC):
     transforms: Transforms
     cameras: tuple[str, ...]
     selected: tuple[Channel, ...]
-    """The selected channels of the dataset and of layers."""
+    """The selected channels and attributes of the dataset and of layers."""
+    layers: tuple[Layer, ...]
+    """The layers of the dataset; of a mix, of the first one."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
@@ -68,7 +74,27 @@ class LoaderDisplay(ABC):
 
         Raises ConfigError where there is none, or where it is not a dict.
         """
-        return describe_batch(self._next_batch(), self.selected, self.transforms.box_frame)
+        described = describe_batch(self._next_batch(), self.selected, self.transforms.box_frame)
+        return described._replace(selectable=self.selectable())
+
+    def selectable(self) -> tuple[tuple[str, str, str], ...]:
+        """Return what ``Transforms(select=...)`` could add to a batch: name, kind and meaning of each.
+
+        Of a mix: what the first dataset has. Raises IndexFileError for damaged attributes.
+        """
+        selectable = Selectable(self.dataset, self.layers)
+        names = {one.name for one in self.selected}
+        is_cloud = {
+            one.channel for one in self.dataset.manifest.lidars[: bool(self.transforms.points)]
+        }
+        found = []
+        for name, channel in selectable.channels.items():
+            if name not in names | is_cloud and lies_on(channel, self.cameras):
+                found.append((name, f"channel, {channel.kind}", channel.description))
+        for name, kind in selectable.attributes.items():
+            if name not in names and name not in batch_entries():
+                found.append((name, f"attribute, {kind}", ""))
+        return tuple(found)
 
     def show(self, batch: Mapping[str, Any] | None = None, *, samples: int = 4) -> Picture:
         """Draw a batch of this loader as it goes into training: after augmentation, normalisation undone, with boxes.
@@ -213,7 +239,9 @@ def draw_sample(batch: Mapping[str, Any], at: int, loader: LoaderDisplay) -> NDA
         for t, title in enumerate(titles)
     ]
     classes, values = loader.dataset.manifest.classes, values_of(batch, at, loader.selected)
-    return contact_sheet(drawn, cameras, classes, values, points=frames.points(), key=frames.key)
+    has_world = boxes is not None or "points" in batch
+    points = frames.points() if has_world else None
+    return contact_sheet(drawn, cameras, classes, values, points=points, key=frames.key)
 
 
 def _array(value: object) -> NDArray[Any]:
@@ -280,17 +308,18 @@ def _part(value: Any, index: tuple[int, ...]) -> Any:
 
 
 class BatchDescription(NamedTuple):
-    """The entries of a batch: (name, form, meaning) of each. Its text is a table."""
+    """The entries of a batch: (name, form, meaning) of each. Its text is a table.
+
+    ``selectable`` has the same of what ``Transforms(select=[NAME, ...])`` could add.
+    """
 
     entries: tuple[tuple[str, str, str], ...]
+    selectable: tuple[tuple[str, str, str], ...] = ()
 
     def __str__(self) -> str:
-        widths = [max(min(len(entry[column]), 40) for entry in self.entries) for column in (0, 1)]
-        rows = (
-            f"{name:<{widths[0]}}  {form:<{widths[1]}}  {meaning}"
-            for name, form, meaning in self.entries
-        )
-        return "\n".join(row.rstrip() for row in rows)
+        if not self.selectable:
+            return _columns(self.entries)
+        return f"{_columns(self.entries)}\n\n{_TO_SELECT}\n\n{_columns(self.selectable)}"
 
     def __repr__(self) -> str:
         return str(self)
@@ -300,7 +329,22 @@ class BatchDescription(NamedTuple):
             f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
             for row in self.entries
         )
+        more = "".join(
+            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+            for row in self.selectable
+        )
+        if more:
+            rows += f'<tr><th colspan="3">{escape(_TO_SELECT)}</th></tr>{more}'
         return f"<table><tr><th>name</th><th>form</th><th>meaning</th></tr>{rows}</table>"
+
+
+def _columns(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Align the first two columns to the left."""
+    widths = [max(min(len(row[column]), 40) for row in rows) for column in (0, 1)]
+    return "\n".join(
+        f"{name:<{widths[0]}}  {form:<{widths[1]}}  {meaning}".rstrip()
+        for name, form, meaning in rows
+    )
 
 
 def describe_batch(
@@ -310,7 +354,7 @@ def describe_batch(
     known = {name: meaning for name, (_, meaning) in batch_entries().items()}
     for one in channels:
         frame = f", frame {one.frame}" if one.frame else ""
-        known[one.name] = f"channel: {one.kind}{frame}, moved by law {one.law.name}"
+        known[one.name] = f"selected: {one.kind}{frame}, moved by law {one.law.name}"
         known[f"{one.name}_valid"] = f"the sample has {one.name}"
     known = {
         name: text.replace("`box_frame`", f"the {box_frame} frame") for name, text in known.items()

@@ -81,6 +81,7 @@ def compile_order(
     from fuelrail.pipeline.format.attributes import Attributes, ClipTable
     from fuelrail.pipeline.format.layers import JoinedAttributes, check_present, present_samples
 
+    spec = spec.resolved()
     num_samples = dataset.split(split).num_samples
     attributes = JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split)
     if not num_samples:
@@ -478,6 +479,7 @@ def mix_orders(
 
     Each is compiled from its number, its name, its own spec and a set for names in ``without`` that it does not have.
     """
+    spec = spec.resolved()
     schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
     final = check_ratios(ratios, datasets) if schedule is None else schedule.final
     if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None or spec.stages:

@@ -12,10 +12,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.errors import ConfigError, OrderError
 from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.bucket import Bucket
 from fuelrail.pipeline.order.mix import Mix
@@ -70,7 +71,8 @@ class OrderSpec(Settings, frozen=True):
     ``filter``, ``subset``, ``weights`` and ``mix`` look at a dataset: `fuelrail.pipeline.order.compile` applies them.
     """
 
-    kind: Annotated[Kind, flag("kind of order")] = "shuffled"
+    kind: Annotated[Kind | None, flag("kind of order (default: shuffled)")] = None
+    """None: ``shuffled``, or what a loader's ``shuffle`` says."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1), flag("random seed of the order")] = 0
     window: Annotated[Positive | None, flag("shards in a window, for --kind windowed")] = None
     """Shards in a window; with kind ``windowed`` only, and needed there."""
@@ -117,7 +119,7 @@ class OrderSpec(Settings, frozen=True):
             raise OrderError("order kind 'windowed' needs window >= 1 (in shards), got None")
         if self.kind != "windowed" and self.window is not None:
             raise OrderError(
-                f"window={self.window} requires order kind 'windowed', got {self.kind!r}"
+                f"window={self.window} requires order kind 'windowed', got {self.kind or 'shuffled'!r}"
             )
         if self.kind == "lanes" and (self.weights or self.mix or self.stages):
             raise OrderError(
@@ -141,8 +143,24 @@ class OrderSpec(Settings, frozen=True):
             )
         if self.kind != "lanes" and self.pieces_per_clip is not None:
             raise OrderError(
-                f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}"
+                f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind or 'shuffled'!r}"
             )
+
+    def resolved(self, *, shuffle: bool | None = None) -> OrderSpec:
+        """Return the order with its kind stated; one without a kind follows ``shuffle`` (None: shuffled).
+
+        Raises ConfigError where kind and ``shuffle`` contradict each other.
+        """
+        if self.kind is None:
+            kind: Kind = "sequential" if shuffle is False else "shuffled"
+            return msgspec.structs.replace(self, kind=kind)
+        if shuffle is not None and shuffle == (self.kind == "sequential"):
+            order = "the stored order" if shuffle else "a random order"
+            raise ConfigError(
+                f"shuffle={shuffle} and order kind {self.kind!r}, which is {order}, contradict each "
+                "other: leave one of them out"
+            )
+        return self
 
 
 def position_map(spec: OrderSpec, shard_lengths: Sequence[int], epoch: int) -> PositionMap:
@@ -155,7 +173,7 @@ def position_map(spec: OrderSpec, shard_lengths: Sequence[int], epoch: int) -> P
     if not 0 <= epoch < 2**63:
         raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
     num_samples = sum(shard_lengths)
-    if spec.kind == "shuffled":
+    if spec.kind in (None, "shuffled"):
         return KeyedPermutation(num_samples, derive_key("order shuffled", spec.seed, epoch))
     if spec.window is not None:
         return _Windowed(shard_lengths, spec.window, spec.seed, epoch)

@@ -64,6 +64,7 @@ class OrderedRows:
         *,
         entries: bool,
     ) -> None:
+        spec = spec.resolved()
         tables: dict[str, Table] = {}
 
         def compile_one(name: str, own: OrderSpec, unknown: set[str] | None = None) -> EndlessOrder:

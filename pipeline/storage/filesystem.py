@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from fuelrail.pipeline.errors import ConfigError, needs
+from fuelrail.pipeline.errors import ConfigError, how_to_install, needs
 from fuelrail.pipeline.storage.retry import redacted
 
 _EXTRAS: Final = {
@@ -78,7 +78,9 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
         )
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        hint = f"pip install 'fuelrail[{extra}]'" if extra else "install its fsspec implementation"
+        hint = "install its fsspec implementation"
+        if extra:
+            hint = how_to_install(f"fuelrail[{extra}]")
         raise ConfigError(
             f"'{shown_url(url)}' needs a library that is not installed: {hint} ({error})"
         ) from error

@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import AtLeast0, Probability, Settings, check_types, must_be
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms, within
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, settle_train, uniforms, within
 
 STREAM = "bev-augment"
 """Name of the random stream; its columns are rotation, scale, flip x, flip y, then six for the translation."""
 
 _NUM_DRAWS = 10
+_DRAWN = ("rotate_deg", "scale", "flip_x_prob", "flip_y_prob", "translate_std_m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class BevAugment(Settings, frozen=True):
     """What becomes of the world about the vehicle, drawn once a sample.
 
     Attributes:
-        train: draw at random; False changes nothing.
+        train: draw at random; False changes nothing. It must be given with any of the other fields.
         rotate_deg: rotation about z, uniform in this range, degrees (BEVDet: -22.5 to 22.5).
         scale: factor, uniform in this range (BEVDet, StreamPETR: 0.95 to 1.05; bevfusion: 0.9 to 1.1).
         flip_x_prob, flip_y_prob: probability of mirroring the x (y) coordinate.
@@ -163,7 +164,7 @@ class BevAugment(Settings, frozen=True):
     Raises ConfigError for values out of range.
     """
 
-    train: bool = False
+    train: Annotated[bool | None, must_be("True or False")] = None
     rotate_deg: tuple[float, float] = (0.0, 0.0)
     scale: tuple[float, float] = (1.0, 1.0)
     flip_x_prob: Probability = 0.0
@@ -179,6 +180,7 @@ class BevAugment(Settings, frozen=True):
                 raise ConfigError(f"{name}={list(limits)} must be [low, high] with low <= high")
         if self.scale[0] <= 0.0:
             raise ConfigError(f"scale={list(self.scale)} must be factors above 0")
+        settle_train(self, _DRAWN)
 
     def evaluation(self) -> BevAugment:
         """Return the settings that change nothing."""

@@ -22,13 +22,14 @@ from msgspec import Meta
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Probability, Settings, check_types, must_be, resolve_fields
 from fuelrail.pipeline.transforms.image_map import ImageMap
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms, within
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, settle_train, uniforms, within
 
 STREAM = "image-augment"
 """Name of the random stream; its columns are resize, crop x, crop y, flip, rotate, in this order."""
 
 _NUM_DRAWS = 5
 _MIN_FACTOR, _MAX_FACTOR = 1e-3, 1e3
+_DRAWN = ("resize_jitter", "resize_range", "flip_prob", "rotate_deg")
 _MAX_SIDE = 16384
 _Side = Annotated[int, Meta(ge=1, le=_MAX_SIDE), must_be(f"1 to {_MAX_SIDE} pixels")]
 _Factor = Annotated[float, Meta(ge=_MIN_FACTOR, le=_MAX_FACTOR)]
@@ -45,7 +46,8 @@ class ImageAugment(Settings, frozen=True):
     Attributes:
         height, width: final size in pixels.
         train: draw at random. False gives the deterministic evaluation of the same settings: no jitter, no flip, no
-            rotation, mean of ``crop_bottom``, random crops centred.
+            rotation, mean of ``crop_bottom``, random crops centred. It must be given where there is something of these
+            but the default ``crop_x``; else it is False.
         resize: factor from stored to resized image. ``"width"``: final width / stored width (BEVDet).
             ``"cover"``: the smallest factor at which the final size is filled (StreamPETR, SparseDrive).
             ``"contain"``: the largest at which the whole image fits; the rest is black. ``"stretch"``: each side to
@@ -68,7 +70,7 @@ class ImageAugment(Settings, frozen=True):
 
     height: _Side
     width: _Side
-    train: bool = False
+    train: Annotated[bool | None, must_be("True or False")] = None
     resize: Annotated[Literal["width", "cover", "contain", "stretch"] | _Factor, _RESIZE] = "cover"
     resize_jitter: tuple[float, float] | None = None
     resize_range: tuple[float, float] | None = None
@@ -108,6 +110,12 @@ class ImageAugment(Settings, frozen=True):
                 )
         if self.crop_bottom[0] < 0.0 or self.crop_bottom[1] >= 1.0:
             raise ConfigError(f"crop_bottom={list(self.crop_bottom)} must lie in [0, 1)")
+        drawn = [*_DRAWN]
+        if self.crop_y == "random":
+            drawn.append("crop_y")
+        if self.crop_bottom[0] != self.crop_bottom[1]:
+            drawn.append("crop_bottom")
+        settle_train(self, drawn)
 
     def evaluation(self) -> ImageAugment:
         """Return the deterministic variant of these settings."""

@@ -15,13 +15,14 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Probability, Settings, check_types, must_be
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms, within
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, settle_train, uniforms, within
 
 STREAM = "pixel-augment"
 """Name of the random stream; its columns are, each switch before its amount: brightness, contrast, saturation, hue,
 channel order; then whether contrast comes first; then grid mask: switch, spacing, offset down, offset right."""
 
 _NUM_DRAWS = 15
+_DRAWN = ("brightness", "contrast", "saturation", "hue_deg", "swap_channels", "grid_mask_prob")
 _Level = Annotated[int, Meta(ge=0, le=255)]
 _Colour = Annotated[tuple[_Level, _Level, _Level], must_be("three grey levels from 0 to 255")]
 _ORDERS = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
@@ -60,7 +61,7 @@ class PixelAugment(Settings, frozen=True):
     """What becomes of each image's pixel values in training. The defaults change nothing.
 
     Attributes:
-        train: draw at random; False changes nothing.
+        train: draw at random; False changes nothing. It must be given with any of the other fields.
         brightness: grey levels of 255 added, uniform in [-brightness, brightness] (BEVFormer: 32).
         contrast, saturation: factors, uniform in this range (BEVFormer: 0.5 to 1.5).
         hue_deg: turn of the hue, uniform in [-hue_deg, hue_deg] degrees (BEVFormer: 18).
@@ -74,7 +75,7 @@ class PixelAugment(Settings, frozen=True):
     Raises ConfigError for values out of range.
     """
 
-    train: bool = False
+    train: Annotated[bool | None, must_be("True or False")] = None
     brightness: Annotated[float, Meta(ge=0, le=255), must_be("from 0 to 255 grey levels")] = 0.0
     contrast: tuple[float, float] = (1.0, 1.0)
     saturation: tuple[float, float] = (1.0, 1.0)
@@ -95,6 +96,7 @@ class PixelAugment(Settings, frozen=True):
                 raise ConfigError(
                     f"{name}={list(limits)} must be [low, high] with 0 <= low <= high"
                 )
+        settle_train(self, _DRAWN)
 
     @property
     def changes_nothing(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,6 +50,10 @@ class PointSweeps(CheckedSettings, frozen=True):
     choose: Literal["latest", "random"] = "latest"
     min_distance_m: Annotated[AtLeast0, must_be("0 or more metres")] = 0.0
     repeat_if_alone: bool = False
+
+    def evaluation(self) -> PointSweeps:
+        """Return the settings that draw nothing: the latest sweeps."""
+        return msgspec.structs.replace(self, choose="latest")
 
     def columns(self, stored: Sequence[str]) -> tuple[str, ...]:
         """Return the columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``, or last."""

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,6 +63,24 @@ def uniforms(
         :, :count
     ]
     return (table >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def settle_train(settings: msgspec.Struct, drawn: Sequence[str]) -> None:
+    """Make ``train`` False where it is not given, which settings without fields of ``drawn`` allow.
+
+    Raises ConfigError where fields that are drawn in training alone are given without it: they would do nothing.
+    """
+    if getattr(settings, "train", None) is not None:
+        return
+    defaults = {field.name: field.default for field in msgspec.structs.fields(settings)}
+    values = {name: getattr(settings, name) for name in drawn}
+    given = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
+    if given:
+        raise ConfigError(
+            f"{type(settings).__name__}: {', '.join(given)} is drawn in training alone, and train is not given: "
+            "say train=True, or train=False for evaluation"
+        )
+    msgspec.structs.force_setattr(settings, "train", False)
 
 
 def within(limits: tuple[float, float], uniform: float) -> float:

@@ -19,7 +19,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
-from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, how_to_install
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.pipeline.text import Printed
 
@@ -104,9 +104,7 @@ class SourceKind(Printed, msgspec.Struct, frozen=True, kw_only=True):
     def as_text(self) -> str:
         """Return the kind for people, with its options."""
         lines = [f"{self.kind} ({self.package}): {self.summary}"]
-        lines += (
-            [f"  needs: pip install {' '.join(map(repr, self.missing))}"] if self.missing else []
-        )
+        lines += [f"  needs: {how_to_install(*self.missing)}"] if self.missing else []
         lines += [f"  fuelrail shard {self.kind}:PATH OUT -o KEY=VALUE ..."] if self.options else []
         for option in self.options:
             lines.append(
@@ -154,9 +152,7 @@ def make_source(spec: SourceSpec) -> Source:
     kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}' has the"))
     missing = _missing(kind)
     if missing:
-        raise ConfigError(
-            f"sources of kind '{spec.kind}' need: pip install {' '.join(map(repr, missing))}"
-        )
+        raise ConfigError(f"sources of kind '{spec.kind}' need: {how_to_install(*missing)}")
     with naming(spec):
         made: Source = kind(spec.location, spec.options)
     return made

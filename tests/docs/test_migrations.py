@@ -163,7 +163,7 @@ NEEDS = {
     "episodes": ("av",),
     "detector": ("torchvision",),
 }
-TRAINERS = "pip install 'fuelrail[trainers]'"
+TRAINERS = "pip install -e '.[trainers]'"
 INSTALL = {
     "torchvision": "pip install torchvision, from the index that torch is from",
     "PIL": "pip install pillow",

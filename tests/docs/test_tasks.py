@@ -152,7 +152,7 @@ def test_5_move_from_other_loaders(desk) -> None:
 @pytest.mark.filterwarnings("ignore::Warning")  # of the trainers
 def test_5_move_with_ones_trainer(desk) -> None:
     pytest.importorskip(
-        "lightning", reason="lightning is not installed: pip install 'fuelrail[trainers]'"
+        "lightning", reason="lightning is not installed: pip install -e '.[trainers]'"
     )
     trainer = follow(GUIDES / "migrate.md", "PyTorch Lightning")["trainer"]
     assert (trainer.global_step, trainer.train_dataloader.state_dict()["epoch"]) == (4, 1)
@@ -161,7 +161,7 @@ def test_5_move_with_ones_trainer(desk) -> None:
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_5_move_with_accelerate(desk) -> None:
     pytest.importorskip(
-        "accelerate", reason="accelerate is not installed: pip install 'fuelrail[trainers]'"
+        "accelerate", reason="accelerate is not installed: pip install -e '.[trainers]'"
     )
     names = follow(GUIDES / "migrate.md", "Hugging Face Accelerate")
     assert names["loader"].state_dict()["epoch"] == 2
@@ -194,7 +194,7 @@ def test_5_move_with_the_hugging_face_trainer(desk) -> None:
 def test_5_move_a_config_of_mmengine(desk) -> None:
     """The lines of the page in a config of which all else is MMEngine's own, run by its Runner."""
     pytest.importorskip(
-        "mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'"
+        "mmengine", reason="mmengine is not installed: pip install -e '.[trainers]'"
     )
     from mmengine.config import Config
     from mmengine.model import BaseModel

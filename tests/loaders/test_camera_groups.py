@@ -69,7 +69,7 @@ def test_each_group_is_what_a_loader_of_its_size_shows(dataset, decoder, window)
         "window": window,
         "ego": BevAugment(train=True, rotate_deg=(-20, 20)),
     }
-    options |= {"channels": ["mask"], **({} if decoder == "dali" else {"pixels": PIXELS})}
+    options |= {"select": ["mask"], **({} if decoder == "dali" else {"pixels": PIXELS})}
     found = grouped(dataset, **options)
     wide, tall = (batches(dataset, 4, image=image, **OPTIONS, **options) for image in (WIDE, TALL))
     axes = () if window is None else (2,)

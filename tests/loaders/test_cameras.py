@@ -99,7 +99,7 @@ def test_every_entry_is_that_of_the_same_camera_in_a_batch_of_all(
         "decoder": decoder,
         "window": window,
         "points": True,
-        "channels": [f"mask_{camera}"],
+        "select": [f"mask_{camera}"],
         **DRAWN,
     }
     options |= {} if decoder == "dali" else {"pixels": PIXELS}
@@ -216,7 +216,7 @@ def test_what_is_shown_has_the_cameras_that_are_loaded(dataset) -> None:
             "cameras='cam_back' must be a list of names of cameras, a dict of dataset to such",
         ),
         (
-            {"cameras": ["cam_back"], "channels": ["mask_cam_front"]},
+            {"cameras": ["cam_back"], "select": ["mask_cam_front"]},
             "'mask_cam_front' lies on the image of 'cam_front', and the loader has the cameras cam_back only",
         ),
         (

@@ -215,7 +215,7 @@ def batches(
     drive: Path, transforms: Transforms, seed: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a batch, and the stored values of its samples."""
-    transforms = msgspec.structs.replace(transforms, channels=NAMES)
+    transforms = msgspec.structs.replace(transforms, select=NAMES)
     with DataLoader(
         drive,
         3,

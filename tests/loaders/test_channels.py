@@ -176,13 +176,13 @@ AUGMENTED = Transforms(
 
 def loader(root: Any, size: int = 4, **options: Any) -> DataLoader:
     options = {
-        "channels": NAMES,
+        "select": NAMES,
         "transforms": PLAIN,
         "shuffle": False,
         "num_workers": 2,
         **options,
     }
-    chosen = {name: options.pop(name) for name in ("channels", "points") if name in options}
+    chosen = {name: options.pop(name) for name in ("select", "points") if name in options}
     transforms = msgspec.structs.replace(options.pop("transforms"), **chosen)
     return DataLoader(
         root,
@@ -293,13 +293,13 @@ def test_points_of_a_lidar_move_as_the_lidars_own(root) -> None:
 
 
 def test_a_lidar_may_be_selected_by_name(root) -> None:
-    (points, *_) = batches(loader(root, transforms=AUGMENTED, points=True, channels=None))
-    (named, *_) = batches(loader(root, transforms=AUGMENTED, channels=[LIDAR]))
+    (points, *_) = batches(loader(root, transforms=AUGMENTED, points=True, select=None))
+    (named, *_) = batches(loader(root, transforms=AUGMENTED, select=[LIDAR]))
     assert named[f"{LIDAR}_valid"].all() and "points" not in named
     for one, other in zip(named[LIDAR], points["points"], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     with pytest.raises(ConfigError, match=f"'{LIDAR}' is in the batch as `points` already"):
-        loader(root, points=True, channels=[LIDAR])
+        loader(root, points=True, select=[LIDAR])
 
 
 @pytest.mark.parametrize("window", [None, FrameWindow(frames=(-1, 0))])
@@ -340,20 +340,20 @@ def test_a_batch_without_any_value_keeps_its_shapes(root, tmp_path) -> None:
 
 def test_only_what_is_selected_is_in_the_batch_and_decoded(root, tmp_path) -> None:
     (nothing, *_), (some, *_) = (
-        batches(loader(root, channels=None)),
-        batches(loader(root, channels=("words", "score"))),
+        batches(loader(root, select=None)),
+        batches(loader(root, select=("words", "score"))),
     )
     assert some.keys() - nothing.keys() == {"words", "words_valid", "score", "score_valid"}
     assert [name for name in some if name in NAMES] == ["score", "words"]  # in the table's order
     assert unlike({name: some[name] for name in nothing}, nothing) == []
     build(tmp_path / "d")
     spoil(tmp_path / "d", "occupancy", shape=(8, 7))
-    assert len(batches(loader(tmp_path / "d", channels=["radar"]))) == 3
+    assert len(batches(loader(tmp_path / "d", select=["radar"]))) == 3
     with pytest.raises(
         SchemaError,
         match=re.escape("channel 'occupancy' is uint8[8, 6]; the table has uint8[8, 7]"),
     ):
-        batches(loader(tmp_path / "d", channels=["occupancy"]))
+        batches(loader(tmp_path / "d", select=["occupancy"]))
 
 
 def read(root: Path, names: list[str] | None, **options: Any) -> StorageStats:
@@ -386,7 +386,7 @@ def test_what_is_behind_the_last_selected_member_is_not_fetched(root, tmp_path, 
     assert nothing.request_bytes == (nothing.span_bytes if storage == "remote" else 0)
     assert read(root, ["occupancy"], backend=storage).span_bytes == up_to("occupancy.npy") < whole
     assert read(root, NAMES, backend=storage).span_bytes == whole
-    with loader(root, 12, channels=None, storage=storage) as made:
+    with loader(root, 12, select=None, storage=storage) as made:
         next(iter(made))
         stats = made.stats().storage
     assert stats.span_bytes < 0.7 * whole * stats.spans / len(rows)
@@ -399,7 +399,7 @@ def test_what_is_behind_the_last_selected_member_is_not_fetched(root, tmp_path, 
 @pytest.mark.parametrize("layout", ["member", "none", "frame"])
 def test_parts_of_samples_are_checked_by_their_members(root, tmp_path, layout) -> None:
     build(tmp_path / "d", layout=layout)
-    chosen = {"channels": ["mask"], "storage": "pread"}
+    chosen = {"select": ["mask"], "storage": "pread"}
     assert unlike(batches(loader(tmp_path / "d", **chosen)), batches(loader(root, **chosen))) == []
     row = open_dataset(tmp_path / "d").index.row(1)
     shard = tmp_path / "d" / ("train-000000.tar.zst" if layout == "frame" else "train-000000.tar")
@@ -437,18 +437,19 @@ def spoil(root: Path, name: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["radr"], "has no channel 'radr'; it has: cam_front, cam_back, lidar_top, boxes, radar"),
+        (["radr"], "has no channel or attribute 'radr'; did you mean 'radar'? channels: radar, "),
+        (["wrods"], "attributes: none"),
         (
             ["cam_front"],
             "'cam_front' is not selected by name; cameras and boxes are in every batch",
         ),
         (["boxes"], "'boxes' is not selected by name"),
-        ([3], "must be a list of names of channels, or None"),
+        ([3], "must be a list of names of channels and attributes, or None"),
     ],
 )
 def test_what_cannot_be_selected_is_refused(root, names, says) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
-        loader(root, channels=names)
+        loader(root, select=names)
 
 
 def test_channels_whose_entries_have_names_of_others_are_refused(tmp_path) -> None:
@@ -466,7 +467,7 @@ def test_channels_whose_entries_have_names_of_others_are_refused(tmp_path) -> No
         with pytest.raises(
             ConfigError, match=f"needs the batch entry '{entry}', which another entry has"
         ):
-            loader(tmp_path / "d", channels=chosen)
+            loader(tmp_path / "d", select=chosen)
 
 
 def test_an_unknown_kind_or_law_is_refused_by_name(tmp_path) -> None:
@@ -474,7 +475,7 @@ def test_an_unknown_kind_or_law_is_refused_by_name(tmp_path) -> None:
     spoil(tmp_path / "d", "radar", kind="voxels")
     with pytest.raises(ManifestError, match="channel 'radar': its kind 'voxels' is unknown"):
         loader(tmp_path / "d")
-    assert batches(loader(tmp_path / "d", channels=["words"]))
+    assert batches(loader(tmp_path / "d", select=["words"]))
 
 
 @pytest.mark.costly
@@ -493,29 +494,29 @@ def test_mixed_datasets_need_the_same_entries(root, tmp_path) -> None:
             "other",
             "their channels 'occupancy' (law) differ: 'a' has {'name': 'ego_grid', 'extent_m': [-8.0, -6.0, 8.0",
         ),
-        ("fewer", f"'{tmp_path / 'fewer'}' has no channel 'mask'"),
+        ("fewer", f"'{tmp_path / 'fewer'}' has no channel or attribute 'mask'"),
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
             loader({"a": root, "b": tmp_path / name}, mix={"a": 1, "b": 1})
         assert batches(
-            loader({"a": root, "b": tmp_path / name}, mix={"a": 1, "b": 1}, channels=["radar"])
+            loader({"a": root, "b": tmp_path / name}, mix={"a": 1, "b": 1}, select=["radar"])
         )
 
 
 def test_a_state_names_the_channels(root) -> None:
     with (
-        loader(root, channels=["words", "radar"]) as one,
-        loader(root, channels=["radar", "words"]) as other,
+        loader(root, select=["words", "radar"]) as one,
+        loader(root, select=["radar", "words"]) as other,
     ):
         other.load_state_dict(one.state_dict())
-    with loader(root, channels=["radar"]) as less:
+    with loader(root, select=["radar"]) as less:
         with pytest.raises(
             StateMismatchError,
             match=re.escape("channels: state has ['radar', 'words'], loader has"),
         ):
             less.load_state_dict(one.state_dict())
         less.load_state_dict(one.state_dict(), strict=False)
-    with loader(root, channels=None) as none, loader(root, channels=[]) as empty:
+    with loader(root, select=None) as none, loader(root, select=[]) as empty:
         empty.load_state_dict(none.state_dict())
 
 
@@ -529,7 +530,7 @@ def test_a_sample_whose_channel_is_bad_is_substituted(tmp_path) -> None:
     policy = {"on_error": "substitute", "file": str(tmp_path / "bad.jsonl")}
     for window in (None, FrameWindow(frames=(-1, 0))):
         with loader(
-            tmp_path / "d", channels=["caption", "mask"], bad_samples=policy, window=window
+            tmp_path / "d", select=["caption", "mask"], bad_samples=policy, window=window
         ) as made:
             found = [row for batch in made for row in batch["global_index"].tolist()]
             assert made.stats().bad_samples == 2

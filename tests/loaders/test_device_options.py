@@ -176,20 +176,18 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "transforms.cameras": [
         {"transforms": {"image": TRAIN, "cameras": ["cam_back"]}, "window": {"frames": [-1, 0]}}
     ],
-    "transforms.attributes": [
-        {
-            "transforms": {"image": IMAGE, "channels": [], "attributes": ["teacher.score"]},
-            "layers": {"teacher": {}},
-        }
-    ],
     "transforms.pixels": [
         {"transforms": {"image": IMAGE, "pixels": {"train": True, "brightness": 32}}}
     ],
     "transforms.ego": [{"transforms": {"image": IMAGE, "ego": EGO, "points": True}}],
     "transforms.points": [POINTS, {"transforms": {"image": IMAGE, "points": {"num_sweeps": 1}}}],
-    "transforms.channels": [
-        {"transforms": {"image": IMAGE, "channels": ["score", "radar"]}},
-        {"transforms": {"image": IMAGE, "channels": ["score"]}, "transform": brightened},
+    "transforms.select": [
+        {"transforms": {"image": IMAGE, "select": ["score", "radar"]}},
+        {"transforms": {"image": IMAGE, "select": ["score"]}, "transform": brightened},
+        {
+            "transforms": {"image": IMAGE, "select": ["teacher.score"]},
+            "layers": {"teacher": {}},
+        },
     ],
     "transforms.undistort": [{"transforms": {"image": IMAGE, "undistort": Undistort()}}],
     "transforms.normalize": [
@@ -309,7 +307,7 @@ def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[st
         given["layers"] = {
             name: {"path": roots / name, **options} for name, options in case["layers"].items()
         }
-    if given["transforms"].channels:
+    if given["transforms"].select and "layers" not in case:
         root = roots / "channels"
     if "ledger" in case:
         given["ledger"] = {"path": roots / f"{uuid4()}.ledger", **case["ledger"]}
@@ -409,7 +407,7 @@ def test_an_edge_that_is_missing_is_found(what, finding, decoder, roots, monkeyp
 
 COPIES_A_BATCH = 3
 """Copies to the device for each batch, of any size: each costs the interpreter about 10 us, and a copy aside."""
-CHANNELS_CASE, *_ = CASES["transforms.channels"]
+CHANNELS_CASE, *_ = CASES["transforms.select"]
 NORMALIZED = {"transforms": {"image": IMAGE, "normalize": Normalize(mean=(1.5, 2.5, 3.5))}}
 
 

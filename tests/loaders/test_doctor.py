@@ -52,10 +52,10 @@ def test_every_backend_is_spoken_of() -> None:
 def test_what_is_missing_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, simplejpeg="1.9.0")
     assert "pip install pillow" in about("decoder=pillow").advice
-    assert "pip install 'fuelrail[dali]'" in about("decoder=dali").advice
+    assert "pip install -e '.[dali]'" in about("decoder=dali").advice
     pretend(monkeypatch, simplejpeg="1.9.0", pillow="12.0", nvidia_dali_cuda120="2.4.0")
     assert about("decoder=pillow").state == "ready, without SIMD: pillow 12.0"
-    assert "fuelrail[simd]" in about("decoder=pillow").advice
+    assert "'.[simd]'" in about("decoder=pillow").advice
     assert "nvidia-dali-cuda120 2.4.0" in about("decoder=dali").state
     pretend(monkeypatch, simplejpeg="1.9.0", pillow_simd="9.5")
     assert about("decoder=pillow") == commands.Finding(
@@ -89,7 +89,7 @@ def test_dali_without_what_it_requires_is_not_ready(
 ) -> None:
     monkeypatch.syspath_prepend(incomplete_dali)
     assert about("decoder=dali").state == f"not ready: {MISSING}"
-    assert "pip install 'fuelrail[dali]'" in about("decoder=dali").advice
+    assert "pip install -e '.[dali]'" in about("decoder=dali").advice
 
 
 @pytest.mark.process
@@ -103,7 +103,7 @@ def test_the_loaders_error_names_what_dali_misses(incomplete_dali: Path) -> None
         text=True,
     )
     assert f"ConfigError: decoder='dali': {MISSING}" in done.stderr
-    assert "pip install 'fuelrail[dali]'" in done.stderr.splitlines()[-1]
+    assert "pip install -e '.[dali]'" in done.stderr.splitlines()[-1]
 
 
 def test_a_dali_that_is_too_old_is_one_sentence(
@@ -118,7 +118,7 @@ def test_a_dali_that_is_too_old_is_one_sentence(
         about("decoder=dali").state
         == "not ready: nvidia-dali-cuda120 2.1.1 is too old: 2.2 or newer is needed"
     )
-    assert "pip install 'fuelrail[dali]'" in about("decoder=dali").advice
+    assert "pip install -e '.[dali]'" in about("decoder=dali").advice
 
 
 CUDA12 = {
@@ -161,7 +161,7 @@ CUDA13 = {
             (9, 0),
             True,
             "by CPU: ",
-            "fuelrail[dali-cu13]",
+            "'.[dali-cu13]'",
         ),
         (
             {},
@@ -169,7 +169,7 @@ CUDA13 = {
             (9, 0),
             True,
             "by nothing: NVIDIA DALI",
-            "pip install 'fuelrail[dali]'",
+            "pip install -e '.[dali]'",
         ),
     ],
 )

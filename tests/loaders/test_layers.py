@@ -56,14 +56,13 @@ def make(
     base,
     layers,
     missing=None,
-    channels=None,
-    attributes=(),
+    select=None,
     batch_size=4,
     rank=0,
     size=1,
     **options,
 ):
-    transforms = msgspec.structs.replace(SMALL, channels=channels, attributes=attributes)
+    transforms = msgspec.structs.replace(SMALL, select=select)
     if missing is not None:
         layers = {name: LayerOptions(path, missing) for name, path in layers.items()}
     return DataLoader(
@@ -172,7 +171,7 @@ def test_attributes_join_filters_and_weights(base, layer) -> None:
 
 
 def test_attributes_of_layers_become_entries(base, layer, part) -> None:
-    chosen = {"channels": [], "attributes": ["t.loss"]}
+    chosen = {"select": ["t.loss"]}
     for path, missing in ((layer, "error"), (part, "mask")):
         with make(base, {"t": path}, missing=missing, shuffle=False, **chosen) as loader:
             for batch in loader:
@@ -217,7 +216,7 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(
     def ranks_of(size, names, *stages):
         options = {
             "seed": 2,
-            "channels": [],
+            "select": [],
             "order": OrderSpec(seed=2, stages=stages, epoch_length=64),
         }
         given = {name: layers[name] for name in names}
@@ -274,10 +273,12 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(
 
 def test_selection_reads_only_what_is_named(base, layer) -> None:
     for channels, expected in ((["t.loss"], {"t.loss", "t.loss_valid"}), ([], set())):
-        with make(base, {"t": layer}, channels=channels) as loader:
+        with make(base, {"t": layer}, select=channels) as loader:
             assert {name for name in next(iter(loader)) if name.startswith("t.")} == expected
-    with pytest.raises(ConfigError, match=r"no channel 't.nothing'; it has: .*t.loss"):
-        make(base, {"t": layer}, channels=["t.nothing"])
+    with pytest.raises(
+        ConfigError, match=r"no channel or attribute 't.nothing'.*channels: .*t.loss"
+    ):
+        make(base, {"t": layer}, select=["t.nothing"])
 
 
 def test_a_bad_row_makes_its_sample_bad(base, layer, tmp_path) -> None:

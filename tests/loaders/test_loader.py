@@ -344,9 +344,9 @@ class TestState:
 
     def test_what_changes_no_sample_is_not_a_mismatch(self, tiny):
         quiet = {
-            "pixels": PixelAugment(hue_deg=18.0),
-            "ego": BevAugment(flip_x_prob=0.5),
-        }  # train is False
+            "pixels": PixelAugment(train=False, hue_deg=18.0),
+            "ego": BevAugment(train=False, flip_x_prob=0.5),
+        }
         other = load(tiny, decoder="pillow", backend="pread", verify=False, **quiet)
         other.load_state_dict(load(tiny).state_dict())
 

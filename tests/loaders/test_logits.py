@@ -88,7 +88,7 @@ def root(tmp_path_factory):
 
 
 def options(**more: Any) -> dict[str, Any]:
-    return {"image": TINY, "channels": NAMES, "decoder": "pillow", **more}
+    return {"image": TINY, "select": NAMES, "decoder": "pillow", **more}
 
 
 def same(found: Logits, wanted: Logits | None, form: Logits) -> None:
@@ -179,7 +179,7 @@ def test_packs_have_the_logits_of_their_tokens(root, truncate) -> None:
 
 
 def test_static_batches_hold_them_at_fixed_addresses(root) -> None:
-    made = options(channels=["top"], static={"buffers": 2}, shuffle=False)
+    made = options(select=["top"], static={"buffers": 2}, shuffle=False)
     with load(root, 4, **made) as loader:
         seen = [
             (batch["top"].weights.data_ptr(), batch["top"].weights.clone(), batch)
@@ -191,7 +191,7 @@ def test_static_batches_hold_them_at_fixed_addresses(root) -> None:
     ):
         assert torch.equal(weights, batch["top"].weights)
     with pytest.raises(ConfigError, match="'drawn' is a Logits of tensors"):
-        batches(root, 4, **options(channels=["drawn"], static=True))
+        batches(root, 4, **options(select=["drawn"], static=True))
 
 
 def test_pages_show_them(root) -> None:

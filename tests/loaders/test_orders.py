@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail import AttributeWeights, Mix, OrderSpec
-from fuelrail.pipeline.errors import OrderError, StateMismatchError
+from fuelrail import AttributeWeights, DataLoader, Mix, OrderSpec, World
+from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.batches import TINY, batches, load
 from support.datasets import build_dataset
@@ -47,6 +47,48 @@ def test_a_filter_leaves_exactly_what_it_selects(root):
     selected = every[(every % 4 >= 2) & (every // 4 != 2)]
     assert len(found) == -(-len(selected) // 4)
     assert np.array_equal(np.sort(column(found, "global_index")[column(found, "valid")]), selected)
+
+
+def in_order(root, **options):
+    """The rows of an epoch, by a loader of exactly these options."""
+    with DataLoader(root, 5, world=World(), transforms={"image": TINY}, **options) as loader:
+        found = list(loader)
+    return column(found, "global_index")[column(found, "valid")].tolist()
+
+
+@pytest.mark.parametrize("form", [OrderSpec, dict], ids=["a spec", "a dict"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"filter": "frame < 2"}, {"weights": [{"by": "attribute", "attribute": "frame"}]}],
+    ids=["whole", "filter", "weights"],
+)
+def test_an_order_without_a_kind_follows_shuffle(root, form, fields):
+    fields = dict(fields)
+    if form is OrderSpec and "weights" in fields:
+        fields["weights"] = (AttributeWeights(attribute="frame"),)
+    by_kind = {
+        kind: in_order(root, order=form(**fields, kind=kind)) for kind in ("sequential", "shuffled")
+    }
+    assert by_kind["sequential"] == sorted(by_kind["sequential"]) != by_kind["shuffled"]
+    assert in_order(root, shuffle=False, order=form(**fields)) == by_kind["sequential"]
+    assert in_order(root, shuffle=True, order=form(**fields)) == by_kind["shuffled"]
+    assert in_order(root, order=form(**fields)) == by_kind["shuffled"]
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "fields"),
+    [
+        (False, {"kind": "shuffled"}),
+        (False, {"kind": "windowed", "window": 2}),
+        (False, {"kind": "lanes"}),
+        (True, {"kind": "sequential"}),
+    ],
+)
+def test_a_shuffle_that_contradicts_the_order_is_refused(root, shuffle, fields):
+    with pytest.raises(ConfigError, match=rf"shuffle={shuffle} and order kind '{fields['kind']}'"):
+        in_order(root, shuffle=shuffle, order=OrderSpec(**fields))
+    assert len(in_order(root, order=OrderSpec(**fields))) >= NUM
+    assert len(in_order(root, shuffle=not shuffle, order=OrderSpec(**fields))) >= NUM
 
 
 def test_weights_repeat_samples_in_one_epoch(root):

@@ -55,9 +55,7 @@ def root(tmp_path_factory):
 
 
 def run(root, batch_size=3, **options):
-    return batches(
-        root, batch_size, image=TINY, **{"order": ORDER, "channels": ["words"], **options}
-    )
+    return batches(root, batch_size, image=TINY, **{"order": ORDER, "select": ["words"], **options})
 
 
 def packs(batch):
@@ -106,7 +104,7 @@ def test_a_batch_says_where_each_pack_sample_and_token_is(root, decoder):
 def test_a_sample_in_a_pack_is_the_sample_alone(root):
     alone = {
         batch["global_index"].item(): batch
-        for batch in batches(root, 1, image=TINY, channels=["words"])
+        for batch in batches(root, 1, image=TINY, select=["words"])
     }
     for batch in run(root):
         for at, row in enumerate(batch["global_index"].tolist()):
@@ -207,7 +205,7 @@ def test_static_packs_hold_the_same_in_fixed_shapes(root, images):
     options = {"order": order, "drop_last": False, **images}
     shapes, places = set(), set()
     with load(
-        root, 3, channels=["words"], static={"max_boxes": 40}, **{"image": TINY, **options}
+        root, 3, select=["words"], static={"max_boxes": 40}, **{"image": TINY, **options}
     ) as loader:
         for expected, got in zip(run(root, **options), loader, strict=True):
             num, tokens = len(expected["pack"]), len(expected["words"].values)
@@ -253,7 +251,7 @@ def test_static_packs_need_room_for_their_tokens(root):
     pack = Pack(
         budget=9, cost=Cost(linear={"frame": 2}, constant=1, divisor=2), window=10, max_samples=12
     )
-    options = {"order": OrderSpec(pack=pack), "channels": ["words"], "image": TINY}
+    options = {"order": OrderSpec(pack=pack), "select": ["words"], "image": TINY}
     with (
         load(root, 2, static=True, **options) as loader,
         pytest.raises(ConfigError, match="raise max_tokens"),

@@ -175,7 +175,7 @@ WINDOW = {
 def loader(root, size=4, window=WINDOW, channels=NAMES, **options):
     transforms = Transforms(
         image=ImageAugment(height=16, width=24, resize="stretch"),
-        channels=channels,
+        select=channels,
         **options.pop("transforms", {}),
     )
     return DataLoader(
@@ -279,9 +279,8 @@ def test_attributes_are_read_by_time_too(tmp_path):
         for row in range(20):
             writer.write(row, {"score": np.float64(row * 3)})
     writer.finish()
-    options = {"attributes": ["teacher.score"]}
-    window = {"teacher.score": [-0.25, 0]}
-    with loader(made, 4, window, [], transforms=options, layers={"teacher": layer}) as one:
+    window, layers = {"teacher.score": [-0.25, 0]}, {"teacher": layer}
+    with loader(made, 4, window, ["teacher.score"], layers=layers) as one:
         batch = next(iter(one))
     assert batch["teacher.score_valid"].tolist() == [[False, True], *[[True, True]] * 3]
     assert batch["teacher.score"].tolist() == [[0, 0], [1.5, 3], [4.5, 6], [7.5, 9]]
@@ -325,7 +324,7 @@ def test_at_a_url_each_part_of_a_sample_is_fetched_once(root, tmp_path, cached):
 def test_windows_in_seconds_are_one_sequence_on_any_world(root):
     def make(batch_size, *, rank, size, num_workers):
         transforms = Transforms(
-            image=ImageAugment(height=8, width=8, resize="stretch"), channels=NAMES
+            image=ImageAugment(height=8, width=8, resize="stretch"), select=NAMES
         )
         return DataLoader(
             root,
@@ -352,9 +351,7 @@ def test_a_bad_sample_about_another_time_is_replaced(tmp_path):
     data[row.offset + entry.offset + entry.stored_bytes - 1] ^= 1
     path.write_bytes(data)
     policy = {"on_error": "substitute", "file": None}
-    with loader(
-        made, 1, window={"speed": [-0.5, 0]}, channels=["speed"], bad_samples=policy
-    ) as one:
+    with loader(made, 1, {"speed": [-0.5, 0]}, ["speed"], bad_samples=policy) as one:
         shown = [int(batch["global_index"]) for batch in one]
     # Row 6 is bad, and so is row 7, which reads it; each is replaced by the next good sample.
     assert shown == [*range(6), 8, 8, *range(8, 20)]

@@ -46,7 +46,7 @@ OPTIONS = {
     "pixels": PIXELS,
     "seed": 3,
     "points": True,
-    "channels": ["radar"],
+    "select": ["radar"],
 }
 
 
@@ -137,7 +137,7 @@ def test_layers_of_one_view_are_refused(dataset, tmp_path) -> None:
         for row in range(12):
             writer.write(row, {"score": np.float32(row)})
     writer.finish()
-    options = {**OPTIONS, "layers": {"seen": tmp_path / "seen"}, "channels": ["seen.score"]}
+    options = {**OPTIONS, "layers": {"seen": tmp_path / "seen"}, "select": ["seen.score"]}
     with load(dataset, 4, **options) as loader:
         assert len(list(loader)) == 3
     with pytest.raises(ConfigError, match=re.escape("two_views")):

@@ -28,7 +28,8 @@ def root(made):
 class TestCommand:
     def test_writes_the_picture_of_the_sample_asked_for(self, root, tmp_path, capsys):
         out = tmp_path / "sheet.png"
-        assert main(["view", str(root), "clip-0001-000000", "--train", "--output", str(out)]) == 0
+        words = ["--image", "bevdet-704x256", "--train", "--output", str(out)]
+        assert main(["view", str(root), "clip-0001-000000", *words]) == 0
         assert "clip-0001-000000: 2 cameras, 4 boxes" in capsys.readouterr().out
         assert cv2.imread(str(out)).shape[1] == 2 * 704 + 3 * 4 + (
             256 + 2 * 4
@@ -43,6 +44,7 @@ class TestCommand:
             (["--epoch", "-1"], "--epoch -1: Expected `int` >= 0"),
             (["--output", "no/such/folder/x.png"], "cannot be written"),
             (["--image", "no.yaml"], "no.yaml"),
+            (["--train"], "train=True needs image settings"),
         ],
     )
     def test_mistakes_end_with_one_sentence(
@@ -156,7 +158,7 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     image = {"height": 64, "width": 96, "resize": 1.0, "crop_x": "left", "crop_y": "top"}
     bare = fuelrail.view(root, image=image)
     seen = fuelrail.view(root, image=image, layers={"seen": str(tmp_path / "seen")})
-    assert seen.channels == ("seen.depth", "seen.marks", "seen.caption", "seen.words", "seen.loss")
+    assert seen.selected == ("seen.depth", "seen.marks", "seen.caption", "seen.words", "seen.loss")
     assert len(seen.sheet) == len(bare.sheet) + 5 * 22
     assert all(strip.max() > 100 for strip in seen.sheet[len(bare.sheet) :].reshape(5, 22, -1))
     drawn = (seen.sheet[4:68, 4:100] != bare.sheet[4:68, 4:100]).any(-1)
@@ -182,7 +184,7 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     )
     assert "seen.depth, seen.marks" in capsys.readouterr().out
     lacking = fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")})
-    assert (lacking.channels, lacking.missing[:2]) == ((), ("seen.depth", "seen.marks"))
+    assert (lacking.selected, lacking.missing[:2]) == ((), ("seen.depth", "seen.marks"))
     assert lacking.as_text().endswith(
         "has no seen.depth, seen.marks, seen.caption, seen.words, seen.loss"
     )
@@ -204,14 +206,14 @@ def test_channels_that_a_sample_lacks_are_named(made, tmp_path, capsys):
     )
     first, second = (open_dataset(root).index.row(row).key for row in (0, 1))
     output = ("--output", str(tmp_path / "a.png"))
-    assert main(["view", str(root), first, "--channels", "notes", *output]) == 0
+    assert main(["view", str(root), first, "--select", "notes", *output]) == 0
     assert "; this sample has no notes -> " in capsys.readouterr().out
-    assert main(["view", str(root), second, "--channels", "notes", *output]) == 0
+    assert main(["view", str(root), second, "--select", "notes", *output]) == 0
     assert ", notes -> " in capsys.readouterr().out
-    assert main(["view", str(root), "--channels", "never", *output]) == 0
+    assert main(["view", str(root), "--select", "never", *output]) == 0
     assert "; this sample has no never -> " in capsys.readouterr().out
-    assert main(["view", str(root), "--channels", "other"]) == 2
-    assert "has no channel 'other'; it has: " in capsys.readouterr().err
+    assert main(["view", str(root), "--select", "other"]) == 2
+    assert "has no channel or attribute 'other'" in capsys.readouterr().err
 
 
 def test_view_draws_lidar_and_boxes_from_above_beside_the_cameras(root):

@@ -86,6 +86,9 @@ def test_errors_survive_the_way_back_from_a_worker_process(error) -> None:
 
 @pytest.mark.parametrize("name", ["no_such_package", "no_such_package.part"])
 def test_a_package_that_is_missing_is_named_with_what_brings_it(name) -> None:
-    fix = r"a test needs no_such_package, .*: pip install 'fuelrail\[it\]' \(No module named 'no_such_package'"
+    fix = (
+        r"a test needs no_such_package, .*: pip install -e '\.\[it\]' in a checkout of Fuelrail "
+        r"\(No module named 'no_such_package'"
+    )
     with pytest.raises(errors.ConfigError, match=fix), errors.needs("a test", "fuelrail[it]"):
         importlib.import_module(name)

@@ -412,7 +412,7 @@ def test_one_camera_keeps_the_channels_that_lie_on_it(drive, tmp_path, camera) -
     table = open_dataset(tmp_path / "made").manifest.channels
     assert {one.law.camera for one in table if one.law.camera} == {camera}
     names = [one.name for one in table if one.sensor is None and one.name != "boxes"]
-    options = {"shuffle": False, "points": True, "channels": names}
+    options = {"shuffle": False, "points": True, "select": names}
     found = batches(tmp_path / "made", 2, **options)
     for one, of_whole in zip(
         found, batches(drive / "packed", 2, cameras=[camera], **options), strict=True

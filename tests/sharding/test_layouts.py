@@ -240,7 +240,7 @@ def test_inspect_says_how_samples_are_stored(outs):
 @pytest.mark.process
 def test_gnu_tar_and_a_seekable_reader_by_others_read_frame_shards(outs):
     """pyzstd's SeekableZstdFile goes by the seek table alone: any sample without those before it; `zstd -t` agrees."""
-    pyzstd = pytest.importorskip("pyzstd", reason="pip install 'fuelrail[test]'")
+    pyzstd = pytest.importorskip("pyzstd", reason="pip install -e '.[test]'")
     dataset = open_dataset(outs / "frame")
     said = subprocess.run(
         ["tar", "--zstd", "-tf", outs / "frame" / "train-000000.tar.zst"],

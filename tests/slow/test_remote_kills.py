@@ -8,7 +8,7 @@ from support.batches import TINY, copied, load, unlike
 from support.ray_cluster import ray_cluster
 from support.remote_kills import batches_through_kills
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 from fuelrail import ImageAugment, RemoteWorkers  # noqa: E402
 from support.datasets import build_dataset  # noqa: E402
 

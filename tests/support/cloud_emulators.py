@@ -1,6 +1,6 @@
 """Emulators of Google Cloud Storage and Azure Blob Storage on loopback, each a real HTTP server.
 
-They need ``pip install "fuelrail[emulators]"``, and Azurite on the PATH (``npm install azurite``).
+They need ``pip install -e ".[emulators]"``, and Azurite on the PATH (``npm install azurite``).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def emulated(kind, folder):
     if kind == "gs":
         # Read when gcsfs is imported: it would ask over gRPC, which the emulator does not speak, what the bucket is.
         os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
-        pytest.importorskip("gcsfs", reason="pip install 'fuelrail[emulators]'")
-        pytest.importorskip("gcp_storage_emulator", reason="pip install 'fuelrail[emulators]'")
+        pytest.importorskip("gcsfs", reason="pip install -e '.[emulators]'")
+        pytest.importorskip("gcp_storage_emulator", reason="pip install -e '.[emulators]'")
         run = "from gcp_storage_emulator.__main__ import main; main()"
         command = [
             sys.executable,
@@ -73,7 +73,7 @@ def emulated(kind, folder):
         options = {"token": "anon", "endpoint_url": f"http://127.0.0.1:{port}", "project": "test"}
         secret = None
     else:
-        pytest.importorskip("adlfs", reason="pip install 'fuelrail[emulators]'")
+        pytest.importorskip("adlfs", reason="pip install -e '.[emulators]'")
         if shutil.which("azurite-blob") is None:
             pytest.skip("Azurite is not on the PATH: npm install azurite")
         command = [

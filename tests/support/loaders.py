@@ -29,6 +29,7 @@ def make_loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader:
 
     It is one for training, shuffled and of full batches only, where the options do not say otherwise.
     """
+    shuffle = None if "order" in options else True
     return DataLoader(
-        dataset, batch_size, **{"shuffle": True, "drop_last": True, **grouped(**options)}
+        dataset, batch_size, **{"shuffle": shuffle, "drop_last": True, **grouped(**options)}
     )

@@ -112,7 +112,7 @@ def differences(
         found.update({name: whole(one.grad) for name, one in named_parameters(parallel.models)})
 
     parallel.optimiser.register_step_pre_hook(note)
-    transforms = {"image": {"height": 16, "width": 16}, "channels": ["tokens"]}
+    transforms = {"image": {"height": 16, "width": 16}, "select": ["tokens"]}
     worst_loss = worst_gradient = 0.0
     with fr.DataLoader(
         dataset, 2, order=order, drop_last=True, transforms=transforms, num_workers=1, world=mesh

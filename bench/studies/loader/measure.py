@@ -14,8 +14,8 @@ from fuelrail.bench.report.files import prepare_folder
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.loader.report import LoaderOptions, LoaderReport, build_loader_report
-from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.schedule.selection import stored_image
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.host import usable_cpus
@@ -52,10 +52,8 @@ def bench_loader(
         measure_rounds,
     )  # needs torch, and the checks above do not
 
-    image, workers = (
-        options.image or Transforms().image,
-        options.workers or max(1, int(usable_cpus())),
-    )
+    image = options.image or stored_image({"": opened})
+    workers = options.workers or max(1, int(usable_cpus()))
     options = msgspec.structs.replace(options, image=image, workers=workers)
     with Progress("starting") as progress:
         rounds, peak_rss_bytes, cut_off = measure_rounds(opened, options, progress.update)

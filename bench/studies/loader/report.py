@@ -57,7 +57,7 @@ class LoaderOptions(CheckedSettings, frozen=True, kw_only=True):
     ray_address: RayAddress = None
     image: Annotated[
         ImageAugment | None,
-        flag("image settings (default: crop 704x256 from the bottom of the image)"),
+        flag("image settings (default: as stored, where all images have one size)"),
     ] = None
     decoder: Annotated[str, flag("decode backend, as in the DataLoader")] = "auto"
     points: Annotated[bool, flag("also decode the lidar sweep")] = False

@@ -23,7 +23,7 @@ from fuelrail.bench.studies.loader.stages import (
     measure_stages,
     record_stages,
 )
-from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.schedule.selection import stored_image
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.loader.report import LoaderOptions
@@ -151,7 +151,7 @@ def _round(
     alone = measure_stages(recorded, options.batch_size, part_s)
     show(f"{where}: this machine's limits")
     entries, manifest = {entry.stage.name: entry for entry in recorded}, dataset.manifest
-    image = options.image or Transforms().image
+    image = options.image or stored_image({"": dataset})
     output_bytes = len(manifest.cameras) * 3 * image.height * image.width
     limits = measure_limits(
         entries["parse"].items,

@@ -121,14 +121,13 @@ class _Recorder(DataLoader):
 
 
 def _make(kind: type[_L], dataset: Dataset, options: LoaderOptions, **others: Any) -> _L:
-    image = options.image or Transforms().image
     return kind(
         dataset,
         options.batch_size,
         shuffle=True,
         drop_last=True,
         split=options.split,
-        transforms=Transforms(image=image, decoder=options.decoder, points=options.points),
+        transforms=Transforms(image=options.image, decoder=options.decoder, points=options.points),
         seed=options.seed,
         num_workers=options.workers or max(1, int(usable_cpus())),
         storage=StorageOptions(verify=options.verify),

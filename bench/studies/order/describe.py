@@ -91,7 +91,7 @@ def describe_order(
         raise ConfigError(
             "config is a whole order: give it, or the fields of an order such as kind and seed, not both"
         )
-    spec = order or options.config or OrderSpec()
+    spec = (order or options.config or OrderSpec()).resolved()
     opened = open_dataset(dataset)
     compiled = compile_order(spec, opened, options.split, global_batch=options.global_batch)
     entry = opened.split(options.split)

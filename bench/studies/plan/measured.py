@@ -17,9 +17,8 @@ from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.studies.loader import report as loader_report
 from fuelrail.bench.studies.loader.report import LoaderReport
 from fuelrail.bench.studies.train.report import Report, load_report
-from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.models.settings import MODEL_IMAGE, MODELS
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
-from fuelrail.loaders.config import Transforms
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -100,7 +99,7 @@ def _run_of(
             f"{cluster.num_devices} devices; give the report's own cluster"
         )
     settings = ParallelSettings.among(options, str(path))
-    image = Transforms().image
+    image = MODEL_IMAGE
     run = Scenario(
         name=path.name,
         model=report.model["name"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,6 +137,16 @@ def _place_without(history: RunHistory, step: int, loader: DataLoader) -> Cursor
     return walk.cursor(step - part.first)
 
 
+def _transforms_of(loader: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's transforms; what a ledger of an earlier version selected by two fields, in one."""
+    transforms = dict(loader["transforms"])
+    channels = transforms.pop("channels", None)
+    attributes = transforms.pop("attributes", ())
+    if channels or attributes:
+        transforms["select"] = [*(channels or ()), *attributes]
+    return transforms
+
+
 def make_loader(
     part: Part,
     rank: int | None,
@@ -156,7 +166,7 @@ def make_loader(
             for name in ("datasets", "functions")
         )
         options: dict[str, Any] = {name: setup.loader[name] for name in (*RECORDED, "order")}
-        options["transforms"] = {**options["transforms"], "decoder": setup.decoder}
+        options["transforms"] = {**_transforms_of(setup.loader), "decoder": setup.decoder}
         options["bad_samples"] = {**options["bad_samples"], "file": None}
         if without is not None:
             options["order"] = {

@@ -15,7 +15,7 @@ from fuelrail.bench.measure.records import InputFacts
 from fuelrail.bench.studies.train.costs import cost_model
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.models.build import build_model
-from fuelrail.bench.trainer.models.settings import MODELS, GptSettings, find
+from fuelrail.bench.trainer.models.settings import MODEL_IMAGE, MODELS, GptSettings, find
 from fuelrail.loaders.batch.counterfactual import LoaderPart
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.loader import DataLoader
@@ -57,10 +57,14 @@ def make_loader(
         channels += [
             f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels
         ]
+    transforms = transforms_of(settings)
+    if channels:
+        names = (*(transforms.select or ()), *channels)
+        transforms = msgspec.structs.replace(transforms, select=tuple(dict.fromkeys(names)))
     loader = DataLoader(
         settings.dataset,
         settings.batch_size,
-        shuffle=True,
+        shuffle=None if settings.order or window else True,
         split=settings.split,
         seed=settings.seed,
         drop_last=True,
@@ -69,9 +73,7 @@ def make_loader(
         or None,
         num_workers=settings.workers,
         prefetch_factor=settings.prefetch_factor,
-        transforms=msgspec.structs.replace(
-            transforms_of(settings), channels=tuple(channels) or None
-        ),
+        transforms=transforms,
         layers=None if layer is None else {LAYER: layer},
         storage={
             "backend": settings.storage,
@@ -140,6 +142,8 @@ def transforms_of(settings: TrainSettings) -> Transforms:
         if settings.transforms is None
         else as_settings(settings.transforms, Transforms, "transforms")
     )
+    if settings.model in MODELS and given.image is None and given.camera_groups is None:
+        given = msgspec.structs.replace(given, image=MODEL_IMAGE)
     return (
         msgspec.structs.replace(given, decoder=settings.decoder)
         if settings.decoder != "auto"

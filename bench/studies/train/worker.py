@@ -360,7 +360,7 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
 def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     """Make the mesh, once nothing speaks against it. Raises ConfigError."""
     degrees, image = degrees_of(settings, dist.get_world_size()), transforms_of(settings).image
-    if settings.model in MODELS:
+    if settings.model in MODELS and image is not None:
         check_fits(
             settings,
             degrees,

@@ -161,14 +161,15 @@ def of_layer(
         return channel
 
     makers: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {}
-    width, moved, temperature = 0, transforms.image.train, None
+    moved = transforms.image is not None and bool(transforms.image.train)
+    width, temperature = 0, None
     has_boxes = "targets" in weights and f"{LAYER}.detections" in table
     if "logits" in weights or ("targets" in weights and not has_boxes):
         logits = find(
             "logits",
             shape,
             "ego_grid",
-            moves=isinstance(student, GridSettings) and transforms.ego.train,
+            moves=isinstance(student, GridSettings) and bool(transforms.ego.train),
         )
         if logits.kind in (TOPK, SAMPLED):
             found = layer.manifest.recipe.get("temperature")

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.stages import stage_error
 from fuelrail.pipeline.settings import NotNegative, Positive, Settings
+from fuelrail.pipeline.transforms.image import ImageAugment
+
+MODEL_IMAGE = ImageAugment(height=256, width=704)
+"""What our camera models read where a run names no image: the size that BEVDet-R50's figures are of."""
 
 
 class CameraSettings(Settings, frozen=True, kw_only=True):

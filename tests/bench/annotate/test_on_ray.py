@@ -18,7 +18,7 @@ from support.layers import digests
 from support.ray_cluster import ray_cluster
 from support.sharding import environment
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 pytestmark = [
     pytest.mark.process,
     pytest.mark.slow,

@@ -41,7 +41,9 @@ def test_a_page_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path,
     with pytest.raises(ConfigError, match="--no-html"):
         prepare_folder(tmp_path / "out", html=True)
     prepare_folder(tmp_path / "out", html=False)
-    with pytest.raises(ConfigError, match=r"needs psutil, .* pip install 'fuelrail\[bench\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs psutil, .* pip install -e '\.\[bench\]' in a checkout"
+    ):
         prepare_folder(tmp_path / "out", html=False, modules=("psutil",))
 
 

@@ -11,7 +11,7 @@ class Classifier(pl.LightningModule):
         self.model = Model()
 
     def train_dataloader(self):
-        transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48), attributes=["sign"])
+        transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48), select=["sign"])
         return fr.DataLoader(
             "dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms
         )

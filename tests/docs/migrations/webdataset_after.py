@@ -5,7 +5,7 @@ import fuelrail as fr
 
 model = Model()
 optimiser = torch.optim.SGD(model.parameters(), 1e-3)
-transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48), channels=["cls"])
+transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48))
 loader = fr.DataLoader("dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms)
 for _ in range(2):
     for batch in loader:

@@ -309,7 +309,7 @@ def test_a_dali_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
     with pytest.raises(
         ConfigError,
-        match=r"2\.1\.1 is too old: 2\.2 or newer is needed; .*pip install 'fuelrail\[dali\]'",
+        match=r"2\.1\.1 is too old: 2\.2 or newer is needed; .*pip install -e '\.\[dali\]' in a checkout",
     ):
         make_decoder("dali")
 

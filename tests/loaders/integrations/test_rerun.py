@@ -64,7 +64,7 @@ def test_what_cannot_be_recorded_is_refused(root, tmp_path, monkeypatch, capsys)
         in capsys.readouterr().err
     )
     monkeypatch.setitem(sys.modules, "rerun", None)
-    with pytest.raises(ConfigError, match=r"pip install 'fuelrail\[viewer\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[viewer\]' in a checkout"):
         record_clip(root, None, tmp_path / "x.rrd")
 
 

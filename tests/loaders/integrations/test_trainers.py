@@ -1,7 +1,7 @@
 """Every example trainer, really run, killed between steps and in a save, and resumed: the samples and losses of a run
 that nothing interrupted.
 
-The trainers beyond torch are tested where they are installed: ``pip install 'fuelrail[trainers]'``, deepspeed,
+The trainers beyond torch are tested where they are installed: ``pip install -e '.[trainers]'``, deepspeed,
 megatron-core, ray[train].
 """
 
@@ -148,7 +148,7 @@ def epochs_of(root, count):
 @pytest.mark.filterwarnings("ignore::Warning")  # Lightning's advice, and what torch has deprecated
 def test_lightning_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_path):
     pl = pytest.importorskip(
-        "lightning.pytorch", reason="lightning is not installed: pip install 'fuelrail[trainers]'"
+        "lightning.pytorch", reason="lightning is not installed: pip install -e '.[trainers]'"
     )
     seen = []
 
@@ -194,7 +194,7 @@ def test_lightning_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
     accelerate = pytest.importorskip(
-        "accelerate", reason="accelerate is not installed: pip install 'fuelrail[trainers]'"
+        "accelerate", reason="accelerate is not installed: pip install -e '.[trainers]'"
     )
     whole = epochs_of(tiny, 3)
     accelerator, loader = accelerate.Accelerator(cpu=True), load(tiny, 2, seed=7, image=TINY)
@@ -215,7 +215,7 @@ def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_path):
     pytest.importorskip(
-        "mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'"
+        "mmengine", reason="mmengine is not installed: pip install -e '.[trainers]'"
     )
     from mmengine.model import BaseModel
     from mmengine.registry import LOOPS
@@ -358,7 +358,7 @@ class _Calls:
 )
 def test_mmengine_checkpoints_that_call_anything_else_are_refused(call):
     pytest.importorskip(
-        "mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'"
+        "mmengine", reason="mmengine is not installed: pip install -e '.[trainers]'"
     )
     import fuelrail.loaders.integrations.mmengine  # noqa: F401 - adds what is allowed
 

@@ -17,7 +17,7 @@ from support.ray_cluster import ray_cluster
 from support.remote_kills import batches_through_kills
 from support.transforms import failing
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 from fuelrail import RemoteWorkers  # noqa: E402
 
 TRAIN = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)

@@ -242,5 +242,5 @@ def test_what_to_install_is_an_extra_that_exists(monkeypatch) -> None:
         raise ImportError("Install huggingface_hub to access HfFileSystem")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'fuelrail\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[hf\]' in a checkout"):
         filesystem.filesystem("hf://datasets/someone/drives")

@@ -331,7 +331,7 @@ def test_backends_are_chosen_by_name() -> None:
     for name in ("turbo", "pillow"):
         assert make_decoder(name).name == name
     if importlib.util.find_spec("nvidia") is None:
-        with pytest.raises(ConfigError, match=r"pip install 'fuelrail\[dali\]'"):
+        with pytest.raises(ConfigError, match=r"pip install -e '\.\[dali\]' in a checkout"):
             make_decoder("dali")
     with pytest.raises(
         ConfigError, match=f"decoder='gpu' must be one of auto, {', '.join(BACKENDS)}"

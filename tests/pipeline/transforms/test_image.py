@@ -119,14 +119,14 @@ def test_scope_says_who_shares_a_draw() -> None:
         ),
         (ImageAugment(height=256, width=704, resize="stretch"), (1600, 900), (704, 256), (0, 0)),
         (
-            ImageAugment(height=256, width=704, crop_bottom=(0.0, 0.2)),
+            ImageAugment(height=256, width=704, train=False, crop_bottom=(0.0, 0.2)),
             (1600, 900),
             (704, 396),
             (0, 100),
         ),
         (ImageAugment(height=256, width=704, crop_y="center"), (1600, 900), (704, 396), (0, 70)),
         (
-            ImageAugment(height=300, width=500, resize=1.0, crop_y="random"),
+            ImageAugment(height=300, width=500, train=False, resize=1.0, crop_y="random"),
             (600, 400),
             (600, 400),
             (50, 50),
@@ -210,7 +210,7 @@ def test_legacy_matrices_follow_the_factor_and_pixels_the_truth(resize, train: b
 
 
 def test_settings_read_from_a_file_say_what_is_allowed() -> None:
-    good = {"height": 256, "width": 704, "resize_range": [0.38, 0.55], "scope": "sample"}
+    good = {"height": 256, "width": 704, "train": True, "resize_range": [0.38, 0.55]}
     assert convert(good, ImageAugment, "here.yaml").resize_range == (0.38, 0.55)
     with pytest.raises(ConfigError, match=r"here\.yaml"):
         convert({**good, "scope": "rig"}, ImageAugment, "here.yaml")

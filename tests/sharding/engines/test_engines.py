@@ -48,7 +48,7 @@ def test_a_ctrl_c_while_locks_of_results_are_held_ends_the_run(dataroot, tmp_pat
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
-        ConfigError, match=r"--engine ray needs ray, .*: pip install 'fuelrail\[ray\]'"
+        ConfigError, match=r"--engine ray needs ray, .*: pip install -e '\.\[ray\]' in a checkout"
     ):
         make_engine(EngineOptions(engine="ray"))
 

@@ -17,7 +17,7 @@ from fuelrail.sharding.progress import Quiet
 from support.ray_cluster import ray_cluster
 from support.sharding import digests, environment, shard_command, shard_nuscenes
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
 OPTIONS = {"shard_size_bytes": 30_000, "splits": {"train": 0.75, "val": 0.25}}
 pytestmark = [

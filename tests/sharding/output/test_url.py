@@ -44,7 +44,7 @@ from support.sharding import (
 
 pytestmark = pytest.mark.network
 
-s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'fuelrail[s3]'")
+s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install -e '.[s3]'")
 
 OPTIONS = {"shard_size_bytes": 50_000, "splits": {"train": 0.75, "val": 0.25}}
 

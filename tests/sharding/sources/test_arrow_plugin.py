@@ -184,7 +184,7 @@ def test_samples_are_the_rows(tmp_path, form):
         assert found[name]["attributes"]["source"] == wanted["source"]
     shard(tmp_path / "in", tmp_path / "again", workers=3, columns={"source": "source"})
     assert digests(tmp_path / "again") == digests(tmp_path / "out")
-    transforms = {"channels": ["words", "caption"], "image": {"height": 24, "width": 32}}
+    transforms = {"select": ["words", "caption"], "image": {"height": 24, "width": 32}}
     with fr.DataLoader(tmp_path / "out", 4, shuffle=False, transforms=transforms) as loader:
         (batch, *_) = loader
     assert batch["words"] == [found[token]["words"] for token in batch["sample_token"]]

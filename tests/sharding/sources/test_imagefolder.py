@@ -43,7 +43,7 @@ def labels(dataset, split):
         1,
         split=split,
         shuffle=False,
-        attributes=["cls"],
+        select=["cls"],
         image={"height": 24, "width": 32},
     )
     return {batch["sample_token"][0]: int(batch["cls"]) for batch in loaded}
@@ -82,7 +82,7 @@ def test_folders_of_splits_and_classes(tmp_path):
             if name.startswith(folder)
         }
         assert labels(dataset, split) == wanted
-    (item,) = torch.utils.data.Subset(MapView(dataset, ["image"], attributes=["cls"]), [3])
+    (item,) = torch.utils.data.Subset(MapView(dataset, ["image", "cls"]), [3])
     assert (item["cls"], item["image"].shape) == (dataset.table["cls"][3].as_py(), (3, 24, 32))
     fr.reshard(tmp_path / "out", tmp_path / "again", workers=1)
     assert not fr.open(tmp_path / "again").manifest.has_calibration
@@ -201,6 +201,6 @@ def test_pictures_of_every_form_and_size_are_in_one_batch(tmp_path):
 def test_one_image_is_a_dataset(tmp_path):
     fr.shard(f"imagefolder:{write(tmp_path / 'source', ['cat/only.jpg'])}", tmp_path / "out")
     (batch,) = batches(
-        tmp_path / "out", 1, shuffle=True, attributes=["cls"], image={"height": 24, "width": 32}
+        tmp_path / "out", 1, shuffle=True, select=["cls"], image={"height": 24, "width": 32}
     )
     assert (batch["sample_token"], batch["cls"].tolist()) == (["cat/only.jpg"], [0])

@@ -211,7 +211,7 @@ def test_every_frame_has_its_own_picture_state_action_and_task(tmp_path, version
     ]
     assert dataset.manifest.extra_channels[1].description == "a, b"
     found = {}
-    names = {"channels": ["observation_state", "action", "task", "note"]}
+    names = {"select": ["observation_state", "action", "task", "note"]}
     attributes = ["episode_index", "task_index", "next_done"]
     for split in ("train", "val"):
         with load(tmp_path / "out", 1, split=split, attributes=attributes, **names) as loader:
@@ -244,7 +244,7 @@ def test_at_a_lower_rate_of_frames_states_and_actions_keep_their_own(tmp_path):
     window = {"action": {"from": -0.1, "to": 0.3, "hz": 10}, "observation_state": [-0.05, 0]}
     seen = []
     for split in ("train", "val"):
-        options = {"channels": ["action", "observation_state"], "attributes": ["episode_index"]}
+        options = {"select": ["action", "observation_state", "episode_index"]}
         with load(tmp_path / "out", 1, split=split, window=window, **options) as loader:
             for batch in loader:
                 number, now = int(batch["episode_index"]), int(batch["timestamp_ns"]) * FPS // 10**9

@@ -292,7 +292,7 @@ def test_frames_poses_lenses_and_egomotion_are_those_of_the_download(tmp_path):
             data = cv2.imdecode(np.frombuffer(sample.images[camera], np.uint8), cv2.IMREAD_COLOR)
             assert abs(data.astype(int) - picture(camera, number)).max() <= 4
     window = {"egomotion": {"from": -0.05, "to": 0.1, "hz": 100}}
-    transforms = {"channels": ["egomotion"], "undistort": {}, "image": {"height": 48, "width": 64}}
+    transforms = {"select": ["egomotion"], "undistort": {}, "image": {"height": 48, "width": 64}}
     order = {"transforms": transforms, "window": window}
     with fr.DataLoader(tmp_path / "out", 1, split="val", **order) as loader:
         for batch in loader:
@@ -363,7 +363,7 @@ def test_radars_are_the_nearest_scans_in_ego(tmp_path):
     with fr.DataLoader(
         tmp_path / "out",
         2,
-        transforms={"channels": list(RADARS), "image": {"height": 48, "width": 64}},
+        transforms={"select": list(RADARS), "image": {"height": 48, "width": 64}},
         shuffle=False,
     ) as loader:
         assert any(

@@ -122,8 +122,8 @@ def test_what_is_to_be_installed_is_named(monkeypatch, tmp_path):
 
     monkeypatch.setattr(NuScenesSource, "requires", {"no_such_module": "fuelrail[extra]"})
     assert fr.sources("nuscenes")[0].missing == ["fuelrail[extra]"]
-    assert "pip install 'fuelrail[extra]'" in fr.sources("nuscenes")[0].as_text()
-    with pytest.raises(ConfigError, match=r"pip install 'fuelrail\[extra\]'"):
+    assert "pip install -e '.[extra]'" in fr.sources("nuscenes")[0].as_text()
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[extra\]' in a checkout"):
         make_source(SourceSpec("nuscenes", str(tmp_path), {}))
 
 

@@ -233,7 +233,7 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
         "txt",
         "weights_pth",
     ]
-    (batch,) = batches(dataset, 6, channels=names, shuffle=False, image={"height": 48, "width": 64})
+    (batch,) = batches(dataset, 6, select=names, shuffle=False, image={"height": 48, "width": 64})
     wds = pytest.importorskip("webdataset")
     with (gzip.open if ending.endswith("gz") else open)(
         tmp_path / "tars" / f"shard.{ending}", "rb"
@@ -320,7 +320,7 @@ def test_bytes_of_any_length_up_to_a_members(tmp_path, monkeypatch):
     monkeypatch.setattr(webdataset, "MAX_MEMBER_BYTES", 100)
     report = fr.shard(f"webdataset:{tmp_path / 'tars'}", tmp_path / "out", workers=1)
     assert report.scan.noted["members .bin left out, over 100 bytes"] == 1
-    (batch,) = batches(tmp_path / "out", 6, channels=["bin"], shuffle=False)
+    (batch,) = batches(tmp_path / "out", 6, select=["bin"], shuffle=False)
     assert sorted(len(one) for one in batch["bin"] if one is not None) == [0, 1, 2, 3, 100]
     assert int(batch["bin_valid"].sum()) == 5
 

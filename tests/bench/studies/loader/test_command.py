@@ -118,7 +118,7 @@ def test_another_place_is_measured_beside_threads_of_this_process(
     dataset, tmp_path, monkeypatch, where, request
 ):
     if where == "remote":
-        ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
+        ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
         request.addfinalizer(ray.shutdown)  # of the cluster that the measurement starts
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "")

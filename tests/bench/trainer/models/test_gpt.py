@@ -39,7 +39,7 @@ def made(folder, length=33, words=64):
 def test_the_decoder_reads_the_channel_of_the_dataset(tmp_path):
     place = made(tmp_path / "data", length=40)
     channels = token_channel(str(place), "gpt-tiny")
-    chosen = Transforms(image=ImageAugment(height=32, width=48), channels=channels)
+    chosen = Transforms(image=ImageAugment(height=32, width=48), select=channels)
     with DataLoader(place, 2, shuffle=False, num_workers=1, transforms=chosen) as loader:
         tokens = tokens_of(next(iter(loader)), TINY)
     torch.testing.assert_close(tokens, torch.arange(33) + torch.tensor([[0], [1]]))

@@ -107,7 +107,7 @@ def test_windows_are_those_of_the_messages(tmp_path, kind):
         times.setdefault(sample.key.rpartition("-")[0], []).append(sample.meta.timestamp_ns)
     assert sorted(map(len, times.values())) == ([2, 2] if cut else [12])
     image = ImageAugment(height=16, width=24, resize="stretch")
-    transforms = Transforms(image=image, channels=list(WINDOW))
+    transforms = Transforms(image=image, select=list(WINDOW))
     offsets = {
         "can_speed": [at * 100 * MS - 1600 * MS for at in range(17)],
         "can_imu": [-30 * MS, 0, 200 * MS],

@@ -71,7 +71,7 @@ def test_every_lidar_of_a_rig_is_in_batches(tmp_path) -> None:
         image=fr.ImageAugment(height=32, width=48),
         ego=ego,
         points=True,
-        channels=["lidar_rear", "lidar_front_left"],
+        select=["lidar_rear", "lidar_front_left"],
     )
     with fr.DataLoader(tmp_path / "out", 3, transforms=transforms) as loader:
         (batch,) = loader

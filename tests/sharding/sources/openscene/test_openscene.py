@@ -183,9 +183,7 @@ def test_status_commands_and_trajectories_are_in_batches(tmp_path):
     times_s = np.array([frame.timestamp_ns for frame in clip.frames]) * 1e-9
     names = ["ego_trajectory", "driving_command", "roadblock_ids", "traffic_lights"]
     num_steps = 0
-    with load(
-        tmp_path / "out", 1, channels=names, attributes=["command", "has_route", "location"]
-    ) as loader:
+    with load(tmp_path / "out", 1, select=[*names, "command", "has_route", "location"]) as loader:
         for batch in loader:
             at = int(batch["frame"])
             assert batch["driving_command"][0].tolist() == [

@@ -147,5 +147,7 @@ def test_more_tokens_than_a_join_may_keep_in_memory(tmp_path, monkeypatch):
 
 def test_without_duckdb_a_large_join_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(ConfigError, match=r"needs duckdb, .*: pip install 'fuelrail\[tables\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs duckdb, .*: pip install -e '\.\[tables\]' in a checkout"
+    ):
         tokens_of(Database(tmp_path), ["a", "b"])

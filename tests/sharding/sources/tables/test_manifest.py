@@ -190,7 +190,7 @@ def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
     )
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     names = ["action", "pose", "gear", "path", "caption", "braking"]
-    chosen = {"channels": names, "attributes": ["night", "limit", "crew", "town"], "window": window}
+    chosen = {"select": [*names, "night", "limit", "crew", "town"], "window": window}
     with load(tmp_path / "out", 4, **chosen) as loader:
         found = list(loader)
         assert "town_valid" in str(loader.describe())
@@ -240,7 +240,7 @@ def test_attributes_that_cannot_be_in_a_batch(wide, tmp_path, attributes, match)
         f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS, splits={"train": 1.0}
     )
     with pytest.raises(ConfigError, match=match):
-        load(tmp_path / "out", 2, attributes=attributes, channels=["gear"])
+        load(tmp_path / "out", 2, select=["gear", *attributes])
 
 
 def test_one_file_is_a_location_too(wide):

@@ -15,7 +15,7 @@ from support.s3_server import s3_server
 
 pytestmark = pytest.mark.network
 
-s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'fuelrail[s3]'")
+s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install -e '.[s3]'")
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def test_series_are_read_by_time(tmp_path) -> None:
     assert verify(tmp_path / "out", deep=True, workers=1).faults == []
     window = {channel.name: {"from": -1.6, "to": 0.4, "hz": 10}}
     transforms = Transforms(
-        image=ImageAugment(height=16, width=24, resize="stretch"), channels=[channel.name]
+        image=ImageAugment(height=16, width=24, resize="stretch"), select=[channel.name]
     )
     truth = {one["utime"]: one["value"] for one in reversed(records) if low <= one["utime"] <= high}
     known = sorted(truth)
