@@ -260,6 +260,24 @@ def test_fill_and_balance_of_the_lengths_of_a_text_model():
         assert (np.max(loads, 1) / np.mean(loads, 1)).mean() <= 1.05
 
 
+def test_balance_cannot_help_where_one_sample_fills_a_pack():
+    """The figures of docs/packing.md, in small: one pack a rank, and four."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.2, 12_000), 16, 8192).astype(int)
+    attention = Cost(linear={"tokens": 1200}, quadratic={"tokens": 1})
+    spec = OrderSpec(seed=3, pack=Pack(budget=8192, cost="tokens"), balance=Balance(cost=attention))
+    dearest = {}
+    for packs_a_rank in (1, 4):
+        sampler = BatchSampler({"tokens": lengths}, spec, global_batch=8 * packs_a_rank)
+        ranks = on_ranks(sampler, 8)
+        costs = [
+            [sum(1200 * n + n * n for n in lengths[rank[step]].tolist()) for rank in ranks]
+            for step in range(len(sampler))
+        ]
+        dearest[packs_a_rank] = np.mean([max(step) / np.mean(step) for step in costs])
+    assert 1.8 < dearest[1] < 2.0
+    assert 1.1 < dearest[4] < 1.2
+
+
 def test_micro_batches_cost_about_the_same():
     spec = OrderSpec(balance=Balance(cost="tokens", micro_batches=4))
     batch = TOKENS[BatchSampler(DATA, spec, global_batch=128)[0]].reshape(4, 32).sum(1)
