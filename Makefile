@@ -22,16 +22,20 @@ PYTEST = $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --maxprocesses 5 -
 # Tests start hundreds of interpreters: without compiled files on disk, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# What `make test-pages` runs, as pytest's -k: all, or "first" for what a new reader does first.
+PAGES ?=
+
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
-.PHONY: help setup demo pictures test test-fast test-slow coverage test-floors lint fix types docs wheel bench dali test-dali test-ray gpu-check clean
+.PHONY: help setup demo pictures test test-fast test-slow test-pages coverage test-floors lint fix types docs wheel bench dali test-dali test-ray gpu-check clean
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
 	@echo "make test       set up and run the test suite, all but the slow lane"
 	@echo "make test-fast  set up and run the first case of each quick test of the unit lane"
 	@echo "make test-slow  proofs that are repeated: every strategy, 500 kills, the planner against real runs"
+	@echo "make test-pages what README, quickstart and guides print, in an environment with the extras that they name"
 	@echo "make coverage   the unit lane, and the share of each hall's lines that it runs"
 	@echo "make test-dali  DALI's own tests, on the CPU and on fake devices"
 	@echo "make test-ray   the tests on a Ray cluster of three nodes"
@@ -86,8 +90,14 @@ test-fast: WORKERS = $(shell nproc)
 test-fast: setup
 	$(PYTEST) -m unit --first-cases
 
+# Those of tests/slow are collected only where the folder is named, and not beside the folder that holds it.
 test-slow: setup
 	$(BIN)/python -m pytest -v -m long tests
+	$(BIN)/python -m pytest -v -m long tests/slow
+
+# README, quickstart and guides in an environment of their own, with the extras that each names. It is made anew: 1.6 GB.
+test-pages: setup
+	$(BIN)/python -m pytest -v tests/slow/test_fresh_pages.py -k "$(PAGES)"
 
 coverage: setup
 	$(PYTEST) -m unit --cov --cov-report=

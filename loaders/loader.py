@@ -416,17 +416,18 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     self.tune(tuning)
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Before the last batch, not after the loop: a user who counts by len() never asks for one more.
-                    self._runner.park_at(walk.following)
+                    self._runner.park_at(walk.following.rolled(self._batching))
                 yield batch
                 del (
                     batch
                 )  # while the consumer asks for the next one, its buffer is free for another
             if self._runner.runs(pipeline):
+                following = walk.following.rolled(self._batching)
                 if not num_batches:
                     begin_epoch()
-                    self._runner.park_at(walk.following)
-                if self._runner.idle_at(walk.following):  # and no other iteration has started
-                    self._position = walk.following
+                    self._runner.park_at(following)
+                if self._runner.idle_at(following):  # and no other iteration has started
+                    self._position = following
             elif handed_out < num_batches and self._walk is not walk:
                 raise FuelrailError(
                     f"another iteration of this loader was started, which ended this one after {handed_out} of "

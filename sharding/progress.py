@@ -1,4 +1,4 @@
-"""Progress displays of a sharding run: a bar on a terminal, JSON lines for machines, or nothing."""
+"""Progress displays of a sharding run: a bar on a terminal, a line each minute elsewhere, JSON lines for machines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.format.zstd_frames import shard_stem
+from fuelrail.pipeline.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.source import ScanInfo
@@ -146,21 +147,61 @@ class Bar(Quiet):
         self._bar.stop()
 
 
+class Lines(Quiet):
+    """A line on stderr each minute with the shards that are done, the current one and the time left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = Progress("scanning")
+
+    def show(self, event: str, **_: Any) -> None:
+        """Take the text of the next line."""
+        if event == "scanned":
+            self._lines.update("planning")
+            return
+        doing = "finishing" if self.current is None else f"making {self.current}"
+        share = self.num_bytes / max(self.total_bytes, 1)
+        self._lines.update(f"{self.num_done}/{self.num_shards} shards, {doing}", share)
+
+    def __enter__(self) -> Self:
+        self._lines.__enter__()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        """End the lines."""
+        self._lines.__exit__(*reason)
+
+
 def make_progress(*, as_json: bool) -> Quiet:
-    """Make JSON lines where asked for, a bar where stderr is a terminal, else nothing."""
+    """Make JSON lines where asked for, a bar where stderr is a terminal, else a line each minute."""
     if as_json:
         return JsonLines()
-    return Bar() if sys.stderr.isatty() else Quiet()
+    return Bar() if sys.stderr.isatty() else Lines()
 
 
 @contextlib.contextmanager
 def bar(title: str) -> Iterator[Callable[..., None]]:
-    """Show a bar on stderr where that is a terminal; yield what updates it, with the keywords of rich's ``update``."""
+    """Show a bar on stderr where that is a terminal, else a line each minute.
+
+    Yields what updates it, with the keywords of rich's ``update``: ``completed`` or ``advance``, ``total`` and
+    ``description``.
+    """
     if not sys.stderr.isatty():
-        yield lambda **_: None
+        with Progress(title) as lines:
+            done = 0
+
+            def update(
+                *, total: int, completed: int | None = None, advance: int = 0, description: str = ""
+            ) -> None:
+                nonlocal done
+                done = done + advance if completed is None else completed
+                text = f"{description or title}: {done:,} of {total:,}"
+                lines.update(text, done / max(total, 1))
+
+            yield update
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress as Bars
 
-    with Progress(console=Console(stderr=True), transient=True) as bars:
+    with Bars(console=Console(stderr=True), transient=True) as bars:
         yield partial(bars.update, bars.add_task(title, total=None))

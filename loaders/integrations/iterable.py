@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Never
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from fuelrail.pipeline.order.batching import Cursor
+
 if TYPE_CHECKING:
     from fuelrail.loaders.loader import DataLoader
 
@@ -50,7 +52,7 @@ class IterableView(IterableDataset[Any]):
             self._is_new = False
             self._loader.take_share(worker.id, worker.num_workers)
             if (epoch := int(self._following[worker.id])) >= 0:
-                self._loader.set_epoch(epoch)
+                self._loader.__setstate__((Cursor(epoch), Cursor(epoch), False))
         iterator = iter(self._loader)
         self._following[worker.id] = self._loader.state_dict()["epoch"] + 1
         return iterator

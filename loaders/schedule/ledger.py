@@ -216,9 +216,12 @@ class RunLedger:
                     BatchDigest(place, batching.world.rank, batching.world.size, xxh3), sync=False
                 )
                 self._reached = None
-        self._following = after.rolled(batching)
-        if self._following.epoch > after.epoch:
+        following = after.rolled(batching)
+        # A reader needs the length of each epoch behind, also of those without a step, which are passed over.
+        for epoch in range(after.epoch + 1, following.epoch + 1):
+            self._following = Cursor(epoch)
             self.reached("epoch")
+        self._following = following
 
     def reached(self, why: Literal["state", "epoch", "end"]) -> None:
         """Note that all batches up to here were handed out: a state is saved, an epoch ends, or the iteration does."""

@@ -42,6 +42,9 @@ class Attributes:
         self._first, self._end = entry.first_sample, entry.first_sample + entry.num_samples
         self._file = dataset.attributes_file()
 
+    def __len__(self) -> int:
+        return self._end - self._first
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         """All attributes there are, from the file's footer alone.

@@ -83,14 +83,27 @@ def order_batching(
 ) -> Batching:
     """Return the batches of epoch 0 of an order; of others see `Batching.of_epoch`.
 
-    Raises WorldError where the ranks cannot share the batch, and where a rank's cannot be cut into its micro-batches.
+    Raises WorldError where the ranks cannot share the batch, where a rank's cannot be cut into its micro-batches, and
+    where epoch 0 has no step. A later epoch without a step is passed over (`Batching.next_epoch`).
     """
     base = order.base if isinstance(order, BalancedOrder) else order
     lengths = base.length if isinstance(base, WindowedOrder | ThinnedOrder) else None
     assert (
         not isinstance(base, BucketedOrder) or base.global_batch == global_batch
     )  # it was compiled for it
-    batching = Batching(order.epoch_length, global_batch, world, drop_last, lengths=lengths)
+    batching = Batching(
+        order.epoch_length,
+        global_batch,
+        world,
+        drop_last,
+        lengths=lengths,
+        unit="packs" if "has_pack" in order.identity else "samples",
+    )
+    if not batching.num_steps:
+        raise WorldError(
+            f"the first epoch has {batching.epoch_length} {batching.unit}, with drop_last no full global batch of "
+            f"{global_batch}: use a global batch of at most {batching.epoch_length}, or drop_last=False"
+        )
     if isinstance(order, BalancedOrder) and batching.rank_batch % order.balance.micro_batches:
         raise WorldError(
             f"a rank's batch of {batching.rank_batch} cannot be cut into {order.balance.micro_batches} micro-batches; "

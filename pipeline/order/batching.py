@@ -19,9 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count
 from operator import index
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,6 +28,9 @@ from fuelrail.pipeline.errors import WorldError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+MAX_EMPTY_EPOCHS: Final = 100
+"""Epochs in a row that may have no step, before a run counts as one that never goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,9 @@ class Batching:
     full batch are left out (``drop_last``), or make one more batch, filled up with positions from the epoch's
     beginning that are flagged as not valid. Every rank has the same number of steps, and of rows in each step.
 
-    ``lengths`` knows the positions of each epoch, where these differ: an order in packs. `of_epoch` asks it.
+    ``lengths`` knows the positions of each epoch, where these differ: an order in packs. `of_epoch` asks it. Such an
+    epoch may be too short for a step; `next_epoch` finds the one that a run continues with. ``unit`` is what a position
+    shows, for messages.
 
     Raises WorldError where the ranks cannot share the batch evenly, where ``drop_last`` would leave every epoch empty,
     and for numbers out of range.
@@ -73,22 +77,26 @@ class Batching:
     drop_last: bool = True
     start: int = 0
     lengths: Callable[[int], int] | None = None
+    unit: Literal["samples", "packs"] = "samples"
 
     def __post_init__(self) -> None:
         _integers(self, "epoch_length", "global_batch", "start")
-        if not 1 <= self.epoch_length <= 2**62:
-            raise WorldError(f"an epoch must have 1 .. 2**62 positions, got {self.epoch_length}")
+        shortest = 1 if self.lengths is None else 0
+        if not shortest <= self.epoch_length <= 2**62:
+            raise WorldError(
+                f"an epoch must have {shortest} .. 2**62 positions, got {self.epoch_length}"
+            )
         if not 1 <= self.global_batch <= 2**31:
             raise WorldError(
-                f"a global batch must have 1 .. 2**31 samples, got {self.global_batch}"
+                f"a global batch must have 1 .. 2**31 {self.unit}, got {self.global_batch}"
             )
         if self.global_batch % self.world.size:
             raise WorldError(_indivisible(self.global_batch, self.world.size))
         if not 0 <= self.start <= self.epoch_length:
             raise WorldError(
-                f"{self.start} samples consumed in an epoch that has {self.epoch_length}"
+                f"{self.start} {self.unit} consumed in an epoch that has {self.epoch_length}"
             )
-        if self.drop_last and self.global_batch > self.epoch_length:
+        if self.lengths is None and self.drop_last and self.global_batch > self.epoch_length:
             raise WorldError(
                 f"an epoch of {self.epoch_length} samples has no full global batch of {self.global_batch}, so with "
                 f"drop_last every epoch is empty; use a global batch of at most {self.epoch_length}, or drop_last=False"
@@ -108,6 +116,21 @@ class Batching:
     def of_epoch(self, epoch: int) -> Batching:
         """Return the batches of one epoch."""
         return self if self.lengths is None else replace(self, epoch_length=self.lengths(epoch))
+
+    def next_epoch(self, epoch: int) -> int:
+        """Return the first epoch from this one on that has a step; those without any are passed over.
+
+        Raises WorldError where none of `MAX_EMPTY_EPOCHS` epochs has one.
+        """
+        for candidate in range(epoch, epoch + MAX_EMPTY_EPOCHS):
+            batches = self.of_epoch(candidate)
+            if batches.epoch_length >= (self.global_batch if self.drop_last else 1):
+                return candidate
+        remedy = "use a smaller one, or drop_last=False" if self.drop_last else "leave out fewer"
+        raise WorldError(
+            f"none of the epochs {epoch} .. {epoch + MAX_EMPTY_EPOCHS - 1} has a full global batch of "
+            f"{self.global_batch} {self.unit}, the last one has {batches.epoch_length}; {remedy}"
+        )
 
     def positions(self, step: int) -> NDArray[np.int64]:
         """Return this rank's positions in one step: int64 (rank_batch,), each in [0, epoch_length).
@@ -176,8 +199,11 @@ class Cursor:
         return replace(whole.of_epoch(self.epoch), start=self.samples_consumed)
 
     def rolled(self, whole: Batching) -> Cursor:
-        """Return itself, or the beginning of the next epoch where its own has no step left."""
-        return self if self.rest(whole).num_steps else Cursor(self.epoch + 1)
+        """Return itself, or the beginning of the next epoch with a step where its own has none left.
+
+        Raises WorldError where no epoch with a step follows soon (`Batching.next_epoch`).
+        """
+        return self if self.rest(whole).num_steps else Cursor(whole.next_epoch(self.epoch + 1))
 
 
 class WorkerShard(NamedTuple):
@@ -219,7 +245,7 @@ class Walk:
 
     @property
     def following(self) -> Cursor:
-        """The beginning of the second epoch."""
+        """The beginning of the second epoch; `Cursor.rolled` passes over one without a step."""
         return Cursor(self.start.epoch + 1)
 
     def batches(self, epoch: int) -> Batching:
@@ -229,11 +255,13 @@ class Walk:
     def place(self, k: int) -> tuple[int, int]:
         """Return epoch and step of the k-th step of this walk: in constant time where all epochs are equally long."""
         if self.batching.lengths is not None:
-            for epoch in count(self.start.epoch):
-                steps = self.share.steps(self.batches(epoch))
-                if k < len(steps):
-                    return epoch, steps[k]
+            epoch = self.start.epoch
+            steps = self.share.steps(self.rest)
+            while k >= len(steps):
                 k -= len(steps)
+                epoch = self.batching.next_epoch(epoch + 1)
+                steps = self.share.steps(self.batches(epoch))
+            return epoch, steps[k]
         first, whole = self.share.steps(self.rest), self.share.steps(self.batching)
         if k < len(first):
             return self.start.epoch, first[k]
@@ -243,9 +271,11 @@ class Walk:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield the place of each step made here; endless, or empty where the share has no step."""
         if self.share.steps(self.batching):
-            for epoch in count(self.start.epoch):
+            epoch = self.start.epoch
+            while True:
                 for step in self.share.steps(self.batches(epoch)):
                     yield epoch, step
+                epoch = self.batching.next_epoch(epoch + 1)
 
     def number(self, k: int) -> int:
         """Return the number of the k-th step made here among the steps of all shares."""

@@ -157,9 +157,8 @@ class _Selection:
             )  # with Arrow, which plain orders do without
 
             condition = Filter(spec.filter, attributes.names)
-            self.narrow(
-                condition.select(attributes.read(condition.columns)), f"filter {spec.filter!r}"
-            )
+            columns = attributes.read(condition.columns)
+            self.narrow(condition.select(columns, len(attributes)), f"filter {spec.filter!r}")
         if spec.subset is not None:
             listed = read_keys(spec.subset, attributes.read(("key",))["key"])
             self._identity["subset"] = f"{len(listed)} samples {digest(listed)}"

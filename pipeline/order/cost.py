@@ -28,6 +28,9 @@ Coefficient = Annotated[int, Meta(ge=0, lt=2**62)]
 class AttributeTable(Protocol):
     """Attributes of the samples that an order is over."""
 
+    def __len__(self) -> int:
+        """The number of samples."""
+
     @property
     def names(self) -> Collection[str]:
         """The attributes there are."""

@@ -86,14 +86,15 @@ class Filter:
         """Columns that the expression names, in the order of their appearance."""
         return tuple(self._found)
 
-    def select(self, table: pa.Table) -> NDArray[np.int64]:
+    def select(self, table: pa.Table, num_rows: int) -> NDArray[np.int64]:
         """Return rows of ``table`` (which has all of ``columns``) for which the expression holds: ascending int64.
 
-        Raises OrderError where types don't fit, such as a text compared with a number.
+        ``num_rows`` is the number of its rows, which a table without columns does not know: an expression such as
+        ``True`` has none. Raises OrderError where types don't fit, such as a text compared with a number.
         """
         row = "\0row"  # no column of a file has this name
         needed = {name: _plain(table[name]) for name in self.columns}
-        numbered = pa.table({**needed, row: np.arange(len(table))})
+        numbered = pa.table({**needed, row: np.arange(num_rows)})
         try:
             found = pads.dataset(numbered).to_table(columns=[row], filter=self._expression)
         except (pa.ArrowException, TypeError) as error:

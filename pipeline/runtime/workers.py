@@ -1,4 +1,4 @@
-"""Work in threads with results in order, which an exception or Ctrl-C ends soon."""
+"""Work in threads or processes with results in order, which an exception or Ctrl-C ends soon."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.stages import RemoteError, origin_of
 
 if TYPE_CHECKING:
@@ -46,18 +47,49 @@ def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> 
 
     No more than twice as many items as threads are under way, so results do not pile up.
     """
-    pending: deque[Future[B]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
-        try:
-            for item in items:
+        yield from _in_order(pool, work, items, num_threads)
+
+
+def in_processes(work: Callable[[A], B], items: Iterable[A], num_processes: int) -> Iterator[B]:
+    """Yield ``work(item)`` for each item, in order, as `in_threads` does; ``work``, items and results are pickled.
+
+    A script that calls this needs a main guard (`check_main_guard`). Raises FuelrailError where a process dies.
+    """
+    check_main_guard()
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # a fork would have locks of threads that it lacks
+    try:
+        with ProcessPoolExecutor(num_processes, context, set_up_worker) as pool:
+            yield from _in_order(pool, work, items, num_processes, starting=ctrl_c_waits)
+    except BrokenProcessPool as error:
+        raise FuelrailError(
+            "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the calling "
+            "script lacks `if __name__ == '__main__':`"
+        ) from error
+
+
+def _in_order(
+    pool: Executor,
+    work: Callable[[A], B],
+    items: Iterable[A],
+    num_workers: int,
+    starting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Iterator[B]:
+    """Yield results in order; an item is given to the pool, which may start a worker then, inside ``starting()``."""
+    pending: deque[Future[B]] = deque()
+    try:
+        for item in items:
+            with starting():
                 pending.append(pool.submit(work, item))
-                if len(pending) >= 2 * num_threads:
-                    yield pending.popleft().result()
-            while pending:
+            if len(pending) >= 2 * num_workers:
                 yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import CheckedSettings, flag
 
 MOST_WORKERS: Final = 8  # by default: each takes some 600 MB
+MAX_THREADS: Final = 4
+"""Workers that are threads; more of them are processes."""
 VERSION: Final = "v1.0-mini"
 """The folder of the tables."""
 
@@ -43,7 +45,8 @@ class SynthOptions(CheckedSettings, frozen=True, kw_only=True):
         bool, flag("write what is around the vehicle in each keyframe as tokens, for a decoder")
     ] = False
     workers: Annotated[
-        int, _number(f"number of threads (default: one per core, at most {MOST_WORKERS})", 0, 999)
+        int,
+        _number(f"number of workers (default: one per usable CPU, at most {MOST_WORKERS})", 0, 999),
     ] = 0
 
 

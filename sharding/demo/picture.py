@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.demo.world import SynthClip, Weather
 
 NEAR_M: Final = 0.3  # what is nearer to a camera is not drawn
+_CUT_M: Final = NEAR_M / 2
 _SILHOUETTE_PX: Final = 400  # width of the pictures in which silhouettes are counted
 
 
@@ -52,12 +53,19 @@ def window_of(
     """
     if (vertices[:, 2] < NEAR_M).all():
         return slice(0, 0), slice(0, 0)
+    margin_px = 0
     if (vertices[:, 2] < NEAR_M).any():
-        return slice(0, size[1]), slice(0, size[0])
+        # Only what is ahead of the camera shows: cut the body's hull off, well before the nearest depth that is drawn.
+        is_ahead = vertices[:, 2] >= _CUT_M
+        ahead, behind = vertices[is_ahead], vertices[~is_ahead]
+        share = (_CUT_M - behind[:, None, 2:]) / (ahead[:, 2:] - behind[:, None, 2:])
+        crossings = behind[:, None] + (ahead - behind[:, None]) * share
+        vertices = np.concatenate([ahead, crossings.reshape(-1, 3)])
+        margin_px = 2
     pixels = vertices @ intrinsics.T
     pixels = pixels[:, :2] / pixels[:, 2:]
-    low = np.clip(np.ceil(pixels.min(0)), 0, size).astype(int)
-    high = np.clip(np.floor(pixels.max(0)) + 1, 0, size).astype(int)
+    low = np.clip(np.ceil(pixels.min(0)) - margin_px, 0, size).astype(int)
+    high = np.clip(np.floor(pixels.max(0)) + 1 + margin_px, 0, size).astype(int)
     return slice(low[1], high[1]), slice(low[0], high[0])
 
 

@@ -1,4 +1,4 @@
-"""``fuelrail.synth``: threads record the captures of a world, tables come last, one rename publishes it."""
+"""``fuelrail.synth``: workers record the captures of a world, tables come last, one rename publishes it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError
-from fuelrail.pipeline.runtime.workers import in_threads
+from fuelrail.pipeline.runtime.host import usable_cpus
+from fuelrail.pipeline.runtime.workers import in_processes, in_threads
 from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.sharding.demo.capture import TOKENS, Sighting, record
-from fuelrail.sharding.demo.options import MOST_WORKERS, VERSION, SynthOptions, SynthReport
+from fuelrail.sharding.demo.options import (
+    MAX_THREADS,
+    MOST_WORKERS,
+    VERSION,
+    SynthOptions,
+    SynthReport,
+)
 from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
 from fuelrail.sharding.demo.tables import make_tables, map_filename, splits
 from fuelrail.sharding.demo.world import captures, make_clip
@@ -64,7 +71,7 @@ def synth(
     plain = msgspec.structs.replace(chosen, workers=0)
     report = _report_of(folder, plain)
     if report is None:
-        num_workers = chosen.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        num_workers = chosen.workers or min(MOST_WORKERS, max(1, int(usable_cpus())))
         report = _build(folder, plain, num_workers, progress)
     return msgspec.structs.replace(report, folder=os.fspath(out))
 
@@ -149,11 +156,13 @@ def _write(
         _write_json(folder / CHANNELS_FILE, [msgspec.to_builtins(TOKENS)])
     sightings: dict[tuple[int, int], list[Sighting]] = {}
     advance(0, len(tasks))
-    for done, (capture, found) in enumerate(
-        in_threads(partial(record, world, root), tasks, num_workers), 1
-    ):
+    # Half of the time is spent without the interpreter's lock, so that more threads than a few wait for each other.
+    num_workers = min(num_workers, len(tasks))
+    in_workers = in_threads if num_workers <= MAX_THREADS else in_processes
+    recorded = in_workers(partial(record, world, root), tasks, num_workers)
+    for done, (capture, actors_seen) in enumerate(recorded, 1):
         if capture.is_key_frame:
-            sightings[capture.clip, capture.frame] = found
+            sightings[capture.clip, capture.frame] = actors_seen
         advance(done, len(tasks))
     tables = make_tables(world, sightings)
     for name, rows in tables.items():

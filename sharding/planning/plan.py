@@ -149,7 +149,7 @@ def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> 
         known = part.append_column("clip_id", ids.take(part[CLIP_NUMBER])).drop_columns(
             [CLIP_NUMBER]
         )
-        found.append(Filter(recipe.select, known.column_names).select(known) + first)
+        found.append(Filter(recipe.select, known.column_names).select(known, len(known)) + first)
         first += len(part)
     rows = np.concatenate(found)
     if not len(rows):

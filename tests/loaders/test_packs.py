@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fuelrail import Balance, Bucket, CameraGroup, Cost, ImageAugment, OrderSpec, Pack
+from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import ConfigError, OrderError
@@ -170,6 +171,22 @@ def test_the_length_is_that_of_the_epoch_at_hand(root):
             lengths.append(sum(1 for _ in loader))
             assert lengths[-1] == expected
     assert len(set(lengths)) > 1, "epochs of one length would not show that the others work"
+
+
+@pytest.mark.parametrize("num_processes", [None, 0, 1])
+def test_an_epoch_without_a_full_batch_is_passed_over(root, num_processes):
+    with load(root, 1, image=TINY, order=ORDER) as loader:
+        lengths = [loader.where.order.length(epoch) for epoch in range(12)]
+    global_batch = lengths[0]
+    epochs = [epoch for epoch, length in enumerate(lengths) if length >= global_batch]
+    assert epochs != list(range(len(epochs))), "an epoch without a full batch lies between"
+    with load(root, global_batch, image=TINY, order=ORDER) as loader:
+        iterated = loader
+        if num_processes is not None:
+            view = IterableView(loader)
+            iterated = torch.utils.data.DataLoader(view, batch_size=None, num_workers=num_processes)
+        found = [[batch["epoch"] for batch in iterated] for _ in epochs]
+    assert found == [[epoch] for epoch in epochs]
 
 
 def test_batches_are_of_one_bucket_on_any_ranks(root):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import json
 import math
 import operator
 import re
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +34,7 @@ from fuelrail.pipeline.order.weights import (
 )
 from support.sized_datasets import write_synthetic_index
 
+VECTORS = json.loads((Path(__file__).parent / "order" / "vectors.json").read_text(encoding="utf-8"))
 SEEDS, EPOCHS = st.integers(0, 2**63 - 1), st.integers(0, 2**20)
 
 
@@ -581,7 +584,17 @@ CONDITIONS = st.recursive(
 def test_filters(rows, text):
     tree = ast.parse(text, mode="eval").body
     expected = [number for number, row in enumerate(rows) if truth(tree, row) is True]
-    assert Filter(text, TYPES.names).select(pa.Table.from_pylist(rows, TYPES)).tolist() == expected
+    table = pa.Table.from_pylist(rows, TYPES)
+    assert Filter(text, TYPES.names).select(table, len(rows)).tolist() == expected
+
+
+@pytest.mark.parametrize("case", VECTORS["filters"]["cases"], ids=lambda case: case["filter"])
+def test_the_filters_of_the_vectors_are_those_of_the_letter(case):
+    columns = VECTORS["filters"]["columns"]
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    tree = ast.parse(case["filter"], mode="eval").body
+    expected = [number for number, row in enumerate(rows) if truth(tree, row) is True]
+    assert case["selected"] == expected
 
 
 @pytest.mark.parametrize("values", [("true", "false"), ("false", "true")])

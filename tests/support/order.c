@@ -1,19 +1,26 @@
-/* The orders of pipeline/order/ORDER.md, sections 1 to 6, in C11: written from that page, for readers who implement it.
+/* The orders of pipeline/order/ORDER.md, sections 1 to 7 and 11, in C11: written from that page, for readers who
+   implement it.
 
    It reads one case a line from standard input and writes its numbers, a line a case:
 
      key COUNT NUMBER... PURPOSE                         the key, in hexadecimal (section 2)
      permutation N KEY COUNT POSITION...                 P(N, KEY) at the positions (section 3)
-     order KIND SEED EPOCH WINDOW SHARDS LENGTH... SELECTED SAMPLE... WEIGHTS WEIGHT... L COUNT POSITION...
-                                                         samples (sections 4, 5); SELECTED and WEIGHTS may be 0: all
-     lanes SEED EPOCH G PIECES CLIPS LENGTH... COUNT POSITION...
-                                                         sample, valid, prev_exists of each position (section 5)
+     order KIND SEED EPOCH WINDOW SHARDS LENGTH... SELECTED SAMPLE... WEIGHTS WEIGHT... L HIDDEN SAMPLE... COUNT
+       POSITION...                                       samples (sections 4, 5); SELECTED and WEIGHTS may be 0: all;
+                                                         HIDDEN samples are left out (section 11)
+     lanes SEED EPOCH G PIECES CLIPS LENGTH... HIDDEN SAMPLE... COUNT POSITION...
+                                                         sample, valid, prev_exists of each position (sections 5, 11)
      mix SEED EPOCH N DATASETS STAGES (RATIO... UNTIL RAMP)... LENGTH... COUNT POSITION...
                                                          dataset and sample of each position (section 6); the datasets
                                                          are shuffled, each by the seed of its part; UNTIL of the last
                                                          stage, and of a mix without stages, is 0
+     parts SEED EPOCH N PARTS RATIO... (SELECTED SAMPLE... WEIGHTS WEIGHT...)... COUNT POSITION...
+                                                         samples of a mix of parts, shuffled; WEIGHTS may be 0
      stages SEED EPOCH L STAGES (UNTIL RAMP SELECTED SAMPLE... WEIGHTS WEIGHT... L_D)... COUNT POSITION...
                                                          sample of each position (section 6), shuffled; WEIGHTS may be 0
+     window PAD STRIDE OFFSETS OFFSET... ROWS CLIP... ROWS FRAME... COUNT SAMPLE...
+                                                         row and presence of each frame of each sample (section 7); the
+                                                         sample's own row where PAD is mask or drop and a frame lacks
      batch L G R RANK STEP START                         position and validity of each row (section 1)
 
    Plain and slow on purpose: memory is never freed, and every search is linear. */
@@ -25,6 +32,7 @@
 #include <string.h>
 
 typedef uint64_t u64;
+typedef int64_t i64;
 typedef unsigned __int128 u128;
 
 static void *many(u64 count, size_t size) {
@@ -168,6 +176,12 @@ static double *doubles(u64 count) {
     return found;
 }
 
+static int contains(u64 count, const u64 *values, u64 value) {
+    for (u64 i = 0; i < count; i++)
+        if (values[i] == value) return 1;
+    return 0;
+}
+
 /* Section 4: the sample, among n selected ones, of each of L copies in stored order. */
 
 static u64 *copies(u64 n, const double *weights, u64 length, u64 seed, u64 epoch) {
@@ -195,7 +209,8 @@ static void order(void) {
     u64 n = 0, num_selected = number(), *selected = numbers(num_selected), num_weights = number();
     double *weights = doubles(num_weights);
     for (u64 i = 0; i < num_shards; i++) n += lengths[i];
-    u64 *shard_of = many(n, 8), length = number(), *copy = many(length, 8), count = number(), *wanted = numbers(count);
+    u64 *shard_of = many(n, 8), length = number(), *copy = many(length, 8);
+    u64 num_hidden = number(), *hidden = numbers(num_hidden), count = number(), *positions = numbers(count);
     for (u64 shard = 0, i = 0; shard < num_shards; shard++)
         for (u64 j = 0; j < lengths[shard]; j++) shard_of[i++] = shard;
     u64 *which = num_weights ? copies(num_weights, weights, length, seed, epoch) : NULL;
@@ -219,31 +234,39 @@ static void order(void) {
             Permutation samples = permutation(m, key("order windowed samples", 3, (u64[]){seed, epoch, k}));
             for (u64 q = 0; q < m; q++) placed[filled++] = inside[at(&samples, q)];
         }
-        for (u64 i = 0; i < count; i++) printf("%" PRIu64 " ", placed[wanted[i]]);
-        return;
+    } else {
+        Permutation p = permutation(length, key2("order shuffled", seed, epoch));
+        for (; filled < length; filled++) placed[filled] = copy[strcmp(kind, "shuffled") ? filled : at(&p, filled)];
     }
-    Permutation p = permutation(length, key2("order shuffled", seed, epoch));
-    for (u64 i = 0; i < count; i++)
-        printf("%" PRIu64 " ", copy[strcmp(kind, "shuffled") ? wanted[i] : at(&p, wanted[i])]);
+    u64 remaining = 0; /* section 11 */
+    for (u64 i = 0; i < length; i++)
+        if (!contains(num_hidden, hidden, placed[i])) placed[remaining++] = placed[i];
+    for (u64 i = 0; i < count; i++) {
+        if (positions[i] >= remaining) exit(2);
+        printf("%" PRIu64 " ", placed[positions[i]]);
+    }
 }
 
-/* Section 5: lanes. */
+/* Sections 5 and 11: lanes. */
+
+typedef struct { u64 sample; int is_first; } Frame; /* is_first: of its piece */
 
 static void lanes(void) {
     u64 seed = number(), epoch = number(), num_lanes = number(), per_clip = number(), num_clips = number();
-    u64 *clips = numbers(num_clips), count = number(), *wanted = numbers(count), num = 0, sample = 0;
+    u64 *clips = numbers(num_clips), num_hidden = number(), *hidden = numbers(num_hidden);
+    u64 count = number(), *positions = numbers(count), num = 0, num_samples = 0;
     u64 *first = many(num_clips * per_clip, 8), *length = many(num_clips * per_clip, 8);
     for (u64 clip = 0; clip < num_clips; clip++) {
         u64 parts = clips[clip] < per_clip ? clips[clip] : per_clip;
         for (u64 part = 0; part < parts; part++, num++) {
-            first[num] = sample;
+            first[num] = num_samples;
             length[num] = clips[clip] / parts + (part < clips[clip] % parts);
-            sample += length[num];
+            num_samples += length[num];
         }
     }
     /* Slots: falling lengths, each to the lane with the least; and the pieces that take them. */
     Permutation shuffled = permutation(num, key2("order lanes pieces", seed, epoch));
-    u64 *piece = many(num, 8), *lane_of = many(num, 8), *load = many(num_lanes, 8), steps = 0;
+    u64 *piece = many(num, 8), *lane_of = many(num, 8), *load = many(num_lanes, 8);
     for (u64 i = 0; i < num; i++) {
         u64 to = i, next = at(&shuffled, i);
         for (; to && length[piece[to - 1]] < length[next]; to--) piece[to] = piece[to - 1];
@@ -254,22 +277,35 @@ static void lanes(void) {
         for (u64 other = 1; other < num_lanes; other++)
             if (load[other] < load[lane]) lane = other;
         load[lane_of[slot] = lane] += length[piece[slot]];
-        if (load[lane] > steps) steps = load[lane];
     }
+    /* The frames of each lane, in the order in which it shows them. */
     Permutation called = permutation(num_lanes, key2("order lanes", seed, epoch));
     Permutation place = permutation(num, key2("order lanes places", seed, epoch));
-    for (u64 i = 0; i < count; i++) {
-        u64 step = wanted[i] / num_lanes, lane = wanted[i] % num_lanes, start = num, shown = num, offset = 0, before = 0;
-        for (u64 turn = 0; turn < num; turn++)
-            for (u64 slot = 0; slot < num; slot++) {
-                if (at(&place, slot) != turn || at(&called, lane_of[slot]) != lane) continue;
-                if (start == num) start = piece[slot];
-                if (shown == num && step < before + length[piece[slot]]) shown = piece[slot], offset = step - before;
-                before += length[piece[slot]];
+    Frame **frames = many(num_lanes, sizeof *frames);
+    u64 *num_frames = many(num_lanes, 8);
+    for (u64 lane = 0; lane < num_lanes; lane++) frames[lane] = many(num_samples, sizeof **frames);
+    for (u64 turn = 0; turn < num; turn++)
+        for (u64 slot = 0; slot < num; slot++) {
+            if (at(&place, slot) != turn) continue;
+            u64 lane = at(&called, lane_of[slot]), start = first[piece[slot]];
+            int is_first = 1;
+            for (u64 sample = start; sample < start + length[piece[slot]]; sample++) {
+                if (!contains(num_hidden, hidden, sample)) {
+                    frames[lane][num_frames[lane]++] = (Frame){sample, is_first};
+                    is_first = 0;
+                } else is_first = 1;
             }
-        int valid = shown != num;
-        if (!valid) shown = start, offset = (step - before) % length[start];
-        printf("%" PRIu64 " %d %d ", first[shown] + offset, valid, offset > 0);
+        }
+    for (u64 i = 0; i < count; i++) {
+        u64 step = positions[i] / num_lanes, lane = positions[i] % num_lanes, past = step - num_frames[lane], size = 1;
+        if (step < num_frames[lane]) {
+            Frame frame = frames[lane][step];
+            printf("%" PRIu64 " 1 %d ", frame.sample, !frame.is_first);
+            continue;
+        }
+        while (!num_frames[lane]) lane = (lane + 1) % num_lanes;
+        while (size < num_frames[lane] && !frames[lane][size].is_first) size++;
+        printf("%" PRIu64 " 0 %d ", frames[lane][past % size].sample, past % size > 0);
     }
 }
 
@@ -277,8 +313,10 @@ static void lanes(void) {
 
 /* The list f or g of a ramp: each dataset as often as the first ratios exceed the second ones. */
 static u64 *turns(u64 m, const u64 *more, const u64 *less, u64 *count) {
-    u64 *found = many(1024, 8);
-    double *place = many(1024, sizeof *place);
+    u64 total = 0;
+    for (u64 d = 0; d < m; d++) total += more[d] > less[d] ? more[d] - less[d] : 0;
+    u64 *found = many(total, 8);
+    double *place = many(total, sizeof *place);
     *count = 0;
     for (u64 d = 0; d < m; d++)
         for (u64 j = 0; more[d] > less[d] && j < more[d] - less[d]; j++) {
@@ -337,6 +375,33 @@ static void mix(void) {
     }
 }
 
+/* A mix of parts of one split: of each the samples, and their weights or none. */
+static void parts(void) {
+    u64 seed = number(), epoch = number(), blocks = number(), m = number(), *ratio = numbers(m), size = 0;
+    struct { u64 n, *samples, num_weights; double *weights; } *part = many(m, sizeof *part);
+    for (u64 d = 0; d < m; d++) {
+        size += ratio[d];
+        part[d].samples = numbers(part[d].n = number());
+        part[d].weights = doubles(part[d].num_weights = number());
+    }
+    Permutation word = permutation((u64)1 << 62, key("order mix", 1, &seed));
+    for (u64 count = number(); count; count--) {
+        u64 position = number(), block = epoch * blocks + position / size, *words = many(size, 8);
+        u64 *sorted = many(size, 8), entry = 0, d = 0, end = ratio[0];
+        for (u64 k = 0; k < size; k++) sorted[k] = words[k] = at(&word, block * size + k);
+        qsort(sorted, size, 8, by_number);
+        while (words[entry] != sorted[position % size]) entry++;
+        while (entry >= end) end += ratio[++d];
+        u64 u = block * ratio[d];
+        for (u64 k = end - ratio[d]; k < end; k++) u += words[k] < words[entry];
+        u64 part_seed = (u64)(key2("order mix part", seed, d) % ((u128)1 << 63)), n = part[d].n, turn = u / n;
+        Permutation p = permutation(n, key2("order shuffled", part_seed, turn));
+        u64 copy = at(&p, u % n);
+        if (part[d].num_weights) copy = copies(n, part[d].weights, n, part_seed, turn)[copy];
+        printf("%" PRIu64 " ", part[d].samples[copy]);
+    }
+}
+
 static void staged(void) {
     u64 seed = number(), epoch = number(), length = number(), num = number();
     struct { u64 n, *samples, num_weights, length; double *weights; } *own = many(num, sizeof *own);
@@ -357,6 +422,37 @@ static void staged(void) {
         u64 copy = at(&p, u % own[d].length);
         if (own[d].num_weights) copy = copies(own[d].n, own[d].weights, own[d].length, its, turn)[copy];
         printf("%" PRIu64 " ", own[d].samples[copy]);
+    }
+}
+
+/* Section 7. */
+
+static void window(void) {
+    char pad[16];
+    if (scanf("%15s", pad) != 1) exit(2);
+    i64 stride = (i64)number();
+    u64 num_offsets = number(), *offsets = numbers(num_offsets); /* those below 0 as 2^64 - x */
+    u64 num_rows = number(), *clips = numbers(num_rows), *frames = numbers(number()), count = number();
+    for (; count; count--) {
+        u64 sample = number();
+        i64 current = (i64)frames[sample];
+        for (u64 i = 0; i < num_offsets; i++) {
+            i64 frame = current + stride * (i64)offsets[i];
+            u64 row = sample;
+            int is_present = 0;
+            for (u64 j = 0; j < num_rows && !is_present; j++) {
+                i64 stored = (i64)frames[j], nearest = (i64)frames[row];
+                if (clips[j] != clips[sample]) continue;
+                if (stored == frame) {
+                    is_present = 1;
+                    row = j;
+                } else if (!strcmp(pad, "repeat_edge")) {
+                    if (frame < stored && stored <= current && stored < nearest) row = j;
+                    if (frame > stored && stored >= current && stored > nearest) row = j;
+                }
+            }
+            printf("%" PRIu64 " %d ", row, is_present);
+        }
     }
 }
 
@@ -387,7 +483,9 @@ int main(void) {
         } else if (!strcmp(name, "order")) order();
         else if (!strcmp(name, "lanes")) lanes();
         else if (!strcmp(name, "mix")) mix();
+        else if (!strcmp(name, "parts")) parts();
         else if (!strcmp(name, "stages")) staged();
+        else if (!strcmp(name, "window")) window();
         else if (!strcmp(name, "batch")) batch();
         else return 2;
         puts("");

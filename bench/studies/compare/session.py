@@ -19,7 +19,6 @@ from fuelrail.bench.peers.process import describe_work
 from fuelrail.bench.report.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
-from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.commands import Study, command
 from fuelrail.bench.studies.compare.report import (
     CompareReport,
@@ -31,6 +30,7 @@ from fuelrail.bench.studies.compare.report import (
 from fuelrail.bench.studies.compare.run import Measured, Workshop, affinity
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.runtime.progress import Progress
 from fuelrail.pipeline.settings import (
     Above0,
     CheckedSettings,

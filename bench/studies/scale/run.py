@@ -18,7 +18,6 @@ from fuelrail.bench.planner.scaling import HostFit, Overhead
 from fuelrail.bench.report.files import created_now, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
-from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.loader.report import LoaderOptions
 from fuelrail.bench.studies.scale.report import (
     FITTED_RANKS,
@@ -35,6 +34,7 @@ from fuelrail.bench.studies.train.settings import Asked, TrainOptions, ask
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.host import usable_cpus
+from fuelrail.pipeline.runtime.progress import Progress
 from fuelrail.pipeline.settings import make_options
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from fuelrail.bench.ranks.launch import Outcome, run_ranks
 from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
-from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.train.report import Report, build_report
 from fuelrail.bench.studies.train.settings import RECORDS, Asked, TrainOptions, ask
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.runtime.progress import Progress
 from fuelrail.pipeline.settings import make_options
 
 _SETTINGS_FILE = "settings.json"

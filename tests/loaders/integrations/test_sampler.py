@@ -228,6 +228,20 @@ def test_counts_are_the_exact_rational_shares_at_every_block_end(size):
             assert np.bincount(epoch).tolist()[-len(expected) :] == [100 * one for one in expected]
 
 
+def test_a_run_of_a_mix_gets_no_further_stages():
+    """Its blocks and the length of its epochs depend on all of them."""
+
+    def of(*stages):
+        return BatchSampler({"a": 40, "b": 30}, global_batch=4, mix=stages, world=World())
+
+    last = fr.MixStage(ratios={"a": 1, "b": 1})
+    begun = of(last).count()
+    list(islice(iter_run(begun), 1))
+    extended = of(msgspec.structs.replace(last, until=400), fr.MixStage(ratios={"a": 3, "b": 1}))
+    with pytest.raises(fr.StateMismatchError, match=r"state has .* loader has"):
+        extended.load_state_dict(begun.state_dict())
+
+
 def test_a_run_gets_further_stages_but_no_other_past():
     stages = KINDS["curriculum"]["spec"].stages
     first = msgspec.structs.replace(stages[1], until=None)

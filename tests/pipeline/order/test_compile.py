@@ -16,10 +16,11 @@ from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
-from fuelrail.pipeline.order.compile import compile_order
+from fuelrail.pipeline.order.compile import compile_order, compile_table
 from fuelrail.pipeline.order.keys import read_keys
 from fuelrail.pipeline.order.mix import Mix
-from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
+from fuelrail.pipeline.order.table import Table
 from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
 from fuelrail.pipeline.order.windows import FrameWindow
 from support.sized_datasets import write_synthetic_index
@@ -84,6 +85,21 @@ def test_a_filter_selects_exactly_and_each_comes_once(dataset, kind):
     assert np.array_equal(np.sort(whole(order, 5)), expected)
     if kind["kind"] == "sequential":
         assert np.array_equal(whole(order), expected)
+
+
+@pytest.mark.parametrize("text", ["True", "1 < 2", "not False", "night or True", "2 in (1, 2)"])
+def test_a_filter_that_always_holds_selects_all(dataset, text):
+    """Also one that names no attribute, for data of any kind, and in a stage."""
+    columns = {"night": [True, False, False]}
+    rows = columns if "night" in text else 3
+    assert compile_order(OrderSpec(filter=text), dataset).num_selected == NUM
+    stages = (OrderStage(filter=text, until=NUM), OrderStage(filter="num_car >= 1"))
+    assert compile_order(OrderSpec(stages=stages), dataset).epoch_length == NUM
+    spec = OrderSpec(kind="sequential", filter=text)
+    table = Table(rows, spec, None, None)
+    assert whole(compile_table(spec, table, table.lengths)).tolist() == [0, 1, 2]
+    with pytest.raises(OrderError, match="selects no sample"):
+        compile_order(OrderSpec(filter=f"not ({text})"), dataset)
 
 
 def test_the_index_is_among_the_attributes(dataset):

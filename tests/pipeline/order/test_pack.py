@@ -16,8 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuelrail.bench.studies.runs.history import RunHistory
 from fuelrail.loaders.integrations.sampler import BatchSampler, Sampler
 from fuelrail.pipeline.errors import OrderError, StateMismatchError, WorldError
+from fuelrail.pipeline.order import batching
 from fuelrail.pipeline.order.balance import Balance, deal
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.cost import Cost, compute_costs
@@ -32,7 +34,7 @@ NUM = 900
 TOKENS = np.clip(RNG.lognormal(5, 1, NUM), 16, 1024).astype(int)
 DATA = {"tokens": TOKENS, "night": np.arange(NUM) % 3 == 0, "key": [f"s{n}" for n in range(NUM)]}
 PACK = Pack(budget=1024, cost="tokens", window=100)
-CASES = json.loads(Path(__file__).with_name("vectors.json").read_text(encoding="utf-8"))["packs"]
+VECTORS = json.loads(Path(__file__).with_name("vectors.json").read_text(encoding="utf-8"))
 
 
 def by_the_letter(costs, budget, most=None):
@@ -123,29 +125,49 @@ def test_an_epoch_is_the_windows_of_the_order_packed_and_shuffled():
         assert sorted(row for pack in found for row in pack) == list(range(NUM))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", VECTORS["packs"], ids=lambda case: case["name"])
 def test_the_packs_of_the_vectors(case):
-    spec = OrderSpec(
-        seed=case["seed"],
-        pack=Pack(
-            budget=case["budget"], cost="c", window=case["window"], max_samples=case["max_samples"]
-        ),
-        balance=Balance(cost="c", micro_batches=case["micro_batches"])
-        if case["micro_batches"]
-        else None,
+    pack = Pack(
+        budget=case["budget"],
+        cost="c",
+        window=case["window"],
+        max_samples=case["max_samples"],
+        truncate=case.get("truncate", False),
     )
-    ranks = [
+    hidden = tuple(map(str, case.get("hidden", ())))
+    check_batches(case, pack=pack, without=(hidden,) if hidden else ())
+
+
+@pytest.mark.parametrize("case", VECTORS["balances"], ids=lambda case: case["name"])
+def test_the_balances_of_the_vectors(case):
+    check_batches(case)
+
+
+def check_batches(case, **fields):
+    """Compare the rows of each rank, and whether they are padding, with a case of packs or of balance."""
+    if case["micro_batches"]:
+        fields["balance"] = Balance(cost="c", micro_batches=case["micro_batches"])
+    costs = case["costs"]
+    data = {"c": costs, "key": [str(row) for row in range(len(costs))]}
+    samplers = [
         BatchSampler(
-            {"c": case["costs"]},
-            spec,
+            data,
+            OrderSpec(seed=case["seed"], **fields),
             global_batch=case["global_batch"],
             world=World(rank, case["ranks"]),
+            drop_last=case.get("drop_last", True),
+            entries=True,
         )
         for rank in range(case["ranks"])
     ]
-    assert [[sampler[step] for sampler in ranks] for step in range(len(case["batches"]))] == case[
-        "batches"
-    ]
+    steps = range(len(case["batches"]))
+    batches = [[sampler[step] for sampler in samplers] for step in steps]
+    rows = [[[entry.row for entry in batch] for batch in step] for step in batches]
+    assert rows == case["batches"]
+    if "valid" in case:  # of one whole epoch
+        assert samplers[0].steps_per_epoch == len(steps)
+        valid = [[[entry.valid for entry in batch] for batch in step] for step in batches]
+        assert valid == case["valid"]
 
 
 ORDERS = {
@@ -238,6 +260,24 @@ def test_fill_and_balance_of_the_lengths_of_a_text_model():
         assert (np.max(loads, 1) / np.mean(loads, 1)).mean() <= 1.05
 
 
+def test_balance_cannot_help_where_one_sample_fills_a_pack():
+    """The figures of docs/packing.md, in small: one pack a rank, and four."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.2, 12_000), 16, 8192).astype(int)
+    attention = Cost(linear={"tokens": 1200}, quadratic={"tokens": 1})
+    spec = OrderSpec(seed=3, pack=Pack(budget=8192, cost="tokens"), balance=Balance(cost=attention))
+    dearest = {}
+    for packs_a_rank in (1, 4):
+        sampler = BatchSampler({"tokens": lengths}, spec, global_batch=8 * packs_a_rank)
+        ranks = on_ranks(sampler, 8)
+        costs = [
+            [sum(1200 * n + n * n for n in lengths[rank[step]].tolist()) for rank in ranks]
+            for step in range(len(sampler))
+        ]
+        dearest[packs_a_rank] = np.mean([max(step) / np.mean(step) for step in costs])
+    assert 1.8 < dearest[1] < 2.0
+    assert 1.1 < dearest[4] < 1.2
+
+
 def test_micro_batches_cost_about_the_same():
     spec = OrderSpec(balance=Balance(cost="tokens", micro_batches=4))
     batch = TOKENS[BatchSampler(DATA, spec, global_batch=128)[0]].reshape(4, 32).sum(1)
@@ -285,6 +325,72 @@ def stops_and_changes(spec, num_stops, seed):
 @pytest.mark.parametrize("name", ["plain", "balanced"])
 def test_stops_and_changes_of_the_ranks_lose_and_repeat_nothing(name, num_stops):
     stops_and_changes(ORDERS[name], num_stops, seed=3)
+
+
+FEW = {"n": np.random.default_rng(0).integers(1, 60, 40)}
+FEW_SPEC = OrderSpec(pack=Pack(60, "n", window=7))
+FEW_LENGTHS = [26, 25, 25, 25, 25, 24, 27, 25, 26, 25, 25, 26]
+
+
+def test_an_epoch_with_fewer_packs_than_the_batch_is_passed_over():
+    whole = BatchSampler(FEW, FEW_SPEC, global_batch=26)
+    order = whole._rows.order
+    assert [order.length(epoch) for epoch in range(12)] == FEW_LENGTHS
+    epochs = [0, 6, 8, 11]
+    expected = [
+        [row for pack in range(26) for row in order.epoch(epoch)([pack]).tolist()]
+        for epoch in epochs
+    ]
+    iterated = [(len(whole), list(whole)) for _ in epochs]
+    assert iterated == [(1, [batch]) for batch in expected]
+    assert [whole[step] for step in range(4)] == expected
+    for ranks in (1, 2, 13):
+        by_rank = on_ranks(BatchSampler(FEW, FEW_SPEC, global_batch=26), ranks)
+        loaders = [sampler.count() for sampler in by_rank]
+        for step, batch in enumerate(expected):
+            assert [row for loader in loaders for rows in loader for row in rows] == batch
+            states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
+            assert all(state == states[0] for state in states)
+            resumed = BatchSampler(FEW, FEW_SPEC, global_batch=26)
+            resumed.load_state_dict(states[0])
+            assert step == 3 or list(resumed) == [expected[step + 1]]
+
+
+def test_a_ledger_counts_the_steps_of_a_run_that_passes_over_epochs(tmp_path):
+    path = tmp_path / "run.ledger"
+    loader = BatchSampler(FEW, FEW_SPEC, global_batch=26, ledger=path).count()
+    for _ in range(3):
+        assert len(list(loader)) == 1
+    history = RunHistory(path)
+    assert history.num_steps == 3
+    places = [history.step(step)[1] for step in range(3)]
+    assert [place.epoch for place in places] == [0, 6, 8]
+
+
+def test_a_run_without_any_further_full_batch_ends_with_an_error(monkeypatch):
+    monkeypatch.setattr(batching, "MAX_EMPTY_EPOCHS", 4)
+    sampler = BatchSampler(FEW, FEW_SPEC, global_batch=26)
+    assert len(list(sampler)) == 1
+    words = (
+        r"none of the epochs [12] \.\. [45] has a full global batch of 26 packs, the last one has"
+    )
+    with pytest.raises(WorldError, match=words):
+        next(iter(sampler))
+    with pytest.raises(WorldError, match=words):
+        sampler[1]
+
+
+def test_an_epoch_of_which_nothing_is_left_is_passed_over():
+    """With weights an epoch may show only samples that are left out; without drop_last, too."""
+    data = {"key": ["a", "b", "c"], "w": [1, 1, 1]}
+    spec = OrderSpec(weights=(AttributeWeights(attribute="w"),), epoch_length=1, without=(("a",),))
+    sampler = BatchSampler(data, spec, global_batch=1, drop_last=False)
+    order = sampler._rows.order
+    lengths = [order.length(epoch) for epoch in range(30)]
+    assert set(lengths) == {0, 1}
+    shown = [order.epoch(epoch)([0]).tolist() for epoch in range(30) if lengths[epoch]]
+    assert [sampler[step] for step in range(len(shown))] == shown
+    assert [next(iter(list(sampler))) for _ in shown] == shown
 
 
 def test_a_copy_of_the_sampler_and_its_state():

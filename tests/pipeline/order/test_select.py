@@ -23,7 +23,7 @@ TABLE = pa.table(
 
 
 def select(text, table=TABLE):
-    return Filter(text, table.column_names).select(table).tolist()
+    return Filter(text, table.column_names).select(table, len(table)).tolist()
 
 
 @pytest.mark.parametrize(

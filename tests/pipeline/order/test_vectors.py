@@ -1,32 +1,109 @@
-"""The test vectors of ORDER.md: the product gives them, and so does the reference in C, written from the page."""
+"""The test vectors of ORDER.md: the product gives them, and so does the reference in C, written from the page.
+
+The vectors tell wrong implementations from right ones: each of several slips in the reference changes a result.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.batching import Batching, World
 from fuelrail.pipeline.order.compile import CompiledOrder, compile_table
 from fuelrail.pipeline.order.lanes import LaneOrder
-from fuelrail.pipeline.order.mix import MixedOrder, MixSchedule, MixStage
+from fuelrail.pipeline.order.mix import Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
+from fuelrail.pipeline.order.select import Filter
 from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec, OrderStage
 from fuelrail.pipeline.order.table import Table
 from fuelrail.pipeline.order.weights import AttributeWeights, SystematicSampling
+from fuelrail.pipeline.order.windows import FrameWindow, window_lookup
+from fuelrail.pipeline.order.without import ThinnedOrder
 
 pytestmark = pytest.mark.process
 
 VECTORS = Path(__file__).with_name("vectors.json")
 REFERENCE = Path(__file__).parents[2] / "support" / "order.c"
-FOUND = json.loads(VECTORS.read_text(encoding="utf-8")) if VECTORS.exists() else {"cases": []}
-CASES = FOUND["cases"]
-RESULTS = ("key_hex", "values", "samples", "valid", "prev_exists", "datasets", "positions_of_rank")
+VECTORS_READ = json.loads(VECTORS.read_text(encoding="utf-8"))
+CASES = VECTORS_READ["cases"]
+RESULTS = (
+    "key_hex",
+    "values",
+    "samples",
+    "valid",
+    "prev_exists",
+    "datasets",
+    "positions_of_rank",
+    "frame_rows",
+    "present",
+)
+PRINTED = (
+    "datasets",
+    "positions_of_rank",
+    "values",
+    "samples",
+    "frame_rows",
+    "valid",
+    "present",
+    "prev_exists",
+)
+"""The results in the order in which the reference prints them, position by position."""
+FILTERS = VECTORS_READ["filters"]
+SLIPS = {
+    "half a tick is rounded up": ("(u64)rint(", "(u64)floor(0.5 + "),
+    "half a tick is cut off": ("(u64)rint(", "(u64)ceil(-0.5 + "),
+    "an ended lane stays at its last frame": ("past % size", "(past < size ? past : size - 1)"),
+    "an ended lane shows all of its pieces again": (
+        "while (size < num_frames[lane] && !frames[lane][size].is_first) size++;",
+        "size = num_frames[lane];",
+    ),
+    "an ended lane goes on where a longer one would be": (
+        "past = step - num_frames[lane]",
+        "past = step",
+    ),
+    "changes of a ramp by dataset": ("to && place[to - 1] > at_place", "0"),
+    "changes of a ramp that begin at once": ("(2 * j + 1) /", "(2 * j) /"),
+    "changes of a ramp that end at once": ("(2 * j + 1) /", "(2 * j + 2) /"),
+    "changes of a ramp at equal places from the last dataset on": (
+        "place[to - 1] > at_place",
+        "place[to - 1] >= at_place",
+    ),
+    "a ramp that is early": ("i = num * c * c / (2 * n)", "i = (num * c * c + n) / (2 * n)"),
+    "parts with the seed of the mix": (
+        'Permutation p = permutation(n, key2("order shuffled", part_seed, turn));',
+        'Permutation p = permutation(n, key2("order shuffled", seed, turn));',
+    ),
+    "parts that begin anew in each epoch": (
+        "u64 u = block * ratio[d];",
+        "u64 u = block % blocks * ratio[d];",
+    ),
+    "a window that repeats the clip's first frame": ("stored < nearest) row = j;", "1) row = j;"),
+    "a window that counts in stored frames": (
+        "frame < stored && stored",
+        "frame + 1 < stored && stored",
+    ),
+    "a lane without frames shows that before it": (
+        "lane = (lane + 1) % num_lanes",
+        "lane = (lane + num_lanes - 1) % num_lanes",
+    ),
+    "the frame behind one that is left out continues its piece": (
+        "} else is_first = 1;",
+        "}",
+    ),
+    "what is left out keeps its position": (
+        "if (!contains(num_hidden, hidden, placed[i]))",
+        "if (1)",
+    ),
+}
+"""Wrong implementations of ORDER.md, as changes of the reference: the text that is right, and one that is not."""
 
 
 def computed(case) -> dict:
@@ -52,6 +129,8 @@ def computed(case) -> dict:
                 seed=case["seed"],
                 pieces_per_clip=case["pieces_per_clip"],
             )
+            if case.get("hidden"):
+                order = ThinnedOrder(order, [np.array(case["hidden"])])
             entries = order.epoch(case["epoch"]).entries(case["positions"])
             prev = entries.flags["prev_exists"].tolist()
             return {
@@ -110,6 +189,28 @@ def computed(case) -> dict:
                 one["epoch_length"] for one in case["stages"]
             ]
             return {"samples": order.epoch(case["epoch"])(case["positions"]).tolist()}
+        case "parts":
+            columns = {"part": pa.array(case["attribute_values"])}
+            if case["weights"]:
+                columns["weight"] = case["weights"]
+            spec = OrderSpec(
+                seed=case["seed"],
+                mix=Mix(attribute="part", ratios=dict(case["ratios"])),
+                weights=(AttributeWeights(attribute="weight"),) if case["weights"] else (),
+            )
+            order = compile_table(
+                spec, Table(columns, spec, None, None), [len(case["attribute_values"])]
+            )
+            assert order.num_blocks == case["blocks_per_epoch"]
+            return {"samples": order.epoch(case["epoch"])(case["positions"]).tolist()}
+        case "window":
+            window = FrameWindow(
+                frames=tuple(case["offsets"]), stride=case["stride"], pad=case["pad"]
+            )
+            rows, present = window_lookup(
+                ClipTable.build(np.array(case["clips"]), np.array(case["frames"])), window
+            )(case["samples_shown"])
+            return {"frame_rows": rows.tolist(), "present": present.tolist()}
         case "batch":
             world = World(case["rank"], case["ranks"])
             batching = Batching(
@@ -135,7 +236,14 @@ def computed(case) -> dict:
             selected = np.array(case["selected"]) if case["selected"] else None
             order = CompiledOrder(spec, {}, case["shard_lengths"], selected, sampling)
             assert order.epoch_length == case["epoch_length"]
+            if case.get("hidden"):
+                order = ThinnedOrder(order, [np.array(case["hidden"])])
             return {"samples": order.epoch(case["epoch"])(case["positions"]).tolist()}
+
+
+def as_text(value) -> str:
+    """A value as section 8 writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def line(case) -> str:
@@ -151,7 +259,8 @@ def line(case) -> str:
             return f"permutation {case['n']} {case['key']} {counted(case['positions'])}"
         case "lanes":
             head = f"lanes {case['seed']} {case['epoch']} {case['global_batch']} {case['pieces_per_clip']}"
-            return f"{head} {counted(case['clip_lengths'])} {counted(case['positions'])}"
+            lists = (case["clip_lengths"], case.get("hidden", []), case["positions"])
+            return f"{head} {' '.join(map(counted, lists))}"
         case "mix":
             stages = case["stages"] or [{"ratios": case["ratios"], "until": None, "ramp": False}]
             numbers = [
@@ -164,6 +273,21 @@ def line(case) -> str:
             for stage in stages:
                 numbers += [*stage["ratios"], stage["until"] or 0, int(stage["ramp"])]
             return f"mix {' '.join(map(str, [*numbers, *case['lengths']]))} {counted(case['positions'])}"
+        case "parts":
+            ratios = [ratio for _, ratio in case["ratios"]]
+            numbers = [case["seed"], case["epoch"], case["blocks_per_epoch"]]
+            text = f"parts {' '.join(map(str, numbers))} {counted(ratios)}"
+            for value, _ in case["ratios"]:
+                rows = [
+                    row for row, own in enumerate(case["attribute_values"]) if as_text(own) == value
+                ]
+                weights = [case["weights"][row] for row in rows] if case["weights"] else []
+                text += f" {counted(rows)} {counted(weights)}"
+            return f"{text} {counted(case['positions'])}"
+        case "window":
+            lists = ("offsets", "clips", "frames", "samples_shown")
+            counts = " ".join(counted(case[name]) for name in lists)
+            return f"window {case['pad']} {case['stride']} {counts}"
         case "stages":
             text = f"stages {case['seed']} {case['epoch']} {case['epoch_length']} {len(case['stages'])}"
             for one in case["stages"]:
@@ -178,11 +302,60 @@ def line(case) -> str:
                 counted(case[name] or []) for name in ("shard_lengths", "selected", "weights")
             )
             head = f"order {kind} {case['seed']} {case['epoch']} {case['window'] or 0} {lists} {case['epoch_length']}"
-            return f"{head} {counted(case['positions'])}"
+            return f"{head} {counted(case.get('hidden', []))} {counted(case['positions'])}"
+
+
+def compiled(compiler: str, program: Path, source: str, *options: str) -> Path:
+    file = program.with_suffix(".c")
+    file.write_text(source, encoding="utf-8")
+    warnings = ("-Wall", "-Wextra", "-Werror")
+    subprocess.run(
+        [compiler, "-std=c11", "-O1", *warnings, *options, "-o", program, file, "-lm"], check=True
+    )
+    return program
+
+
+def printed(program: Path, cases: list) -> list[list[str]]:
+    """What a program prints for some cases, in words; fewer where it stops."""
+    text = "".join(f"{line(case)}\n" for case in cases)
+    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # it frees nothing, on purpose
+    run = subprocess.run([program], input=text, capture_output=True, text=True, env=environment)
+    assert not run.stderr, run.stderr
+    return [words.split() for words in run.stdout.splitlines()]
+
+
+def expected_words(case) -> list[str]:
+    """What the reference prints for a case."""
+    if case["kind"] == "key":
+        return [case["key_hex"]]
+    results = [case[name] for name in PRINTED if name in case]
+    if case["kind"] == "window":
+        results = [[value for values in result for value in values] for result in results]
+    return [str(int(value)) for position in zip(*results, strict=True) for value in position]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> str:
+    found = shutil.which("cc")
+    if found is None:
+        pytest.skip("no C compiler (cc) is installed")
+    return found
+
+
+@pytest.fixture(scope="module")
+def sanitizers(compiler, tmp_path_factory) -> tuple[str, ...]:
+    """The options that check each access of memory, where the compiler has their libraries."""
+    options = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    program = tmp_path_factory.mktemp("sanitizers") / "empty"
+    try:
+        compiled(compiler, program, "int main(void) { return 0; }\n", *options)
+    except subprocess.CalledProcessError:
+        return ()
+    return options
 
 
 def test_the_vectors_are_of_this_version_and_of_every_kind() -> None:
-    assert FOUND["order_version"] == ORDER_VERSION
+    assert VECTORS_READ["order_version"] == ORDER_VERSION
     kinds = {case["kind"] for case in CASES}
     assert kinds == {
         "key",
@@ -192,10 +365,13 @@ def test_the_vectors_are_of_this_version_and_of_every_kind() -> None:
         "windowed",
         "lanes",
         "mix",
+        "parts",
         "stages",
+        "window",
         "batch",
     }
-    assert len(CASES) >= 30
+    assert len(CASES) >= 45
+    assert any(case.get("hidden") for case in CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["kind"])
@@ -203,33 +379,43 @@ def test_the_product_gives_the_vectors(case) -> None:
     assert computed(case) == {name: case[name] for name in RESULTS if name in case}
 
 
-def test_the_reference_in_c_gives_the_vectors(tmp_path) -> None:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler (cc) is installed")
-    program = tmp_path / "order"
-    subprocess.run(
-        [compiler, "-std=c11", "-O1", "-Wall", "-Werror", "-o", program, REFERENCE, "-lm"],
-        check=True,
-    )
-    text = "".join(f"{line(case)}\n" for case in CASES)
-    out = subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout
-    for case, words in zip(CASES, out.splitlines(), strict=True):
-        results = {name: case[name] for name in RESULTS if name in case}
-        if case["kind"] == "key":
-            assert words == case["key_hex"]
-            continue
-        order = [
-            name
-            for name in (
-                "datasets",
-                "positions_of_rank",
-                "values",
-                "samples",
-                "valid",
-                "prev_exists",
-            )
-            if name in results
-        ]
-        rows = zip(*(results[name] for name in order), strict=True)
-        assert list(map(int, words.split())) == [int(value) for row in rows for value in row], case
+def test_the_reference_in_c_gives_the_vectors(tmp_path, compiler, sanitizers) -> None:
+    """Each access of memory is checked."""
+    source = REFERENCE.read_text(encoding="utf-8")
+    program = compiled(compiler, tmp_path / "order", source, *sanitizers)
+    for case, words in zip(CASES, printed(program, CASES), strict=True):
+        assert words == expected_words(case), case
+
+
+def test_the_reference_in_c_takes_a_ramp_of_any_number_of_changes(
+    tmp_path, compiler, sanitizers
+) -> None:
+    """More than 1,024, which the product refuses, must not reach beyond its memory."""
+    source = REFERENCE.read_text(encoding="utf-8")
+    program = compiled(compiler, tmp_path / "order", source, *sanitizers)
+    stages = [
+        {"ratios": [3000, 0], "until": 4 * 3000, "ramp": True},
+        {"ratios": [0, 3000], "until": None, "ramp": False},
+    ]
+    case = {"kind": "mix", "seed": 1, "epoch": 0, "ratios": None, "stages": stages}
+    case |= {"lengths": [50, 60], "blocks_per_epoch": 4, "positions": list(range(0, 12000, 999))}
+    (words,) = printed(program, [case])
+    assert len(words) == 2 * len(case["positions"])
+    assert set(words[::2]) == {"0", "1"}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_the_vectors_tell_a_wrong_implementation(slip, tmp_path, compiler) -> None:
+    right, wrong = SLIPS[slip]
+    source = REFERENCE.read_text(encoding="utf-8")
+    assert right in source
+    program = compiled(compiler, tmp_path / "order", source.replace(right, wrong), "-w")
+    assert printed(program, CASES) != [expected_words(case) for case in CASES]
+
+
+@pytest.mark.parametrize("case", FILTERS["cases"], ids=lambda case: case["filter"])
+def test_the_filters_of_the_vectors(case) -> None:
+    columns = FILTERS["columns"]
+    table = pa.table({name: columns[name] for name in Filter(case["filter"], columns).columns})
+    selected = Filter(case["filter"], columns).select(table, FILTERS["rows"])
+    assert selected.tolist() == case["selected"]

@@ -17,7 +17,7 @@ from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError
 from fuelrail.sharding.demo import synth as synth_module
 from fuelrail.sharding.demo.capture import record
-from fuelrail.sharding.demo.options import VERSION, SynthOptions
+from fuelrail.sharding.demo.options import MAX_THREADS, VERSION, SynthOptions
 from fuelrail.sharding.demo.synth import synth
 from fuelrail.sharding.demo.world import captures, make_clip
 from support.sharding import digests, environment
@@ -30,11 +30,13 @@ pytestmark = pytest.mark.process
 TINY = SynthOptions(seed=1, clips=1, frames=1, size=(160, 90), workers=1)
 
 
-def test_bytes_do_not_depend_on_the_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [2, MAX_THREADS + 1])
+def test_bytes_do_not_depend_on_the_workers(tmp_path: Path, workers: int) -> None:
+    """Neither in threads nor in processes, of which there are more than threads."""
     seen: list[tuple[int, int]] = []
-    alone = msgspec.structs.replace(TINY, clips=2)
+    alone = msgspec.structs.replace(TINY, clips=2, frames=2)
     synth(tmp_path / "alone", alone)
-    options = msgspec.structs.replace(alone, workers=2)
+    options = msgspec.structs.replace(alone, workers=workers)
     synth(tmp_path / "again", options, progress=lambda done, total: seen.append((done, total)))
     assert digests(tmp_path / "again") == digests(tmp_path / "alone")
     total = sum(len(captures(alone, make_clip(alone, index))) for index in range(2))

@@ -10,7 +10,8 @@ import pytest
 
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.options import SynthOptions
-from fuelrail.sharding.demo.picture import owners, render
+from fuelrail.sharding.demo.picture import NEAR_M, owners, pixel_rays, render, sights
+from fuelrail.sharding.demo.shapes import meet
 from fuelrail.sharding.demo.world import SynthClip, captures, make_clip
 
 if TYPE_CHECKING:
@@ -125,6 +126,34 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
         assert share > least, (solid.kind, share)
         num_checked += 1
     assert num_checked >= 8
+
+
+@pytest.mark.parametrize("channel", ["CAM_FRONT", "CAM_BACK_LEFT"])
+def test_what_is_beside_a_camera_is_met_in_its_window_only(channel: str) -> None:
+    """Also what lies across the plane of the camera: a window leaves out no pixel that shows it."""
+    shot = _shot(DUSK, channel)
+    rays = pixel_rays(shot.camera.intrinsics, shot.camera.size)
+    global2cam = invert_rigid(shot.clip.ego2global(shot.exposure_us) @ shot.camera.sensor2ego)
+    num_across = num_smaller = 0
+    for solid in shot.solids:
+        unit2cam = global2cam @ solid.unit2global()
+        in_window = {
+            sight.block: sight for sight in sights(solid, global2cam, shot.camera.intrinsics, rays)
+        }
+        for block in solid.blocks:
+            depths = (block.corners @ unit2cam[:3, :3].T + unit2cam[:3, 3])[:, 2]
+            if not depths.min() < NEAR_M < depths.max():
+                continue
+            num_across += 1
+            expected, _ = meet(block, np.linalg.inv(unit2cam), rays)
+            expected[expected < NEAR_M] = np.inf
+            found = np.full_like(expected, np.inf)
+            if block in in_window:
+                found[in_window[block].window] = in_window[block].depth
+            num_smaller += block not in in_window or in_window[block].depth.size < found.size
+            np.testing.assert_array_equal(found, expected)
+    assert num_across > 3
+    assert num_smaller > 3, "else the windows cut nothing off"
 
 
 def test_taking_an_object_away_changes_its_box_and_nothing_else() -> None:

@@ -8,8 +8,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from fuelrail.bench.report import progress
-from fuelrail.bench.report.progress import Progress
+from fuelrail.pipeline.runtime import progress
+from fuelrail.pipeline.runtime.progress import Progress
 
 
 class Lines(io.StringIO):
