@@ -36,10 +36,14 @@ class Stage(nn.Module):
             {str(block): model.blocks[block] for block in range(first, last)}
         )
         self.head = model.head if number == num_stages - 1 else None
-        self._loss, self._beside = model.loss, model.beside
+        self._loss, self._beside, self._real_share = model.loss, model.beside, model.real_share
 
     def forward(self, *hidden: Tensor, **named: Tensor) -> Tensor:
-        """Return the hidden tensor, or the loss of this part of the batch."""
+        """Return the hidden tensor, or the loss of this part of the batch.
+
+        The loss is the mean over the predictions that count, times their share, so that the mean over
+        parts of equal size weighs each prediction alike.
+        """
         inputs = [named[f"input_{number}"] for number in range(len(named))]
         value: Tensor = hidden[0].view_as(hidden[0]) if self.stem is None else self.stem(*inputs)
         if self.stem is None and value.requires_grad:
@@ -48,12 +52,10 @@ class Stage(nn.Module):
         beside = self._beside(*inputs)
         for block in self.blocks.values():
             value = block(value, **beside)
-        # Convolutions may leave another layout, which cannot be sent.
-        return (
-            value.contiguous()
-            if self.head is None
-            else self._loss(self.head(value, *inputs), *inputs)
-        )
+        if self.head is None:
+            return value.contiguous()  # convolutions may leave another layout, which cannot be sent
+        loss: Tensor = self._loss(self.head(value, *inputs), *inputs) * self._real_share(*inputs)
+        return loss
 
 
 class _TimedStage(PipelineStage):
@@ -106,11 +108,11 @@ class Pipeline:
         return loss * self._scale / self._parts
 
     def run(
-        self, inputs: Sequence[Tensor], rows: tuple[int, int], scale: Tensor, accumulation: int
+        self, inputs: Sequence[Tensor], rows: tuple[int, int], scale: Tensor, accumulation: float
     ) -> Tensor:
         """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without the last stage.
 
-        Gradients are those of the loss times ``scale``.
+        The share is one of ``accumulation`` parts. Gradients are those of the loss times ``scale``.
         """
         share = 1 / self._micro_batches / self._stages[0].num_stages
         self._scale, self._parts = scale, self._micro_batches * accumulation
