@@ -25,7 +25,8 @@ class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
 
     ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made. ``runs`` are the
     complete runs: folders beside the report, each with a report of its own. ``tried`` are runs of suggestions, named by
-    their options; one helps if its gain is above ``tried_noise``.
+    their options; one helps if its gain is above ``tried_noise``. Their gains are compared with an unchanged run
+    beside them, which made ``tried_against`` samples a second.
     """
 
     accelerator: dict[str, Any]
@@ -33,6 +34,7 @@ class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
     diagnosis: Diagnosis | None
     tried: list[Counterfactual] | None
     tried_noise: float = 0.0
+    tried_against: float | None = None
     runs: list[str]
 
 
@@ -105,6 +107,10 @@ def suggestions(
         "Python": [
             *([Suggestion("--workers 1", {"workers": 1})] if workers > 1 else []),
             *more[:1],
+        ],
+        "waiting transform": [
+            Suggestion(f"--workers {count}", {"workers": count})
+            for count in (2 * workers, 4 * workers)
         ],
         "storage": [*more[1:], ahead, *window, *([] if settings.cache_dir else [cache])],
         "cold cache": [Suggestion("nothing changed, the same samples again", {}, twice=True)],

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.report.page import Block, Document, Hero, Section, Table, Text, document, marked
+from fuelrail.bench.report.page import (
+    Block,
+    Document,
+    Hero,
+    Section,
+    Table,
+    Text,
+    document,
+    format_number,
+    marked,
+)
 from fuelrail.bench.studies.scale.report import FITTED_RANKS
 
 if TYPE_CHECKING:
@@ -56,7 +66,11 @@ def _hero(report: ScaleReport) -> list[Hero]:
     if not weak:
         return []
     last = max(weak, key=lambda run: run.num_ranks)
-    text = f"{last.num_ranks} ranks make {last.samples_per_s:.0f} samples/s, each {last.occupancy:.1%} occupied."
+    makes = "rank makes" if last.num_ranks == 1 else "ranks make"
+    text = (
+        f"{last.num_ranks} {makes} {format_number(last.samples_per_s)} samples/s, each "
+        f"{last.occupancy:.1%} occupied."
+    )
     if report.curves:
         error = max(abs(run.error or 0.0) for run in report.measured)
         ends = {curve.name: curve.points[-1] for curve in report.curves}

@@ -110,7 +110,7 @@ def _runs(
         [run(count, size) for size in sorted({options.batch_size, global_batch // count})]
         for count in counts
     ]
-    if runs[0][0].settings.profile is None:
+    if runs[0][0].settings.accelerator != "emulated":
         raise ConfigError(
             "bench scale runs on emulated accelerators: use --accelerator emulated:PROFILE"
         )

@@ -92,7 +92,8 @@ class Pipeline:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.group, device = group, next(nn.ModuleList(modules.values()).parameters()).device
-        self._micro_batches = self._parts = micro_batches
+        self._micro_batches = micro_batches
+        self._parts: float = micro_batches
         self._scale = torch.ones(())
         self._stages = [
             _TimedStage(module, number, num_stages, device, group=group)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,14 +155,20 @@ class Parallel:
             else nullcontext()
         ):
             with nullcontext() if timer is None else timer.forward(*rows), precise:
-                loss = self._total(model(*inputs), inputs, weight / accumulation)
+                with naming_keys(inputs[0]):
+                    outputs = model(*inputs)
+                loss = self._total(outputs, inputs, weight / accumulation)
             with nullcontext() if timer is None else timer.backward():
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _total(self, outputs: Any, inputs: tuple[Any, ...], weight: Tensor | float) -> Tensor:
         """Return a micro-batch's loss times its weight in the step, and note its parts."""
-        losses: Losses = outputs if self.loss is None else self.loss(outputs, *inputs)
+        losses: Losses = outputs
+        if self.loss is not None:
+            with naming_keys(inputs[0]):
+                losses = self.loss(outputs, *inputs)
+        self._check_losses(losses)
         if isinstance(losses, Tensor):
             return losses * weight
         for name, value in losses.items():
@@ -169,6 +177,34 @@ class Parallel:
             value.to(torch.promote_types(value.dtype, torch.float)) for value in losses.values()
         ]
         return torch.stack(parts).sum() * weight
+
+    def _check_losses(self, losses: object) -> None:
+        """Raise ConfigError for what is no loss that can be trained, with what returned it."""
+        parts = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+        problem = None
+        if not parts:
+            problem = "an empty dict"
+        for part in parts:
+            if not isinstance(part, Tensor):
+                of_dict = "a dict with " if isinstance(losses, Mapping) else ""
+                problem = f"{of_dict}{'None' if part is None else type(part).__name__}"
+            elif part.numel() != 1:
+                problem = f"a tensor of shape {list(part.shape)}"
+            if problem is not None:
+                break
+        else:
+            if parts and not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+                problem = "a loss that depends on no parameter that is trained (it has no gradient)"
+        if problem is None:
+            return
+        (model,) = self.models
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        function = type(inner).forward if self.loss is None else self.loss
+        raise ConfigError(
+            f"{_place_of(function)} returned {problem}: return the loss, a tensor without axes such as a "
+            "mean, or a dict of such tensors, whose sum is trained"
+            + ("; or give loss=function(outputs, batch)" if self.loss is None else "")
+        )
 
     def _relative_size(self, inputs: tuple[Any, ...]) -> float:
         """Return the number of rows of a micro-batch in parts of that of the first one."""
@@ -196,7 +232,8 @@ class Parallel:
         """
         parts, losses = list(batches), []
         for number, batch in enumerate(parts, start=1):
-            inputs = to_device(self.inputs(batch), self.device)
+            with naming_keys(batch):
+                inputs = to_device(self.inputs(batch), self.device)
             losses.append(
                 self.forward_backward(inputs, accumulation=len(parts), last=number == len(parts))
             )
@@ -292,6 +329,28 @@ class Parallel:
         if self.pipeline is not None:
             dist.all_reduce(loss, group=self.pipeline.group)
         return loss * self._factor
+
+
+def _place_of(function: Any) -> str:
+    """Return the name of a function, with the file and line where it is defined, if it has one."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return (
+        f"'{name}'"
+        if code is None
+        else f"'{name}' ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    )
+
+
+@contextmanager
+def naming_keys(batch: Any) -> Iterator[None]:
+    """Note on an error of a key that a batch has not which keys it has."""
+    try:
+        yield
+    except KeyError as error:
+        if isinstance(batch, Mapping) and error.args and error.args[0] not in batch:
+            error.add_note(f"the batch has {', '.join(map(str, batch))}")
+        raise
 
 
 def _swap(model: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
