@@ -195,7 +195,12 @@ def _tiles(figures: Figures, *, unit: str) -> Tiles:
 
 def _over_time(report: Report, plots: Mapping[str, str]) -> list[Section]:
     warmup = report.window.num_warmup_steps
-    caption = f"Share of time in which each accelerator computed, over 5 steps. Shaded: {warmup} steps of warm-up."
+    computed = "rank was in forward, backward and optimiser"
+    if not _on_cpu(report):
+        computed = "accelerator computed"
+    caption = (
+        f"Share of time in which each {computed}, over 5 steps. Shaded: {warmup} steps of warm-up."
+    )
     return [Section("Occupancy over time", [Figure(plots.get("occupancy", ""), caption)])]
 
 
