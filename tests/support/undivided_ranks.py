@@ -1,7 +1,7 @@
 """One rank that makes staged models whose sizes tensor parallel of two ranks may not divide.
 
-Arguments: OUT CASES as JSON, each tokens of a sample, heads and channels inside of a perceptron. Rank 0
-writes the error of each, or the loss.
+Arguments: OUT CASES as JSON, each tokens of a sample, heads and channels inside of a perceptron, and for a
+pipeline in place of tensor parallel its parts of a batch of four. Rank 0 writes the error of each, or the loss.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ class Tokens(StagedModel):
     def __init__(self, heads: int, inner: int) -> None:
         super().__init__(None)
         block = Block(WIDTH, heads, causal=False, mlp=perceptron(WIDTH, inner))
-        self.stem, self.blocks, self.head = First(4, WIDTH), nn.ModuleList([block]), Head()
+        self.stem, self.blocks, self.head = (
+            First(4, WIDTH),
+            nn.ModuleList([block, nn.Identity()]),
+            Head(),
+        )
 
     def inputs(self, batch):
         return batch["tokens"], batch["score"], torch.ones(len(batch["tokens"]))
@@ -61,10 +65,13 @@ class Tokens(StagedModel):
         return (logits - inputs[1]).square()
 
 
-def outcome(tokens: int, heads: int, inner: int) -> str:
+def outcome(tokens: int, heads: int, inner: int, micro_batches: int | None = None) -> str:
+    strategy = "tensor" if micro_batches is None else "pipeline"
     try:
-        parallel = fr.parallelise(lambda: Tokens(heads, inner), strategy="tensor")
-        batch = {"tokens": torch.ones(2, tokens, 4), "score": torch.ones(2, 1)}
+        parallel = fr.parallelise(
+            lambda: Tokens(heads, inner), strategy=strategy, micro_batches=micro_batches
+        )
+        batch = {"tokens": torch.ones(4, tokens, 4), "score": torch.ones(4, 1)}
         return str(float(parallel.step([batch])))
     except fr.ConfigError as error:
         return str(error)

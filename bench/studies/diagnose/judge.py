@@ -289,8 +289,8 @@ def _in_the_loader(
             f"{start}the transform: of {format_number(transform.wall_ms)} ms a sample its thread computes for "
             f"{format_number(transform.cpu_ms)} ms. It waits: for a file, the network, a lock or another "
             "process, or it sleeps.",
-            f"Let more threads wait at a time: --workers {2 * threads} or more, now {threads}; or remove "
-            "the wait, such as by preparing it when sharding.",
+            f"Let more threads wait at a time: --workers {math.ceil(threads * (1 + gain))} would hide it, now "
+            f"{threads}; or remove the wait, such as by preparing it when sharding.",
             gain,
         )
     if worst.name == "transform":

@@ -89,7 +89,7 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
         ]
         if rows and report.tried_against is not None:
             unchanged = format_number(report.tried_against)
-            rows.insert(0, ["unchanged, compared with which", unchanged, "", "", ""])
+            rows.insert(0, ["unchanged", unchanged, "", "", ""])
         tried = [Table(("settings tried", "samples/s", *_GAIN, ""), rows)] if rows else []
         parts.append(
             Section(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ SCHEMA = "fuelrail-bench-diagnose"
 VERSION = 7
 
 _LOOK_AHEAD_BYTES = 512 << 20
+_MAX_WAITING = 64
 
 
 class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
@@ -68,6 +70,11 @@ def conclusion(tried: Sequence[Counterfactual], noise: float) -> str:
     )
 
 
+def threads_that_wait(workers: int, gain: float) -> int:
+    """Return how many threads wait side by side as fast as a run would be without their wait, to 64."""
+    return max(2 * workers, min(_MAX_WAITING, math.ceil(workers * (1 + gain))))
+
+
 class Suggestion(NamedTuple):
     """A suggestion: the options on the command line, and the fields of `TrainOptions` that they change.
 
@@ -80,9 +87,18 @@ class Suggestion(NamedTuple):
 
 
 def suggestions(
-    bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks: int, out: Path
+    bound: Bound,
+    settings: TrainSettings,
+    *,
+    num_shards: int,
+    num_ranks: int,
+    out: Path,
+    gain: float = 0.0,
 ) -> list[Suggestion]:
-    """Return what may remove a bottleneck, within the options of `bench train`; empty if no option does."""
+    """Return what may remove a bottleneck, within the options of `bench train`; empty if no option does.
+
+    ``gain`` is the speed-up without the bottleneck.
+    """
     workers = settings.workers or max(1, default_num_workers() // num_ranks)
     more = [
         Suggestion(f"--workers {count}", {"workers": count})
@@ -110,7 +126,7 @@ def suggestions(
         ],
         "waiting transform": [
             Suggestion(f"--workers {count}", {"workers": count})
-            for count in (2 * workers, 4 * workers)
+            for count in sorted({2 * workers, 4 * workers, threads_that_wait(workers, gain)})
         ],
         "storage": [*more[1:], ahead, *window, *([] if settings.cache_dir else [cache])],
         "cold cache": [Suggestion("nothing changed, the same samples again", {}, twice=True)],

@@ -219,6 +219,7 @@ class _Examination:
             num_shards=facts.num_shards,
             num_ranks=self._options.ranks,
             out=self._out,
+            gain=diagnosis.expected_gain,
         )
         if not found:
             return []

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from fuelrail.bench.trainer.strategies.settings import divisors
+from fuelrail.pipeline.errors import ConfigError
+
 if TYPE_CHECKING:
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.models.staged import StagedModel
@@ -114,7 +117,14 @@ class Pipeline:
         """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without the last stage.
 
         The share is one of ``accumulation`` parts. Gradients are those of the loss times ``scale``.
+        Raises ConfigError for a batch that the number of parts does not divide.
         """
+        num_samples = len(inputs[0])
+        if num_samples % self._micro_batches:
+            raise ConfigError(
+                f"micro_batches={self._micro_batches} does not divide the batch of {num_samples} samples per "
+                f"rank; {divisors('micro_batches', num_samples)}"
+            )
         share = 1 / self._micro_batches / self._stages[0].num_stages
         self._scale, self._parts = scale, self._micro_batches * accumulation
         for stage in self._stages:
