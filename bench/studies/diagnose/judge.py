@@ -33,6 +33,7 @@ Bound = Literal[
     "CPU decode",
     "Python",
     "waiting transform",
+    "waiting model",
     "loader",
     "host to device",
     "GPU decode contention",
@@ -396,11 +397,11 @@ def _bound_by_model(figures: Figures) -> _Verdict:
     )
     if figures.waiting_share > WAITING:
         return _Verdict(
-            "compute",
+            "waiting model",
             f"{finding} In {figures.waiting_share:.0%} of the time its thread wanted no CPU: it slept, or "
             "waited for a lock, a file, the network or other ranks.",
             f"Look for what {longest} waits for.",
-            0.0,
+            figures.waiting_share / (1 - figures.waiting_share),
         )
     return _Verdict(
         "compute",

@@ -174,15 +174,32 @@ def on_cpu(report, **figures):
 
 
 @pytest.mark.parametrize(
-    ("waiting", "said"), [(0.9, "In 90% of the time its thread wanted no CPU"), (0.0, "a GPU make")]
+    ("waiting", "bound", "said"),
+    [
+        (0.9, "waiting model", "In 90% of the time its thread wanted no CPU"),
+        (0.0, "compute", "a GPU make"),
+    ],
 )
-def test_a_model_on_a_cpu_is_the_bound_and_whether_it_waits_is_said(waiting, said):
+def test_a_model_on_a_cpu_is_the_bound_and_whether_it_waits_is_said(waiting, bound, said):
     base = on_cpu(training(0, wait_ms=0.1), waiting_share=waiting)
     found = judge(base, without=everywhere(wait_ms=0.1))
-    assert found.bound == "compute"
+    assert found.bound == bound
+    assert found.expected_gain == pytest.approx(waiting / (1 - waiting))
     assert "most of it in backward" in found.finding
     assert said in f"{found.finding} {found.advice}"
     assert "accelerators" not in found.finding and "overloaded" not in found.finding
+
+
+def test_noise_does_not_hide_what_a_model_was_seen_to_wait():
+    """No run without a part tells more than the repeat; how long the thread wanted no CPU was measured."""
+    steps, helped = {"wait_ms": 15.0, "noise_ms": 6.0}, {"wait_ms": 6.0, "noise_ms": 6.0}
+    without = everywhere(**steps) | {"loading": helped, "decode": helped}
+    again = {"wait_ms": 7.5, "noise_ms": 6.0}
+    bounds = [
+        judge(on_cpu(training(0, **steps), waiting_share=share), without=without, again=again).bound
+        for share in (0.0, 0.6)
+    ]
+    assert bounds == ["undecided", "waiting model"]
 
 
 def test_loading_that_takes_the_cpu_from_the_model_is_not_called_decoding_on_a_gpu():
