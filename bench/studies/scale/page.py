@@ -17,6 +17,7 @@ from fuelrail.bench.report.page import (
     marked,
 )
 from fuelrail.bench.studies.scale.report import FITTED_RANKS
+from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.scale.report import ScaleReport
@@ -66,9 +67,9 @@ def _hero(report: ScaleReport) -> list[Hero]:
     if not weak:
         return []
     last = max(weak, key=lambda run: run.num_ranks)
-    makes = "rank makes" if last.num_ranks == 1 else "ranks make"
+    ranks = counted(last.num_ranks, "rank")
     text = (
-        f"{last.num_ranks} {makes} {format_number(last.samples_per_s)} samples/s, each "
+        f"{ranks} {'makes' if last.num_ranks == 1 else 'make'} {format_number(last.samples_per_s)} samples/s, each "
         f"{last.occupancy:.1%} occupied."
     )
     if report.curves:
@@ -80,7 +81,7 @@ def _hero(report: ScaleReport) -> list[Hero]:
             + "; ".join(f"{name}: {end.efficiency:.1%}" for name, end in ends.items())
             + "."
         )
-    meaning = f"weak scaling efficiency at {last.num_ranks} ranks, measured"
+    meaning = f"weak scaling efficiency at {ranks}, measured"
     return [Hero(f"{last.efficiency['weak']:.1%}", meaning, text)]
 
 

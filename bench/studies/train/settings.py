@@ -26,6 +26,7 @@ from fuelrail.bench.trainer.strategies.settings import (
 )
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.storage import Backend
+from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -354,13 +355,14 @@ def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFact
     if dataset.num_samples < global_batch:
         raise ConfigError(
             f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
-            f"{degrees.data} data-parallel ranks x {settings.batch_size} samples x {settings.accumulation} batches: "
+            f"{counted(degrees.data, 'data-parallel rank')} x {counted(settings.batch_size, 'sample')} x "
+            f"{settings.accumulation} {'batch' if settings.accumulation == 1 else 'batches'}: "
             "use fewer ranks or smaller batches"
         )
     num_gpus = len(installed_gpus())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks))
     if settings.accelerator == "cuda" and ranks > num_gpus:
         raise ConfigError(
-            f"{ranks} ranks need a GPU each, and the NVIDIA driver shows {num_gpus} here; use fewer ranks, "
-            "or --accelerator cpu"
+            f"the run has {counted(ranks, 'rank')}, each of which needs a GPU, and the NVIDIA driver "
+            f"shows {num_gpus} here; use fewer ranks, or --accelerator cpu"
         )
