@@ -1,4 +1,6 @@
-"""The accelerator of a training step: phases with measured device time. Without a GPU the CPU, or an emulated one.
+"""The accelerator of a training step: phases with measured device time.
+
+Without a GPU it is the CPU, or an emulated one, of which the rest of this text is.
 
 The emulated accelerator follows MLPerf Storage: a step occupies the device for its published time while the host is
 free to load. The host sleeps through that time, it doesn't burn a core that the loader could use. Inside the phases
@@ -163,7 +165,7 @@ class CpuAccelerator(_HostAccelerator):
         self._gradients_at: tuple[int, ThreadTimes] | None = None
 
     @contextmanager
-    def forward(self, num_samples: float, num_images: float) -> Iterator[None]:  # noqa: ARG002 (it is measured)
+    def forward(self, num_samples: float, num_images: float) -> Iterator[None]:  # noqa: ARG002
         """Time the forward pass."""
         start = self._mark()
         yield
@@ -189,7 +191,8 @@ class CpuAccelerator(_HostAccelerator):
 
     def gradients_ready(self, share: float) -> None:
         """Note when the last local gradient is computed."""
-        # Torch computes gradients of a CPU in the thread that asks for them; another one has its own times.
+        # Torch computes gradients of a CPU in the thread that asks for them; another one has its
+        # own times.
         if share >= 1.0 and threading.get_ident() == self._thread:
             self._gradients_at = self._mark()
 
@@ -207,7 +210,7 @@ class CpuAccelerator(_HostAccelerator):
 
 
 class EmulatedAccelerator(_HostAccelerator):
-    """An accelerator that is busy for a profile's published time; the combination rules are the module's docstring."""
+    """An accelerator that is busy for a profile's published time; see the module's docstring."""
 
     def __init__(self, profile: AcceleratorProfile, clock: Clock) -> None:
         super().__init__(clock)

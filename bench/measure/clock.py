@@ -21,14 +21,14 @@ _THREAD_STATISTICS = Path("/proc/thread-self/schedstat")
 
 
 class ThreadTimes(NamedTuple):
-    """What a thread took since its start, in nanoseconds: CPU time, and time in the queue for a CPU."""
+    """CPU time of a thread since its start, and time in the queue for a CPU [ns]."""
 
     cpu_ns: int
     queued_ns: int
 
 
 def thread_times() -> ThreadTimes:
-    """Return what the calling thread took; no time in the queue where the kernel does not say it."""
+    """Return what the calling thread took; 0 in the queue where the kernel says nothing."""
     try:
         fields = _THREAD_STATISTICS.read_bytes().split()
     except OSError:

@@ -29,13 +29,15 @@ class DeviceTimes(msgspec.Struct, kw_only=True):
       gradient is computed;
     - ``all_reduce_ns``: the exposed all-reduce, from the last local gradient to the last reduced one;
     - ``all_reduce_total_ns``: the time in which at least one all-reduce was under way, hidden or exposed;
-    - ``device_busy_ns``: what occupancy counts: on a GPU forward + backward + optimiser by device events,
-      on a CPU by the host's clock; on the emulated accelerator the profile's time, never more, whatever the host took;
+    - ``device_busy_ns``: what occupancy counts: on a GPU forward + backward + optimiser by device
+      events, on a CPU by the host's clock; on the emulated accelerator the profile's time, never
+      more, whatever the host took;
     - ``overrun_ns``: by how much the stand-in's real work outlasted the emulated phases, ``overshoot_ns``: how late
       waits woke, ``stand_in_ns``: the host time of the stand-in's real work; all three 0 on a GPU;
-    - ``launch_ns``: what the host took to queue the device's work; 0 on other accelerators than a GPU;
-    - ``cpu_ns``: CPU time of the trainer's thread in the phases that count as busy, where the CPU is the
-      accelerator, and ``queued_ns``: its time in the queue for a CPU. What is missing to
+    - ``launch_ns``: what the host took to queue the device's work; 0 on other accelerators than a
+      GPU;
+    - ``cpu_ns``: CPU time of the trainer's thread in the phases that count as busy, where the CPU
+      is the accelerator, and ``queued_ns``: its time in the queue for a CPU. What is missing to
       ``device_busy_ns`` it waited for other things. 0 on other accelerators.
     """
 
@@ -157,10 +159,10 @@ class CheckpointRestore(msgspec.Struct, frozen=True, kw_only=True, tag="restore"
 
 
 class TransformUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Time in a caller's transform, summed over the threads of a loader, from the first call to the last.
+    """Time in a caller's transform, summed over a loader's threads, first call to last.
 
-    Within ``wall_ns`` threads had ``cpu_ns`` of CPU time and were ``queued_ns`` in the queue for a CPU;
-    ``span_ns`` is by the clock on the wall.
+    Within ``wall_ns`` threads had ``cpu_ns`` of CPU time and were ``queued_ns`` in the queue for a
+    CPU; ``span_ns`` is by the clock on the wall.
     """
 
     num_calls: int

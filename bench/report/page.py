@@ -312,7 +312,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Mark
 
 
 def format_number(value: float) -> str:
-    """Return a number as text with three digits or more, also where it is small: 1,234, 12.3, 0.0131, 2e-05."""
+    """Return a number with three digits or more, however small: 1,234, 12.3, 0.0131."""
     if value == 0:
         return "0"
     size = abs(value)

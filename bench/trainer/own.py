@@ -61,19 +61,19 @@ def train(
 ) -> None:
     """Train from the newest checkpoint to a number of steps: ``fr.train(parallel, loader, steps=1000)``.
 
-    ``on_step`` gets the record of each step on this rank, and its losses by name, the means over all ranks;
-    ``on_evaluate`` the number of steps and what ``evaluate`` returned, mostly :func:`evaluate`. The first rank calls
-    ``log``, a function or several, with the losses and learning rate of a step, and with the means of what is
-    evaluated to one number a sample. All ranks must call this. Raises ConfigError, and what
-    :meth:`Checkpoints.restore` raises.
+    ``on_step`` gets the record of each step on this rank, and its losses by name, the means over
+    all ranks; ``on_evaluate`` the number of steps and what ``evaluate`` returned, mostly
+    :func:`evaluate`. The first rank calls ``log``, a function or several, with the losses and
+    learning rate of a step, and with the means of what is evaluated to one number a sample. All
+    ranks must call this. Raises ConfigError, and what :meth:`Checkpoints.restore` raises.
     """
     options = make_options(LoopOptions, options, changes)
     logs: Sequence[Log] = [log] if callable(log) else log
     for number, function in enumerate(logs):
         if not callable(function):
             raise ConfigError(
-                f"log={log!r} must be a function of values and step, such as wandb.init().log, or a list of "
-                f"them; entry {number} is {type(function).__name__}"
+                f"log={log!r} must be a function of values and step, such as wandb.init().log, or "
+                f"a list of them; entry {number} is {type(function).__name__}"
             )
     parallel.decay = options.average
     parallel.start_average()

@@ -223,7 +223,7 @@ def top(
 
 
 def show(urls: Sequence[str], options: TopOptions, console: Console | None = None) -> None:
-    """Show the endpoints, again each interval, until interrupted or until the last loader has ended.
+    """Show the endpoints, each interval, until interrupted or until the last loader has ended.
 
     A terminal shows the last interval, in place; a file or a pipe gets one after another.
     """

@@ -1,7 +1,8 @@
 """One rank that makes staged models whose sizes tensor parallel of two ranks may not divide.
 
-Arguments: OUT CASES as JSON, each tokens of a sample, heads and channels inside of a perceptron, and for a
-pipeline in place of tensor parallel its parts of a batch of four. Rank 0 writes the error of each, or the loss.
+Arguments: OUT CASES as JSON, each tokens of a sample, heads and channels inside of a perceptron,
+and for a pipeline in place of tensor parallel its parts of a batch of four. Rank 0 writes the error
+of each, or the loss.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One rank that trains staged models over epochs whose last batch is not full; see `test_uneven`.
 
-The reference is a plain loop of torch in one process: the mean loss over the real samples of a step,
-whatever rank or micro-batch has them. Arguments: DATASET OUT CASES as JSON, each a kind of model, a
-number of micro-batches in a step and the fields of `ParallelSettings`. Rank 0 writes for each case the
-largest difference of a loss and of a parameter.
+The reference is a plain loop of torch in one process: the mean loss over the real samples of a
+step, whatever rank or micro-batch has them. Arguments: DATASET OUT CASES as JSON, each a kind of
+model, a number of micro-batches in a step and the fields of `ParallelSettings`. Rank 0 writes for
+each case the largest difference of a loss and of a parameter.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ def describe(report: CommReport, _: Mapping[str, str]) -> Document:
         *(Note(text) for text in report.warnings),
         Section("All sizes", [Table(HEADER, rows)]),
     ]
-    about = f"{counted(report.ranks, 'rank')} on {counted(report.nodes, 'node')}, {report.backend} on {report.device}"
+    ranks, nodes = counted(report.ranks, "rank"), counted(report.nodes, "node")
+    about = f"{ranks} on {nodes}, {report.backend} on {report.device}"
     title = "How fast do ranks communicate?"
     return Document(
         "Fuelrail bench comm",

@@ -92,7 +92,7 @@ class CompareReport(ReportHeader, frozen=True, kw_only=True):
 
 
 def reasons_left_out(contestants: Iterable[ContestantResult]) -> list[str]:
-    """Return why contestants were not timed, each cause once, with the names of all that it holds for.
+    """Return why contestants were not timed: each cause once, with all whom it kept out.
 
     Reasons that differ in numbers alone have one cause; the numbers become their range.
     """

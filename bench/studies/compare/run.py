@@ -119,12 +119,12 @@ class Workshop:
             hint = "a lower --psnr lets them in"
             if self._work.height > height or self._work.width > width:
                 hint = (
-                    f"images of {width} x {height} are enlarged, which loaders do in several ways: use "
-                    f"--height {height} --width {width} or less"
+                    f"images of {width} x {height} are enlarged, which loaders do in several ways: "
+                    f"use --height {height} --width {width} or less"
                 )
             return answer, (
-                f"images differ from the definition: {answer.lowest_psnr_db:.1f} dB at worst, {least_psnr_db:g} dB "
-                f"are required; {hint}"
+                f"images differ from the definition: {answer.lowest_psnr_db:.1f} dB at worst, "
+                f"{least_psnr_db:g} dB are required; {hint}"
             )
         return answer, None
 

@@ -151,7 +151,7 @@ def _figures(report: Report) -> Figures:
 
 
 def _counted(rounds: Sequence[_T]) -> Sequence[_T]:
-    """Return the rounds whose figures are given: all, or the first where they are too few for an interval."""
+    """Return the rounds whose figures are given: all, or the first of too few for an interval."""
     return rounds if len(rounds) >= MIN_REPEATS else rounds[:1]
 
 
@@ -215,9 +215,11 @@ def _judge(
     if on_cpu and loading is not None and _is_shorter(first, "loading", *_COMPUTING):
         return _Verdict(
             "host",
-            f"Without loading the run would be {loading.gain:.0%} faster, though it rarely waits for data: "
-            "forward, backward and optimiser themselves get shorter. Loading and training share the CPUs.",
-            f"Give each rank more CPU cores, or train on a GPU. {_more_cpus(first.as_it_is, loading.gain)}.",
+            f"Without loading the run would be {loading.gain:.0%} faster, though it rarely waits "
+            "for data: forward, backward and optimiser themselves get shorter. Loading and "
+            "training share the CPUs.",
+            "Give each rank more CPU cores, or train on a GPU. "
+            f"{_more_cpus(first.as_it_is, loading.gain)}.",
             loading.gain,
         )
     if loading is not None and _is_shorter(first, "decode", "forward", "backward"):
@@ -287,11 +289,11 @@ def _in_the_loader(
         threads = max(1, _num_threads(base) // base.num_ranks)
         return _Verdict(
             "waiting transform",
-            f"{start}the transform: of {format_number(transform.wall_ms)} ms a sample its thread computes for "
-            f"{format_number(transform.cpu_ms)} ms. It waits: for a file, the network, a lock or another "
-            "process, or it sleeps.",
-            f"Let more threads wait at a time: --workers {math.ceil(threads * (1 + gain))} would hide it, now "
-            f"{threads}; or remove the wait, such as by preparing it when sharding.",
+            f"{start}the transform: of {format_number(transform.wall_ms)} ms a sample its thread "
+            f"computes for {format_number(transform.cpu_ms)} ms. It waits: for a file, the "
+            "network, a lock or another process, or it sleeps.",
+            f"Let more threads wait at a time: --workers {math.ceil(threads * (1 + gain))} would "
+            f"hide it, now {threads}; or remove the wait, such as by preparing it when sharding.",
             gain,
         )
     if worst.name == "transform":
@@ -398,16 +400,16 @@ def _bound_by_model(figures: Figures) -> _Verdict:
     if figures.waiting_share > WAITING:
         return _Verdict(
             "waiting model",
-            f"{finding} In {figures.waiting_share:.0%} of the time its thread wanted no CPU: it slept, or "
-            "waited for a lock, a file, the network or other ranks.",
+            f"{finding} In {figures.waiting_share:.0%} of the time its thread wanted no CPU: it "
+            "slept, or waited for a lock, a file, the network or other ranks.",
             f"Look for what {longest} waits for.",
             figures.waiting_share / (1 - figures.waiting_share),
         )
     return _Verdict(
         "compute",
         finding,
-        "Only a cheaper model, more or faster CPUs, or a GPU make this run faster; how much of a GPU the "
-        "loader keeps busy, --accelerator emulated:PROFILE measures.",
+        "Only a cheaper model, more or faster CPUs, or a GPU make this run faster; how much of a "
+        "GPU the loader keeps busy, --accelerator emulated:PROFILE measures.",
         0.0,
     )
 

@@ -31,9 +31,9 @@ _METHOD = (
     "The baseline is run first. Then one part is left out in each run, and the baseline is repeated. The gain of a run "
     "is the speed-up that removing this bottleneck would bring, until the next one. Intervals contain the gain of the "
     "mean step with 95% probability: from a block bootstrap over the steps of both runs, and with three rounds or more "
-    "from the differences between rounds (Student's t); steps are then the mean over all rounds, gains the median. A "
-    "gain is significant if it exceeds 2% and its whole interval is above the difference of the two baselines. "
-    "Otherwise all runs are repeated, up to --max-rounds times."
+    "from the differences between rounds (Student's t); steps are then the mean over all rounds, "
+    "gains the median. A gain is significant if it exceeds 2% and its whole interval is above the "
+    "difference of the two baselines. Otherwise all runs are repeated, up to --max-rounds times."
 )
 _GAIN = ("faster by", "95 % interval")
 

@@ -25,10 +25,11 @@ _MAX_WAITING = 64
 class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
     """A whole report.
 
-    ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made. ``runs`` are the
-    complete runs: folders beside the report, each with a report of its own. ``tried`` are runs of suggestions, named by
-    their options; one helps if its gain is above ``tried_noise``. Their gains are compared with an unchanged run
-    beside them, which made ``tried_against`` samples a second.
+    ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made.
+    ``runs`` are the complete runs: folders beside the report, each with a report of its own.
+    ``tried`` are runs of suggestions, named by their options; one helps if its gain is above
+    ``tried_noise``. Their gains are compared with an unchanged run beside them, which made
+    ``tried_against`` samples a second.
     """
 
     accelerator: dict[str, Any]
@@ -71,7 +72,7 @@ def conclusion(tried: Sequence[Counterfactual], noise: float) -> str:
 
 
 def threads_that_wait(workers: int, gain: float) -> int:
-    """Return how many threads wait side by side as fast as a run would be without their wait, to 64."""
+    """Return how many threads waiting side by side hide their wait, to 64."""
     return max(2 * workers, min(_MAX_WAITING, math.ceil(workers * (1 + gain))))
 
 
@@ -95,7 +96,7 @@ def suggestions(
     out: Path,
     gain: float = 0.0,
 ) -> list[Suggestion]:
-    """Return what may remove a bottleneck, within the options of `bench train`; empty if no option does.
+    """Return what may remove a bottleneck, of the options of `bench train`; may be empty.
 
     ``gain`` is the speed-up without the bottleneck.
     """

@@ -69,8 +69,8 @@ def _hero(report: ScaleReport) -> list[Hero]:
     last = max(weak, key=lambda run: run.num_ranks)
     ranks = counted(last.num_ranks, "rank")
     text = (
-        f"{ranks} {'makes' if last.num_ranks == 1 else 'make'} {format_number(last.samples_per_s)} samples/s, each "
-        f"{last.occupancy:.1%} occupied."
+        f"{ranks} {'makes' if last.num_ranks == 1 else 'make'} {format_number(last.samples_per_s)} "
+        f"samples/s, each {last.occupancy:.1%} occupied."
     )
     if report.curves:
         error = max(abs(run.error or 0.0) for run in report.measured)

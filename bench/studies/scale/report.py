@@ -129,9 +129,9 @@ def judged(report: ScaleReport) -> ScaleReport:
     if worst is not None and worst.error is not None and abs(worst.error) > _MAX_ERROR:
         ranks = counted(worst.num_ranks, "rank")
         off = (
-            f"No simulation: it is off by {worst.error:+.0%} for {ranks} of {worst.batch_size}, and "
-            f"at most {_MAX_ERROR:.0%} is allowed. Repeat the measurement on an idle machine, or with "
-            "more --steps."
+            f"No simulation: it is off by {worst.error:+.0%} for {ranks} of {worst.batch_size}, "
+            f"and at most {_MAX_ERROR:.0%} is allowed. Repeat the measurement on an idle machine, "
+            "or with more --steps."
         )
         curves, warnings = [], [*warnings, off]
     return msgspec.structs.replace(report, measured=runs, curves=curves, warnings=warnings)

@@ -53,8 +53,8 @@ def make_loader(
 ) -> DataLoader:
     """Make the loader of a run. Raises what DataLoader raises, and ConfigError for a transform that does not exist.
 
-    On a ``mesh`` the ranks of one model-parallel group get the same batches. ``transform`` takes the place
-    of that of the settings, such as one that measures itself.
+    On a ``mesh`` the ranks of one model-parallel group get the same batches. ``transform`` takes
+    the place of that of the settings, such as one that measures itself.
     """
     if transform is None and settings.transform is not None:
         transform = find(settings.transform, "transform")

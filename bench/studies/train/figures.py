@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.runtime.stages import StageClock
 
 _S_PER_HOUR = 3600
-# A transform waits if its threads do so for more of their time, and together keep less of a CPU busy.
+# A transform waits if its threads do so for more of their time, and together keep less of a CPU
+# busy.
 _WAITS = 0.5
 
 
@@ -58,8 +59,8 @@ class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
 class TransformFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller's transform takes for a sample, the mean over ranks.
 
-    Of that its thread had ``cpu_ms`` of CPU time and stood ``queued_ms`` in the queue for a CPU. ``cpus``: the
-    CPUs that it keeps busy on a rank, all its threads together.
+    Of that its thread had ``cpu_ms`` of CPU time and stood ``queued_ms`` in the queue for a CPU.
+    ``cpus``: the CPUs that it keeps busy on a rank, all its threads together.
     """
 
     wall_ms: float
@@ -69,7 +70,7 @@ class TransformFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waits(self) -> bool:
-        """Whether its threads mostly wait, and not for each other: Python's lock would keep a CPU busy."""
+        """Whether its threads mostly wait, and not for Python's lock, which keeps a CPU busy."""
         waited_ms = self.wall_ms - self.cpu_ms - self.queued_ms
         return waited_ms > _WAITS * self.wall_ms and self.cpus < _WAITS
 
@@ -77,13 +78,14 @@ class TransformFigures(msgspec.Struct, frozen=True, kw_only=True):
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a run whose measured window is long enough.
 
-    ``launch_share``: what the host took to queue the device's work, in parts of what the device took for it; near 1 the
-    device waits for the host. ``mfu``: the model's arithmetic (the profile's, when emulated) over what the devices
-    could have done in the wall time; None where either isn't known.
-    ``waiting_share``: what the trainer's thread waited in forward, backward and optimiser, in parts of the
-    wall time, where the CPU is the accelerator; ``queued_share``: what it stood in the queue for a CPU there.
-    ``transform``: the caller's, where there is one.
-    ``losses``: what padding and imbalance take; ``cost_fit``: a cost model, where one was asked for.
+    ``launch_share``: what the host took to queue the device's work, in parts of what the device
+    took for it; near 1 the device waits for the host. ``mfu``: the model's arithmetic (the
+    profile's, when emulated) over what the devices could have done in the wall time; None where
+    either isn't known. ``waiting_share``: what the trainer's thread waited in forward, backward and
+    optimiser, in parts of the wall time, where the CPU is the accelerator; ``queued_share``: what
+    it stood in the queue for a CPU there. ``transform``: the caller's, where there is one.
+    ``losses``: what padding and imbalance take; ``cost_fit``: a cost model, where one was asked
+    for.
     """
 
     occupancy: Occupancy

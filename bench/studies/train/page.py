@@ -73,12 +73,12 @@ _ON_A_GPU = (
 
 
 _ON_THE_HOST = (
-    "On a CPU the phases are by the clock of the thread that trains. The loader’s threads share the CPUs with it, so "
-    "that loading makes forward and backward longer too."
+    "On a CPU the phases are by the clock of the thread that trains. The loader’s threads share "
+    "the CPUs with it, so that loading makes forward and backward longer too."
 )
 _ON_A_CPU = (
-    "The model ran on this machine’s CPU: its times and rates say nothing of a GPU’s, nor whether the loader keeps up "
-    "with one."
+    "The model ran on this machine’s CPU: its times and rates say nothing of a GPU’s, nor whether "
+    "the loader keeps up with one."
 )
 _COMPUTING = ("forward", "backward", "optimiser")
 
@@ -132,14 +132,14 @@ def verdict(report: Report) -> str:
     if _on_cpu(report):
         phase = max(_COMPUTING, key=lambda name: share[name])
         own = (
-            f"Forward, backward and optimiser take {figures.occupancy.mean:.1%} of the time on the CPU, most "
-            f"of it {phase}"
+            f"Forward, backward and optimiser take {figures.occupancy.mean:.1%} of the time on the "
+            f"CPU, most of it {phase}"
         )
         if size < _NOTABLE:
             return f"{own}. Nothing else takes more than {_NOTABLE:.0%}: the model bounds this run."
         return (
-            f"{own}. The largest loss is {worst}: {size:.1%} of the time. Without losses the model would "
-            f"take {demand} samples/s; it got {got}."
+            f"{own}. The largest loss is {worst}: {size:.1%} of the time. Without losses the model "
+            f"would take {demand} samples/s; it got {got}."
         )
     if size < _NOTABLE:
         return f"Nothing holds the accelerators up by more than {_NOTABLE:.0%}: this run is bound by compute."
@@ -225,7 +225,8 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
             ),
             Text(
                 f"{figures.step_time.count} steps on all ranks after warm-up. All-reduce, hidden behind backward or "
-                f"not: mean {format_number(hidden.mean_ms)} ms, p99 {format_number(hidden.p99_ms)} ms.",
+                f"not: mean {format_number(hidden.mean_ms)} ms, p99 {format_number(hidden.p99_ms)} "
+                "ms.",
                 small=True,
             ),
         ]
@@ -401,9 +402,10 @@ def _definitions(report: Report) -> Section:
         f"{accelerator['network']} on one {accelerator['device']}: {accelerator['forward_ms']:g} ms and "
         f"{accelerator['backward_ms']:g} ms for each {accelerator['per']}, and {accelerator['optimiser_ms']:g} ms a "
         "step. Only that counts as busy. Loading and every wait are real, and so is the model "
-        f"{report.model['name']}, which stands in with its {report.model['num_parameters'] or 0:,} parameters "
-        f"and its {f'all-reduce by {backend}' if backend else 'gradients'}. What its work takes beyond the "
-        "emulated time, and late wake-ups, are “other”: a slow host lowers occupancy and never raises it."
+        f"{report.model['name']}, which stands in with its {report.model['num_parameters'] or 0:,} "
+        f"parameters and its {f'all-reduce by {backend}' if backend else 'gradients'}. What its "
+        "work takes beyond the emulated time, and late wake-ups, are “other”: a slow host lowers "
+        "occupancy and never raises it."
     )
     source = (
         f"Step times: {accelerator['derivation']} Sources: {'; '.join(accelerator['sources'])}."

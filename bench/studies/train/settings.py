@@ -72,8 +72,8 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         str,
         flag(
             "cuda; cpu: forward, backward and optimiser as this machine's CPUs take them; "
-            "emulated:PROFILE: a GPU's published times, whatever the model; or auto: cuda if there is "
-            f"a GPU, else cpu for a model of your own, else emulated:{DEFAULT_PROFILE}; "
+            "emulated:PROFILE: a GPU's published times, whatever the model; or auto: cuda if there "
+            f"is a GPU, else cpu for a model of your own, else emulated:{DEFAULT_PROFILE}; "
             f"profiles: {', '.join(profile_names())}, or a .yaml file (default: auto)"
         ),
     ] = "auto"
@@ -172,11 +172,11 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
 class TrainSettings(TrainOptions, frozen=True, kw_only=True):
     """One run, the same on all its ranks: options without open choices, and with absolute places.
 
-    ``accelerator`` is cuda, cpu or emulated, which alone has a ``profile``. The ranks' ``records`` have a
-    folder of their own, beside that of their traces.
-    ``leave_out`` makes a run a counterfactual: without ``loading`` the first batches are repeated and the loader is
-    closed; without ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but skips that work;
-    without ``all-reduce`` each rank trains alone.
+    ``accelerator`` is cuda, cpu or emulated, which alone has a ``profile``. The ranks' ``records``
+    have a folder of their own, beside that of their traces. ``leave_out`` makes a run a
+    counterfactual: without ``loading`` the first batches are repeated and the loader is closed;
+    without ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but skips
+    that work; without ``all-reduce`` each rank trains alone.
     """
 
     dataset: str
@@ -328,8 +328,8 @@ def _accelerator(options: TrainOptions) -> tuple[AcceleratorKind, AcceleratorPro
     if choice == "cuda":
         if not installed_gpus():
             raise ConfigError(
-                "accelerator 'cuda' needs a GPU, and the NVIDIA driver shows no GPU here; use cpu, or "
-                "emulated:PROFILE"
+                "accelerator 'cuda' needs a GPU, and the NVIDIA driver shows no GPU here; use cpu, "
+                "or emulated:PROFILE"
             )
         return "cuda", None
     kind, _, name = choice.partition(":")
@@ -355,14 +355,15 @@ def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFact
     if dataset.num_samples < global_batch:
         raise ConfigError(
             f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
-            f"{counted(degrees.data, 'data-parallel rank')} x {counted(settings.batch_size, 'sample')} x "
-            f"{settings.accumulation} {'batch' if settings.accumulation == 1 else 'batches'}: "
-            "use fewer ranks or smaller batches"
+            f"{counted(degrees.data, 'data-parallel rank')} x "
+            f"{counted(settings.batch_size, 'sample')} x {settings.accumulation} "
+            f"{'batch' if settings.accumulation == 1 else 'batches'}: use fewer ranks or smaller "
+            "batches"
         )
     num_gpus = len(installed_gpus())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks))
     if settings.accelerator == "cuda" and ranks > num_gpus:
         raise ConfigError(
-            f"the run has {counted(ranks, 'rank')}, each of which needs a GPU, and the NVIDIA driver "
-            f"shows {num_gpus} here; use fewer ranks, or --accelerator cpu"
+            f"the run has {counted(ranks, 'rank')}, each of which needs a GPU, and the NVIDIA "
+            f"driver shows {num_gpus} here; use fewer ranks, or --accelerator cpu"
         )

@@ -112,22 +112,23 @@ def _of_the_emulation(
     if is_own(settings.model):
         yield (
             f"Forward and backward last as those of {settings.profile.network} on one "
-            f"{settings.profile.device}, not as those of model '{settings.model}': --accelerator cpu "
-            "measures it here, --accelerator cuda on a GPU."
+            f"{settings.profile.device}, not as those of model '{settings.model}': --accelerator "
+            "cpu measures it here, --accelerator cuda on a GPU."
         )
     if max(figures.overrun_share, figures.overshoot_share) <= _NOISE:
         return
     outlasted = (
-        f"the model's real work on the CPU outlasted the emulated phases by {figures.overrun_share:.2%} of "
-        f"the wall time, and the host ended them {figures.overshoot_share:.2%} late. This counts as "
-        "“other”, so occupancy is a lower bound."
+        "the model's real work on the CPU outlasted the emulated phases by "
+        f"{figures.overrun_share:.2%} of the wall time, and the host ended them "
+        f"{figures.overshoot_share:.2%} late. This counts as “other”, so occupancy is a lower "
+        "bound."
     )
     if cpu is None or _are_used_up(cpu):
         yield f"The CPUs are overloaded: {outlasted} Use a slower profile, or more cores a rank."
     else:
         yield (
-            f"The ranks used {cpu.own:.1f} of {cpu.usable:g} CPUs, and yet {outlasted} Its thread waits, or "
-            "one thread is too slow: use a slower profile, or --accelerator cpu."
+            f"The ranks used {cpu.own:.1f} of {cpu.usable:g} CPUs, and yet {outlasted} Its thread "
+            "waits, or one thread is too slow: use a slower profile, or --accelerator cpu."
         )
 
 
@@ -135,15 +136,15 @@ def _of_the_waits(figures: Figures) -> Iterator[str]:
     """Yield what a model waits for that is measured on a CPU, where that is much."""
     if figures.queued_share > WAITING:
         yield (
-            f"In {figures.queued_share:.0%} of the wall time the thread that trains stood in the queue for a "
-            "CPU: they are overloaded, and its times are too long. Use fewer --workers, fewer ranks or more "
-            "cores, and end other processes."
+            f"In {figures.queued_share:.0%} of the wall time the thread that trains stood in the "
+            "queue for a CPU: they are overloaded, and its times are too long. Use fewer "
+            "--workers, fewer ranks or more cores, and end other processes."
         )
     if figures.waiting_share > WAITING:
         yield (
-            f"In {figures.waiting_share:.0%} of the wall time the thread that trains was in forward, backward "
-            "or the optimiser and wanted no CPU: it slept, or waited for a lock, a file, the network or other "
-            "ranks."
+            f"In {figures.waiting_share:.0%} of the wall time the thread that trains was in "
+            "forward, backward or the optimiser and wanted no CPU: it slept, or waited for a lock, "
+            "a file, the network or other ranks."
         )
 
 

@@ -96,7 +96,8 @@ def run_rank(
 ) -> None:
     """Train this rank on a loader's batches and write its records; with several ranks the process group is initialised.
 
-    ``mesh`` is that of a composed strategy, None otherwise; ``transform`` the loader's, where it has one.
+    ``mesh`` is that of a composed strategy, None otherwise; ``transform`` the loader's, where it
+    has one.
     """
     clock = Clock()
     accelerator, device = _accelerator(settings, clock)
@@ -354,7 +355,7 @@ def run_all(runs: Sequence[TrainSettings]) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error as one line, with the last place in the caller's own code, where it passed there.
+    """Return an error as one line, with the last place in the caller's code, if it was there.
 
     The caller's is what is neither of this package, nor of Python or an installed package.
     """

@@ -81,7 +81,7 @@ class Gpt(StagedModel):
         )
 
     def loss(self, logits: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the mean loss over real samples; of documents in rows over predictions that count."""
+        """Return the mean loss over real samples; of documents in rows over real predictions."""
         if _in_rows(inputs):
             return mean_over_samples(self.losses(logits, *inputs), inputs[-1])
         return super().loss(logits, *inputs)

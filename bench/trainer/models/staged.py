@@ -43,11 +43,12 @@ TRANSFORMER_PLAN: dict[str, ParallelStyle] = {
 class StagedModel(nn.Module, ABC):
     """``stem(*inputs)`` makes the hidden tensor, each of ``blocks`` changes it, ``head(hidden, *inputs)`` the logits.
 
-    Sharding is by block, recomputation by block, and a pipeline cuts between any two blocks. All inputs
-    have the batch's samples along their first axis; the last one is their weight, 0 of samples that
-    only fill up a batch; the hidden tensor has a multiple of them. The loss is the mean over the batch's
-    real samples. A step weighs its parts (ranks, micro-batches, parts in a pipeline) by `real_share`, so
-    that its loss and gradients are the mean over all real samples, however few a part has.
+    Sharding is by block, recomputation by block, and a pipeline cuts between any two blocks. All
+    inputs have the batch's samples along their first axis; the last one is their weight, 0 of
+    samples that only fill up a batch; the hidden tensor has a multiple of them. The loss is the
+    mean over the batch's real samples. A step weighs its parts (ranks, micro-batches, parts in a
+    pipeline) by `real_share`, so that its loss and gradients are the mean over all real samples,
+    however few a part has.
 
     A module has its first values before another one takes it as a part: then a rank may keep its share alone (`draft`).
     """
@@ -105,7 +106,7 @@ class StagedModel(nn.Module, ABC):
 
 
 def mean_over_samples(losses: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean of losses, weighed by weights of their shape; padding has 0. 0 of padding alone."""
+    """Return the mean of losses, weighed by weights of their shape, 0 for padding; 0 without any."""
     total = weight.sum()
     return (losses * weight).sum() / (total + (total == 0))
 
@@ -190,7 +191,7 @@ class Experts(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention between the tokens of a sequence; groups of query heads share heads of keys and values."""
+    """Attention between tokens; groups of query heads share heads of keys and values."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, *, causal: bool) -> None:
         super().__init__()

@@ -212,8 +212,8 @@ def _divide(
 def _check_tensor_parallel(part: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
     """Check that tensor parallel of a degree divides weights, heads and, in each pass, activations.
 
-    What it does not divide, torch would divide into parts of several sizes, of which gloo aborts the
-    process, and local layers fail. Raises ConfigError; for activations the forward pass does.
+    What it does not divide, torch would divide into parts of several sizes, of which gloo aborts
+    the process, and local layers fail. Raises ConfigError; for activations the forward pass does.
     """
     for name, module in part.named_modules():
         parent = part.get_submodule(name.rpartition(".")[0])

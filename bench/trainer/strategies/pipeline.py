@@ -44,8 +44,8 @@ class Stage(nn.Module):
     def forward(self, *hidden: Tensor, **named: Tensor) -> Tensor:
         """Return the hidden tensor, or the loss of this part of the batch.
 
-        The loss is the mean over the predictions that count, times their share, so that the mean over
-        parts of equal size weighs each prediction alike.
+        The loss is the mean over the predictions that count, times their share, so that the mean
+        over parts of equal size weighs each prediction alike.
         """
         inputs = [named[f"input_{number}"] for number in range(len(named))]
         value: Tensor = hidden[0].view_as(hidden[0]) if self.stem is None else self.stem(*inputs)
@@ -122,8 +122,8 @@ class Pipeline:
         num_samples = len(inputs[0])
         if num_samples % self._micro_batches:
             raise ConfigError(
-                f"micro_batches={self._micro_batches} does not divide the batch of {num_samples} samples per "
-                f"rank; {divisors('micro_batches', num_samples)}"
+                f"micro_batches={self._micro_batches} does not divide the batch of {num_samples} "
+                f"samples per rank; {divisors('micro_batches', num_samples)}"
             )
         share = 1 / self._micro_batches / self._stages[0].num_stages
         self._scale, self._parts = scale, self._micro_batches * accumulation

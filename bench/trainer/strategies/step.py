@@ -35,21 +35,22 @@ Losses = Tensor | Mapping[str, Tensor]
 class Parallel:
     """This rank's part of a model with what trains it.
 
-    ``models`` are the module, or a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch; ``mesh``
-    is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
-    data-parallel ranks, weighed as said below. ``teacher`` adds to the inputs what it makes of them. Of the settings
-    those of a step count.
-    ``accelerator`` measures the phases of a step; None: nothing does. ``losses`` are the parts of the last step's loss
-    by name, the mean over its micro-batches on this rank, where the model names them. With a ``decay``, ``average``
-    holds the exponential moving average of the parameters, of which each rank has its part.
+    ``models`` are the module, or a pipeline's stages on this rank; ``inputs`` makes its arguments
+    of a batch; ``mesh`` is None without a composed strategy. Gradients of a step are the mean over
+    its micro-batches and over the data-parallel ranks, weighed as said below. ``teacher`` adds to
+    the inputs what it makes of them. Of the settings those of a step count. ``accelerator``
+    measures the phases of a step; None: nothing does. ``losses`` are the parts of the last step's
+    loss by name, the mean over its micro-batches on this rank, where the model names them. With a
+    ``decay``, ``average`` holds the exponential moving average of the parameters, of which each
+    rank has its part.
 
-    ``real_share`` says of a micro-batch which share of its predictions counts; None: all do. The loss
-    of the micro-batch is the mean over all predictions, padding as 0; or, with ``mean_of_real``, as of
-    a `StagedModel`, the mean over those that count, which is then multiplied by the share. Loss and
-    gradients of a step are divided by the mean share over micro-batches and ranks: each prediction
-    counts the same, however they are spread. ``padding`` is 1 less that of this rank's last step.
-    With ``mean_of_real`` micro-batches may differ in their number of rows; the first one must have as
-    many on each rank.
+    ``real_share`` says of a micro-batch which share of its predictions counts; None: all do. The
+    loss of the micro-batch is the mean over all predictions, padding as 0; or, with
+    ``mean_of_real``, as of a `StagedModel`, the mean over those that count, which is then
+    multiplied by the share. Loss and gradients of a step are divided by the mean share over
+    micro-batches and ranks: each prediction counts the same, however they are spread. ``padding``
+    is 1 less that of this rank's last step. With ``mean_of_real`` micro-batches may differ in their
+    number of rows; the first one must have as many on each rank.
     """
 
     models: list[nn.Module]
@@ -201,8 +202,8 @@ class Parallel:
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         function = type(inner).forward if self.loss is None else self.loss
         raise ConfigError(
-            f"{_place_of(function)} returned {problem}: return the loss, a tensor without axes such as a "
-            "mean, or a dict of such tensors, whose sum is trained"
+            f"{_place_of(function)} returned {problem}: return the loss, a tensor without axes "
+            "such as a mean, or a dict of such tensors, whose sum is trained"
             + ("; or give loss=function(outputs, batch)" if self.loss is None else "")
         )
 

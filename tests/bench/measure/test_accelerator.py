@@ -1,4 +1,4 @@
-"""The emulated accelerator, and the CPU as one, against a clock that is turned by hand: every time is exact."""
+"""Accelerators, emulated and the CPU, against a clock that is turned by hand: exact times."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_a_model_on_a_cpu_is_the_bound_and_whether_it_waits_is_said(waiting, bou
 
 
 def test_noise_does_not_hide_what_a_model_was_seen_to_wait():
-    """No run without a part tells more than the repeat; how long the thread wanted no CPU was measured."""
+    """No run tells more than the repeat; how long the thread wanted no CPU was measured."""
     steps, helped = {"wait_ms": 15.0, "noise_ms": 6.0}, {"wait_ms": 6.0, "noise_ms": 6.0}
     without = everywhere(**steps) | {"loading": helped, "decode": helped}
     again = {"wait_ms": 7.5, "noise_ms": 6.0}

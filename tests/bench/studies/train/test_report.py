@@ -261,7 +261,8 @@ def transform_log(**use):
         # Ten calls of 40 ms, in a second.
         ({"wall_ns": 400 * MS, "cpu_ns": 4 * MS, "queued_ns": 0, "span_ns": 1000 * MS}, True),
         ({"wall_ns": 400 * MS, "cpu_ns": 390 * MS, "queued_ns": 0, "span_ns": 400 * MS}, False),
-        # Four threads that take turns in the interpreter: each waits, and together they keep a CPU busy.
+        # Four threads that take turns in the interpreter: each waits, and together they keep a CPU
+        # busy.
         ({"wall_ns": 400 * MS, "cpu_ns": 98 * MS, "queued_ns": 0, "span_ns": 100 * MS}, False),
         # Threads that wait for a CPU.
         (

@@ -1,4 +1,4 @@
-"""Sizes of an own staged model that its strategy does not divide are refused in words on all ranks."""
+"""Sizes of an own staged model that its strategy does not divide are refused in words."""
 
 from __future__ import annotations
 
