@@ -105,6 +105,7 @@ class TimedTransform:
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         update_wrapper(self, function)
+        self.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
         self._function = function
         self._lock = threading.Lock()
         self._num_calls = self._wall_ns = self._cpu_ns = self._queued_ns = 0
