@@ -1,4 +1,6 @@
-"""The accelerator of a training step: phases with measured device time. One is emulated, for hosts without a GPU.
+"""The accelerator of a training step: phases with measured device time.
+
+Without a GPU it is the CPU, or an emulated one, of which the rest of this text is.
 
 The emulated accelerator follows MLPerf Storage: a step occupies the device for its published time while the host is
 free to load. The host sleeps through that time, it doesn't burn a core that the loader could use. Inside the phases
@@ -27,7 +29,7 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 
-from fuelrail.bench.measure.clock import NS_PER_MS, Clock
+from fuelrail.bench.measure.clock import NS_PER_MS, Clock, ThreadTimes
 from fuelrail.bench.measure.records import DeviceTimes
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, load_yaml
@@ -111,23 +113,16 @@ class Accelerator(Protocol):
         """Wait for the device and return the step's times; the next step starts afresh."""
 
 
-class EmulatedAccelerator:
-    """An accelerator that is busy for a profile's published time; the combination rules are the module's docstring."""
+class _HostAccelerator:
+    """What the accelerators have in common whose model computes on the host."""
 
     torch_device = "cpu"
 
-    def __init__(self, profile: AcceleratorProfile, clock: Clock) -> None:
-        self.profile = profile
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._times = DeviceTimes()
-        self._units = 0.0
-        self._free_at_ns = 0  # when the emulated device has worked through all that was given to it
-        self._backward_start_ns = 0
-        self._gradients_at_ns = 0  # time of the last local gradient; 0 before
-        self._held_ns = 0  # waits inside backward, which are no work of the stand-in
-        self._in_flight_lock = (
-            threading.Lock()
-        )  # all-reduces end in a thread of the communication library
+        # All-reduces end in a thread of the communication library.
+        self._in_flight_lock = threading.Lock()
         self._in_flight = 0
         self._in_flight_since_ns = 0
 
@@ -137,6 +132,94 @@ class EmulatedAccelerator:
         start_ns = self._clock.now_ns()
         yield
         self._times.host_to_device_ns += self._clock.now_ns() - start_ns
+
+    def all_reduce_started(self) -> None:
+        """Open the interval of the total all-reduce unless one is open."""
+        with self._in_flight_lock:
+            if self._in_flight == 0:
+                self._in_flight_since_ns = self._clock.now_ns()
+            self._in_flight += 1
+
+    def all_reduce_finished(self) -> None:
+        """Close the interval of the total all-reduce when the last one under way is done."""
+        with self._in_flight_lock:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._times.all_reduce_total_ns += self._clock.now_ns() - self._in_flight_since_ns
+
+    def finish_step(self) -> DeviceTimes:
+        """Return the step's times; every phase has waited for the device already."""
+        times, self._times = self._times, DeviceTimes()
+        return times
+
+
+class CpuAccelerator(_HostAccelerator):
+    """The host's CPUs: a phase lasts as long as the trainer's thread takes for it.
+
+    What of that the thread computed, and what it stood in the queue for a CPU, is noted beside.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._thread = 0
+        self._gradients_at: tuple[int, ThreadTimes] | None = None
+
+    @contextmanager
+    def forward(self, num_samples: float, num_images: float) -> Iterator[None]:  # noqa: ARG002
+        """Time the forward pass."""
+        start = self._mark()
+        yield
+        self._times.forward_ns += self._add_busy(start, self._mark())
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Time backward up to the last local gradient, and from there the exposed all-reduce."""
+        self._gradients_at, self._thread = None, threading.get_ident()
+        start = self._mark()
+        yield
+        end = self._mark()
+        gradients_at = self._gradients_at or end
+        self._times.backward_ns += self._add_busy(start, gradients_at)
+        self._times.all_reduce_ns += end[0] - gradients_at[0]
+
+    @contextmanager
+    def optimiser(self) -> Iterator[None]:
+        """Time the optimiser's step."""
+        start = self._mark()
+        yield
+        self._times.optimiser_ns += self._add_busy(start, self._mark())
+
+    def gradients_ready(self, share: float) -> None:
+        """Note when the last local gradient is computed."""
+        # Torch computes gradients of a CPU in the thread that asks for them; another one has its
+        # own times.
+        if share >= 1.0 and threading.get_ident() == self._thread:
+            self._gradients_at = self._mark()
+
+    def _mark(self) -> tuple[int, ThreadTimes]:
+        return self._clock.now_ns(), self._clock.thread_times()
+
+    def _add_busy(self, start: tuple[int, ThreadTimes], end: tuple[int, ThreadTimes]) -> int:
+        """Count a phase as busy; return its wall time [ns]."""
+        wall_ns = end[0] - start[0]
+        cpu_ns = min(wall_ns, end[1].cpu_ns - start[1].cpu_ns)
+        self._times.device_busy_ns += wall_ns
+        self._times.cpu_ns += cpu_ns
+        self._times.queued_ns += min(wall_ns - cpu_ns, end[1].queued_ns - start[1].queued_ns)
+        return wall_ns
+
+
+class EmulatedAccelerator(_HostAccelerator):
+    """An accelerator that is busy for a profile's published time; see the module's docstring."""
+
+    def __init__(self, profile: AcceleratorProfile, clock: Clock) -> None:
+        super().__init__(clock)
+        self.profile = profile
+        self._units = 0.0
+        self._free_at_ns = 0  # when the emulated device has worked through all that was given to it
+        self._backward_start_ns = 0
+        self._gradients_at_ns = 0  # time of the last local gradient; 0 before
+        self._held_ns = 0  # waits inside backward, which are no work of the stand-in
 
     @contextmanager
     def forward(self, num_samples: float, num_images: float) -> Iterator[None]:
@@ -186,25 +269,6 @@ class EmulatedAccelerator:
             # With a late wake-up, which must not look like a slow all-reduce.
             self._gradients_at_ns = max(due_ns + lateness_ns, ready_ns)
             self._times.overrun_ns += max(0, ready_ns - due_ns)
-
-    def all_reduce_started(self) -> None:
-        """Open the interval of the total all-reduce unless one is open."""
-        with self._in_flight_lock:
-            if self._in_flight == 0:
-                self._in_flight_since_ns = self._clock.now_ns()
-            self._in_flight += 1
-
-    def all_reduce_finished(self) -> None:
-        """Close the interval of the total all-reduce when the last one under way is done."""
-        with self._in_flight_lock:
-            self._in_flight -= 1
-            if self._in_flight == 0:
-                self._times.all_reduce_total_ns += self._clock.now_ns() - self._in_flight_since_ns
-
-    def finish_step(self) -> DeviceTimes:
-        """Return the step's times; every phase has waited for the emulated device already."""
-        times, self._times = self._times, DeviceTimes()
-        return times
 
     def _occupy(self, busy_ms: float) -> int:
         """Wait for a phase queued on the device's timeline; return the device's own time for it, in ns."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,6 +15,25 @@ NS_PER_MS = 1_000_000
 
 # The kernel wakes a sleeper late by its timer slack (50 us by default) and more under load; the last stretch is spun.
 SPIN_NS = 100_000
+
+# CPU time, time on a run queue and number of time slices (Documentation/scheduler/sched-stats.rst).
+_THREAD_STATISTICS = Path("/proc/thread-self/schedstat")
+
+
+class ThreadTimes(NamedTuple):
+    """CPU time of a thread since its start, and time in the queue for a CPU [ns]."""
+
+    cpu_ns: int
+    queued_ns: int
+
+
+def thread_times() -> ThreadTimes:
+    """Return what the calling thread took; 0 in the queue where the kernel says nothing."""
+    try:
+        fields = _THREAD_STATISTICS.read_bytes().split()
+    except OSError:
+        return ThreadTimes(time.thread_time_ns(), 0)
+    return ThreadTimes(time.thread_time_ns(), int(fields[1]))
 
 
 class Clock:
@@ -24,6 +45,10 @@ class Clock:
     def now_ns(self) -> int:
         """Return nanoseconds since an arbitrary start; they never decrease."""
         return time.monotonic_ns()
+
+    def thread_times(self) -> ThreadTimes:
+        """Return what the calling thread took until now."""
+        return thread_times()
 
     def wait_until(self, deadline_ns: int) -> int:
         """Return once ``now_ns() >= deadline_ns``; the value is the overshoot in ns, also for a deadline passed.

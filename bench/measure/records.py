@@ -29,11 +29,16 @@ class DeviceTimes(msgspec.Struct, kw_only=True):
       gradient is computed;
     - ``all_reduce_ns``: the exposed all-reduce, from the last local gradient to the last reduced one;
     - ``all_reduce_total_ns``: the time in which at least one all-reduce was under way, hidden or exposed;
-    - ``device_busy_ns``: what occupancy counts: on a GPU forward + backward + optimiser by device events; on the
-      emulated accelerator the profile's time, never more, whatever the host took;
+    - ``device_busy_ns``: what occupancy counts: on a GPU forward + backward + optimiser by device
+      events, on a CPU by the host's clock; on the emulated accelerator the profile's time, never
+      more, whatever the host took;
     - ``overrun_ns``: by how much the stand-in's real work outlasted the emulated phases, ``overshoot_ns``: how late
       waits woke, ``stand_in_ns``: the host time of the stand-in's real work; all three 0 on a GPU;
-    - ``launch_ns``: what the host took to queue the device's work; 0 on the emulated accelerator.
+    - ``launch_ns``: what the host took to queue the device's work; 0 on other accelerators than a
+      GPU;
+    - ``cpu_ns``: CPU time of the trainer's thread in the phases that count as busy, where the CPU
+      is the accelerator, and ``queued_ns``: its time in the queue for a CPU. What is missing to
+      ``device_busy_ns`` it waited for other things. 0 on other accelerators.
     """
 
     host_to_device_ns: int = 0
@@ -47,6 +52,8 @@ class DeviceTimes(msgspec.Struct, kw_only=True):
     overshoot_ns: int = 0
     stand_in_ns: int = 0
     launch_ns: int = 0
+    cpu_ns: int = 0
+    queued_ns: int = 0
 
 
 class StepRecord(DeviceTimes, kw_only=True, tag="step"):
@@ -151,12 +158,27 @@ class CheckpointRestore(msgspec.Struct, frozen=True, kw_only=True, tag="restore"
     skipped: list[str]
 
 
+class TransformUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Time in a caller's transform, summed over a loader's threads, first call to last.
+
+    Within ``wall_ns`` threads had ``cpu_ns`` of CPU time and were ``queued_ns`` in the queue for a
+    CPU; ``span_ns`` is by the clock on the wall.
+    """
+
+    num_calls: int
+    wall_ns: int
+    cpu_ns: int
+    queued_ns: int
+    span_ns: int
+
+
 class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """A rank that did all its steps. ``parameters_xxh3`` must agree on all ranks: same gradients, same updates.
 
     ``peak_device_bytes`` is what torch allocated on the GPU at most; None without one. ``read_bytes``: what storage
     read for this process during the run; None where the kernel does not say. ``state_bytes``: what this rank holds at
     all times, or at the end of each backward pass: ``model`` (parameters and buffers), ``gradients``, ``optimiser``.
+    ``transform``: what the caller's transform took, where there is one.
     """
 
     parameters_xxh3: str
@@ -164,6 +186,7 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     peak_device_bytes: int | None
     read_bytes: int | None = None
     state_bytes: dict[str, int] = {}
+    transform: TransformUse | None = None
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):

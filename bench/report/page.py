@@ -7,6 +7,7 @@ browser and for paper. Markdown has no figures.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 _FOLDER = Path(__file__).parent
 _STRONG = re.compile(r"\*\*(.+?)\*\*")
+# A command in a sentence, which shows as code; all other backticks are characters.
+_COMMAND = re.compile(r"`((?:fuelrail|pip|cat|torchrun) [^`|]+)`")
 # What is markup in Markdown (CommonMark, and tables): brackets are where a target follows, `_` is but within a word.
 _MARKDOWN = re.compile(
     r"[\\`|~]|\*(?=\S)|(?<=\S)\*|\](?=[(\[:])|<(?=[\w/!?])|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])"
@@ -281,7 +284,7 @@ def plain(words: Words) -> str:
 def _html(words: Words) -> Markup:
     parts = []
     for span in _spans(words):
-        text = escape(escaped(span.text))
+        text = _COMMAND.sub(r"<code>\1</code>", escape(escaped(span.text)))
         text = f"<b>{text}</b>" if span.strong else text
         # Quoted, a colon included: a target is always a file beside the report.
         parts.append(text if span.file is None else f'<a href="{quote(span.file)}">{text}</a>')
@@ -291,7 +294,11 @@ def _html(words: Words) -> Markup:
 def _markdown(words: Words) -> Markup:
     parts = []
     for span in _spans(words):
-        text = _MARKDOWN.sub(r"\\\g<0>", escaped(span.text))
+        # Every second part is a command.
+        text = "".join(
+            f"`{part}`" if number % 2 else _MARKDOWN.sub(r"\\\g<0>", part)
+            for number, part in enumerate(_COMMAND.split(escaped(span.text)))
+        )
         text = f"**{text}**" if span.strong else text
         parts.append(text if span.file is None else f"[{text}]({quote(span.file)})")
     return Markup("".join(parts))
@@ -302,6 +309,17 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Mark
     rule = "|" + "|".join(["---", *["---:"] * (len(header) - 1)]) + "|"
     line, *lines = ("| " + " | ".join(map(_markdown, cells)) + " |" for cells in (header, *rows))
     return Markup("\n".join([line, rule, *lines]))
+
+
+def format_number(value: float) -> str:
+    """Return a number with three digits or more, however small: 1,234, 12.3, 0.0131."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size < 1e-4:
+        return f"{value:.2g}"
+    digits = max(0, 2 - math.floor(math.log10(size)))
+    return f"{value:,.{digits}f}"
 
 
 def when(created: str) -> str:

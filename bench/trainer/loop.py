@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fuelrail.bench.measure.records import DeviceTimes, StepRecord
-from fuelrail.bench.trainer.strategies.step import to_device
+from fuelrail.bench.trainer.strategies.step import naming_keys, to_device
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Clock
@@ -50,7 +50,8 @@ def train(
             data_wait_ns += clock.now_ns() - asked_ns
             epoch = int(batch.get("epoch", 0))
 
-            inputs = parallel.inputs(batch)
+            with naming_keys(batch):
+                inputs = parallel.inputs(batch)
             with accelerator.host_to_device() if accelerator else nullcontext():
                 inputs = to_device(inputs, parallel.device)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fuelrail.bench.measure.clock import Clock
 from fuelrail.bench.trainer import loop
 from fuelrail.bench.trainer.strategies.step import to_device
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Positive, Settings, make_options
 
 if TYPE_CHECKING:
@@ -53,19 +54,27 @@ def train(
     *,
     checkpoints: Checkpoints | None = None,
     evaluate: Callable[[], Scores] | None = None,
-    log: Sequence[Log] = (),
+    log: Log | Sequence[Log] = (),
     on_step: Callable[[StepRecord, dict[str, float]], object] | None = None,
     on_evaluate: Callable[[int, Scores], object] | None = None,
     **changes: Any,  # fields of LoopOptions
 ) -> None:
     """Train from the newest checkpoint to a number of steps: ``fr.train(parallel, loader, steps=1000)``.
 
-    ``on_step`` gets the record of each step on this rank, and its losses by name, the means over all ranks;
-    ``on_evaluate`` the number of steps and what ``evaluate`` returned, mostly :func:`evaluate`. The first rank calls
-    each of ``log`` with the losses and learning rate of a step, and with the means of what is evaluated to one number
-    a sample. All ranks must call this. Raises what :meth:`Checkpoints.restore` raises.
+    ``on_step`` gets the record of each step on this rank, and its losses by name, the means over
+    all ranks; ``on_evaluate`` the number of steps and what ``evaluate`` returned, mostly
+    :func:`evaluate`. The first rank calls ``log``, a function or several, with the losses and
+    learning rate of a step, and with the means of what is evaluated to one number a sample. All
+    ranks must call this. Raises ConfigError, and what :meth:`Checkpoints.restore` raises.
     """
     options = make_options(LoopOptions, options, changes)
+    logs: Sequence[Log] = [log] if callable(log) else log
+    for number, function in enumerate(logs):
+        if not callable(function):
+            raise ConfigError(
+                f"log={log!r} must be a function of values and step, such as wandb.init().log, or "
+                f"a list of them; entry {number} is {type(function).__name__}"
+            )
     parallel.decay = options.average
     parallel.start_average()
     restored = None if checkpoints is None else checkpoints.restore(parallel, loader)
@@ -92,8 +101,8 @@ def train(
             values |= {f"evaluation/{name}": mean for name, mean in means(scores).items()}
             if on_evaluate is not None:
                 on_evaluate(done, scores)
-        for one in log if is_first else ():
-            one(values, step=done)
+        for function in logs if is_first else ():
+            function(values, step=done)
         if checkpoints is not None and _due(done, options.save_every, num_steps):
             checkpoints.save(done, parallel, loader.state_dict())
     if checkpoints is not None:

@@ -118,6 +118,12 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
         raise LedgerError(f"ledger '{path}' cannot be read: {error.strerror}") from error
     lines = data.split(b"\n")
     rest = lines.pop()
+    if not _begins_as_ledger(data):
+        raise LedgerError(
+            f"'{path}' is no ledger: its first line does not begin with a digest; give a file that "
+            "ledger= of a loader, or `fuelrail bench train --ledger`, wrote",
+            0,
+        )
     records: list[Record] = []
     digest = _FIRST
     for number, line in enumerate(lines):
@@ -143,6 +149,12 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
             len(records),
         )
     return Ledger(tuple(records), digest, len(data) - len(rest))
+
+
+def _begins_as_ledger(data: bytes) -> bool:
+    """Return whether data may be a ledger: whole, cut off, or changed in its first digest."""
+    digest, behind = data[:_DIGEST_CHARS], data[_DIGEST_CHARS : _DIGEST_CHARS + 2]
+    return behind == b" {" or (behind in (b"", b" ") and not digest.strip(b"0123456789abcdef"))
 
 
 def _check_next(record: Record, before: Sequence[Record], path: str | os.PathLike[str]) -> None:

@@ -23,6 +23,7 @@ from fuelrail.pipeline.text import shown
 
 TIMEOUT_S = 5.0
 _BAR = 10
+_WIDE = 200  # columns of a file or a pipe: no line is cut
 _MAX_BYTES = 16 << 20
 _MAX_COUNT = 1e18
 _MAX_STAGES = 64
@@ -222,9 +223,16 @@ def top(
 
 
 def show(urls: Sequence[str], options: TopOptions, console: Console | None = None) -> None:
-    """Show the endpoints in a terminal, again each interval, until interrupted or until the last loader has ended."""
+    """Show the endpoints, each interval, until interrupted or until the last loader has ended.
+
+    A terminal shows the last interval, in place; a file or a pipe gets one after another.
+    """
     console = console or Console()
-    with Live(console=console, auto_refresh=False) as live:
-        top(urls, options, progress=lambda views: live.update(draw(views), refresh=True))
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            top(urls, options, progress=lambda views: live.update(draw(views), refresh=True))
+    else:
+        plain = Console(file=console.file, width=_WIDE)
+        top(urls, options, progress=lambda views: plain.print(draw(views)))
     if not options.once:
         console.print("the trainer has ended")

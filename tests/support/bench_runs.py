@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInput
+from fuelrail.bench.measure.clock import ThreadTimes
 from fuelrail.bench.measure.machine import DatasetFacts, Gpu, MachineFacts
 from fuelrail.bench.measure.records import (
     InputFacts,
@@ -41,6 +42,7 @@ SETTINGS = TrainSettings(
     precision="fp32",
     learning_rate=1e-3,
     model="stand-in",
+    accelerator="emulated",
     profile=PROFILE,
     records="/somewhere/private/records",
 )
@@ -77,7 +79,11 @@ class HandClock:
 
     def __init__(self, lateness_ns: int = 0) -> None:
         self.now = 1_000
+        self.cpu_ns = self.queued_ns = 0
         self.lateness_ns = lateness_ns
+
+    def thread_times(self) -> ThreadTimes:
+        return ThreadTimes(self.cpu_ns, self.queued_ns)
 
     def now_ns(self) -> int:
         return self.now
@@ -89,6 +95,12 @@ class HandClock:
 
     def pass_ms(self, duration_ms: float) -> None:
         self.now += round(duration_ms * MS)
+
+    def compute_ms(self, duration_ms: float, *, queued_ms: float = 0) -> None:
+        """Pass time in which the thread computes, after it stood in the queue for a CPU."""
+        self.pass_ms(duration_ms + queued_ms)
+        self.cpu_ns += round(duration_ms * MS)
+        self.queued_ns += round(queued_ms * MS)
 
 
 def step(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from fuelrail.bench.report.page import Block, Document, Hero, Note, Section, Table, doubts, when
 from fuelrail.bench.studies.comm.report import CommReport, link_of
+from fuelrail.pipeline.cli import counted
 
 HEADER = ("collective", "axis", "ranks", "bytes", "us", "algorithm GB/s", "bus GB/s")
 
@@ -34,7 +35,8 @@ def describe(report: CommReport, _: Mapping[str, str]) -> Document:
         *(Note(text) for text in report.warnings),
         Section("All sizes", [Table(HEADER, rows)]),
     ]
-    about = f"{report.ranks} ranks on {report.nodes} nodes, {report.backend} on {report.device}"
+    ranks, nodes = counted(report.ranks, "rank"), counted(report.nodes, "node")
+    about = f"{ranks} on {nodes}, {report.backend} on {report.device}"
     title = "How fast do ranks communicate?"
     return Document(
         "Fuelrail bench comm",

@@ -21,6 +21,7 @@ from fuelrail.bench.studies.compare.report import (
     CompareReport,
     ContestantResult,
     ranking,
+    reasons_left_out,
 )
 
 HEADER = (
@@ -57,8 +58,8 @@ def describe(report: CompareReport, plots: Mapping[str, str]) -> Document:
         caption = "Median of the rounds; the line is lowest to highest. Green: Fuelrail."
         figure = Figure(plots.get("rates", ""), caption)
         parts.append(Section("Images a second", [figure, Table(HEADER, list(rows(report)))]))
-    out = [f"{one.name}: {one.left_out}" for one in report.contestants if one.left_out is not None]
-    parts += [Section("Left out", [Items(out)])] if out else []
+    reasons = reasons_left_out(report.contestants)
+    parts += [Section("Left out", [Items(reasons)])] if reasons else []
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     about = f"{describe_work(report.work)}, {report.num_rounds} rounds"
     packages = {**report.machine.packages, **report.packages}

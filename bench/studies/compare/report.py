@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ REFERENCE = f"{OURS}:turbo"
 # A gap this long between two batches means that the machine was stopped, not that a loader is slow.
 _PAUSE_S = 1.0
 _PAUSE_FACTOR = 20
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)")
 CLOCK_JUMP_S = 0.25
 """A run whose wall clock and monotonic clock differ by more is left out."""
 
@@ -86,6 +89,30 @@ class CompareReport(ReportHeader, frozen=True, kw_only=True):
     work: Work
     num_rounds: int
     contestants: list[ContestantResult]
+
+
+def reasons_left_out(contestants: Iterable[ContestantResult]) -> list[str]:
+    """Return why contestants were not timed: each cause once, with all whom it kept out.
+
+    Reasons that differ in numbers alone have one cause; the numbers become their range.
+    """
+    names: dict[str, list[str]] = {}
+    numbers: dict[str, list[list[str]]] = {}
+    for contestant in contestants:
+        if contestant.left_out is not None:
+            cause = _NUMBER.sub("\0", contestant.left_out)
+            names.setdefault(cause, []).append(contestant.name)
+            numbers.setdefault(cause, []).append(_NUMBER.findall(contestant.left_out))
+    lines = []
+    for cause, affected in names.items():
+        ranges = []
+        for values in zip(*numbers[cause], strict=True):
+            low, high = min(values, key=float), max(values, key=float)
+            ranges.append(low if low == high else f"{low} to {high}")
+        parts = cause.split("\0")
+        reason = "".join(part + number for part, number in zip_longest(parts, ranges, fillvalue=""))
+        lines.append(f"{', '.join(affected)}: {reason}")
+    return lines
 
 
 def make_run(round_number: int, timed: Timed, beside: Timed | None, images_per_batch: int) -> Run:

@@ -115,9 +115,16 @@ class Workshop:
         if answer.fault is not None:
             return answer, answer.fault
         if answer.lowest_psnr_db < least_psnr_db:
+            width, height = self._work.source_wh
+            hint = "a lower --psnr lets them in"
+            if self._work.height > height or self._work.width > width:
+                hint = (
+                    f"images of {width} x {height} are enlarged, which loaders do in several ways: "
+                    f"use --height {height} --width {width} or less"
+                )
             return answer, (
-                f"its images differ from the definition: {answer.lowest_psnr_db:.1f} dB at worst, {least_psnr_db:g} dB "
-                "are required"
+                f"images differ from the definition: {answer.lowest_psnr_db:.1f} dB at worst, "
+                f"{least_psnr_db:g} dB are required; {hint}"
             )
         return answer, None
 

@@ -26,6 +26,7 @@ from fuelrail.bench.studies.compare.report import (
     build_compare_report,
     load_compare_report,
     make_run,
+    reasons_left_out,
 )
 from fuelrail.bench.studies.compare.run import Measured, Workshop, affinity
 from fuelrail.pipeline.errors import ConfigError
@@ -206,11 +207,11 @@ class _Session:
                 runs=runs,
                 figures=None,
             )
-            if reason is not None:
-                self._console.print(f"left out: {name}: {reason}", highlight=False, markup=False)
-            else:
+            if reason is None:
                 self._entrants.append(contestant)
             self.publish(cut_off=_UNDER_WAY)
+        for line in reasons_left_out(self._entries[entrant.name] for entrant in entrants):
+            self._console.print(f"left out: {line}", highlight=False, markup=False)
 
     def measure(self, workshop: Workshop) -> None:
         """Measure the rounds; write the report after each run, so that nothing measured is lost."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.rates import MIN_REPEATS, ratio_interval
+from fuelrail.bench.report.page import format_number
 from fuelrail.bench.studies.train.report import step_ratios
+from fuelrail.bench.studies.train.warnings import USED_UP, WAITING
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.train.figures import Figures
@@ -30,6 +32,8 @@ Bound = Literal[
     "decompression",
     "CPU decode",
     "Python",
+    "waiting transform",
+    "waiting model",
     "loader",
     "host to device",
     "GPU decode contention",
@@ -41,16 +45,17 @@ Bound = Literal[
     "undecided",
 ]
 
+_T = TypeVar("_T")
+
 NOTABLE = 0.02
 """A gain below this, or one that noise explains, is none."""
 # Time on the host or in the copy, or a second run that is faster, by a share that is worth a word.
 _SLOWER = 0.05
 # Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
 _READING, _WARMED = 0.5, 0.5
-# CPUs of which this share is in use are used up.
-_USED_UP = 0.85
 # A host that takes this much of the device's time to queue its work.
 _LAUNCH_BOUND = 0.95
+_COMPUTING = ("forward", "backward", "optimiser")
 _IN_THE_LOADER: tuple[LeaveOut, ...] = ("storage", "decompression", "decode", "transform")
 
 
@@ -108,7 +113,8 @@ class Round(NamedTuple):
 
 def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis:
     """Judge rounds of runs, all over the same samples and with figures."""
-    first, figures = rounds[0], _figures(rounds[0].as_it_is)
+    first = rounds[0]
+    baselines = [_figures(each.as_it_is) for each in _counted(rounds)]
     found = {
         name: _over_rounds(name, [(each.as_it_is, each.without[name]) for each in rounds])
         for name in first.without
@@ -131,8 +137,8 @@ def find_bound(rounds: Sequence[Round], *, is_remote: bool = False) -> Diagnosis
         finding=verdict.finding,
         advice=verdict.advice,
         expected_gain=verdict.gain,
-        step_ms=figures.step_time.mean_ms,
-        occupancy=figures.occupancy.mean,
+        step_ms=mean(figures.step_time.mean_ms for figures in baselines),
+        occupancy=mean(figures.occupancy.mean for figures in baselines),
         counterfactuals=[*found.values(), again],
         noise=noise,
         num_rounds=len(rounds),
@@ -144,10 +150,15 @@ def _figures(report: Report) -> Figures:
     return report.figures
 
 
+def _counted(rounds: Sequence[_T]) -> Sequence[_T]:
+    """Return the rounds whose figures are given: all, or the first of too few for an interval."""
+    return rounds if len(rounds) >= MIN_REPEATS else rounds[:1]
+
+
 def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfactual:
     """Return the gain over all rounds; its interval is that of the rounds, or of the steps with fewer than three."""
-    found = [counterfactual(name, as_it_is, other) for as_it_is, other in pairs]
-    if len(found) < MIN_REPEATS:
+    found = [counterfactual(name, as_it_is, other) for as_it_is, other in _counted(pairs)]
+    if len(found) == 1:
         return found[0]
     ratio = ratio_interval([1 + entry.gain for entry in found])
     return Counterfactual(
@@ -200,6 +211,17 @@ def _judge(
             slow.slower,
         )
     loading, reducing = counting.get("loading"), counting.get("all-reduce")
+    on_cpu = first.as_it_is.accelerator["kind"] == "cpu"
+    if on_cpu and loading is not None and _is_shorter(first, "loading", *_COMPUTING):
+        return _Verdict(
+            "host",
+            f"Without loading the run would be {loading.gain:.0%} faster, though it rarely waits "
+            "for data: forward, backward and optimiser themselves get shorter. Loading and "
+            "training share the CPUs.",
+            "Give each rank more CPU cores, or train on a GPU. "
+            f"{_more_cpus(first.as_it_is, loading.gain)}.",
+            loading.gain,
+        )
     if loading is not None and _is_shorter(first, "decode", "forward", "backward"):
         gain = counting["decode"].gain if "decode" in counting else loading.gain
         return _Verdict(
@@ -260,6 +282,18 @@ def _in_the_loader(
             "decompression",
             f"{start}decompressing and parsing members: one thread, or all CPUs, cannot keep up with it.",
             "Store only the members that training reads, and lidar sweeps or large members raw or at a lower level.",
+            gain,
+        )
+    transform = _figures(base).transform
+    if worst.name == "transform" and transform is not None and transform.waits:
+        threads = max(1, _num_threads(base) // base.num_ranks)
+        return _Verdict(
+            "waiting transform",
+            f"{start}the transform: of {format_number(transform.wall_ms)} ms a sample its thread "
+            f"computes for {format_number(transform.cpu_ms)} ms. It waits: for a file, the "
+            "network, a lock or another process, or it sleeps.",
+            f"Let more threads wait at a time: --workers {math.ceil(threads * (1 + gain))} would "
+            f"hide it, now {threads}; or remove the wait, such as by preparing it when sharding.",
             gain,
         )
     if worst.name == "transform":
@@ -340,6 +374,8 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
         finding = f"Neither loading nor all-reduce slows the run down, but {other:.0%} of its time is spent on the host."  # noqa: E501
         advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
         return _Verdict("host", finding, advice, other / (1 - other))
+    if report.accelerator["kind"] == "cpu":
+        return _bound_by_model(figures)
     finding = (
         "Healthy: leaving anything out gains nothing beyond noise, and the accelerators compute "
         f"{figures.occupancy.mean:.1%} of the time."
@@ -348,6 +384,32 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
         "compute",
         finding,
         "Only a faster accelerator or a cheaper model makes this run faster.",
+        0.0,
+    )
+
+
+def _bound_by_model(figures: Figures) -> _Verdict:
+    """Judge a run whose model computes on the CPU, for most of the time."""
+    share = {phase.phase: phase.share for phase in figures.phases}
+    longest = max(_COMPUTING, key=lambda phase: share[phase])
+    finding = (
+        "Leaving anything out gains nothing beyond noise: the model itself takes "
+        f"{figures.occupancy.mean:.1%} of the time on the CPU, most of it in {longest} "
+        f"({share[longest]:.1%})."
+    )
+    if figures.waiting_share > WAITING:
+        return _Verdict(
+            "waiting model",
+            f"{finding} In {figures.waiting_share:.0%} of the time its thread wanted no CPU: it "
+            "slept, or waited for a lock, a file, the network or other ranks.",
+            f"Look for what {longest} waits for.",
+            figures.waiting_share / (1 - figures.waiting_share),
+        )
+    return _Verdict(
+        "compute",
+        finding,
+        "Only a cheaper model, more or faster CPUs, or a GPU make this run faster; how much of a "
+        "GPU the loader keeps busy, --accelerator emulated:PROFILE measures.",
         0.0,
     )
 
@@ -377,7 +439,7 @@ def _phases_ms(report: Report, *names: str) -> float:
 
 
 def _are_used_up(report: Report) -> bool:
-    return report.cpu is not None and report.cpu.own >= _USED_UP * report.cpu.usable
+    return report.cpu is not None and report.cpu.own >= USED_UP * report.cpu.usable
 
 
 def _more_cpus(report: Report, gain: float) -> str:
@@ -408,11 +470,15 @@ def _busiest_stage(report: Report) -> str:
     return f"the loader cannot keep up, and its stage '{stage.name}' is at work {stage.busy:.0%} of the time."
 
 
+def _num_threads(report: Report) -> int:
+    """Return the decoding threads of all ranks, which call the transform too."""
+    stages = _figures(report).stages
+    return next((stage.num_threads for stage in stages if stage.name == "decode"), 0)
+
+
 def _threads_advice(report: Report, gain: float) -> str:
     cpus = report.machine.num_cpus
-    threads = next(
-        (stage.num_threads for stage in _figures(report).stages if stage.name == "decode"), 0
-    )
+    threads = _num_threads(report)
     if report.cpu is not None and report.cpu.disturbed:
         return (
             f"Other processes take {report.cpu.others:.1f} of the {cpus:g} CPUs: stop those, or give the ranks more "

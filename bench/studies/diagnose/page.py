@@ -18,6 +18,7 @@ from fuelrail.bench.report.page import (
     Table,
     Text,
     document,
+    format_number,
     marked,
 )
 from fuelrail.bench.studies.diagnose.report import DiagnoseReport, conclusion, title_of, verdict_on
@@ -30,8 +31,9 @@ _METHOD = (
     "The baseline is run first. Then one part is left out in each run, and the baseline is repeated. The gain of a run "
     "is the speed-up that removing this bottleneck would bring, until the next one. Intervals contain the gain of the "
     "mean step with 95% probability: from a block bootstrap over the steps of both runs, and with three rounds or more "
-    "from the differences between rounds (Student's t). A gain is significant if it exceeds 2% and its whole interval "
-    "is above the difference of the two baselines. Otherwise all runs are repeated, up to --max-rounds times."
+    "from the differences between rounds (Student's t); steps are then the mean over all rounds, "
+    "gains the median. A gain is significant if it exceeds 2% and its whole interval is above the "
+    "difference of the two baselines. Otherwise all runs are repeated, up to --max-rounds times."
 )
 _GAIN = ("faster by", "95 % interval")
 
@@ -65,11 +67,12 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
             "nothing differ by. Blue: significant. Grey: noise, or too small."
         )
         rows = [
-            [title_of(run), f"{run.step_ms:.2f}", *_gain_cells(run)]
+            [title_of(run), format_number(run.step_ms), *_gain_cells(run)]
             for run in diagnosis.counterfactuals
         ]
         table = Table(
-            ("run", "step ms", *_GAIN), [["baseline", f"{diagnosis.step_ms:.2f}", "", ""], *rows]
+            ("run", "step ms", *_GAIN),
+            [["baseline", format_number(diagnosis.step_ms), "", ""], *rows],
         )
         parts.append(
             Section("What if it cost nothing?", [Figure(plots.get("gains", ""), caption), table])
@@ -77,13 +80,16 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
     if report.tried is not None:
         rows = [
             [
-                one.name,
-                f"{one.samples_per_s:.1f}",
-                *_gain_cells(one),
-                verdict_on(one, report.tried_noise),
+                trial.name,
+                format_number(trial.samples_per_s),
+                *_gain_cells(trial),
+                verdict_on(trial, report.tried_noise),
             ]
-            for one in report.tried
+            for trial in report.tried
         ]
+        if rows and report.tried_against is not None:
+            unchanged = format_number(report.tried_against)
+            rows.insert(0, ["unchanged", unchanged, "", "", ""])
         tried = [Table(("settings tried", "samples/s", *_GAIN, ""), rows)] if rows else []
         parts.append(
             Section(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,14 +19,17 @@ SCHEMA = "fuelrail-bench-diagnose"
 VERSION = 7
 
 _LOOK_AHEAD_BYTES = 512 << 20
+_MAX_WAITING = 64
 
 
 class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
     """A whole report.
 
-    ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made. ``runs`` are the
-    complete runs: folders beside the report, each with a report of its own. ``tried`` are runs of suggestions, named by
-    their options; one helps if its gain is above ``tried_noise``.
+    ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made.
+    ``runs`` are the complete runs: folders beside the report, each with a report of its own.
+    ``tried`` are runs of suggestions, named by their options; one helps if its gain is above
+    ``tried_noise``. Their gains are compared with an unchanged run beside them, which made
+    ``tried_against`` samples a second.
     """
 
     accelerator: dict[str, Any]
@@ -33,6 +37,7 @@ class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
     diagnosis: Diagnosis | None
     tried: list[Counterfactual] | None
     tried_noise: float = 0.0
+    tried_against: float | None = None
     runs: list[str]
 
 
@@ -66,6 +71,11 @@ def conclusion(tried: Sequence[Counterfactual], noise: float) -> str:
     )
 
 
+def threads_that_wait(workers: int, gain: float) -> int:
+    """Return how many threads waiting side by side hide their wait, to 64."""
+    return max(2 * workers, min(_MAX_WAITING, math.ceil(workers * (1 + gain))))
+
+
 class Suggestion(NamedTuple):
     """A suggestion: the options on the command line, and the fields of `TrainOptions` that they change.
 
@@ -78,9 +88,18 @@ class Suggestion(NamedTuple):
 
 
 def suggestions(
-    bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks: int, out: Path
+    bound: Bound,
+    settings: TrainSettings,
+    *,
+    num_shards: int,
+    num_ranks: int,
+    out: Path,
+    gain: float = 0.0,
 ) -> list[Suggestion]:
-    """Return what may remove a bottleneck, within the options of `bench train`; empty if no option does."""
+    """Return what may remove a bottleneck, of the options of `bench train`; may be empty.
+
+    ``gain`` is the speed-up without the bottleneck.
+    """
     workers = settings.workers or max(1, default_num_workers() // num_ranks)
     more = [
         Suggestion(f"--workers {count}", {"workers": count})
@@ -105,6 +124,10 @@ def suggestions(
         "Python": [
             *([Suggestion("--workers 1", {"workers": 1})] if workers > 1 else []),
             *more[:1],
+        ],
+        "waiting transform": [
+            Suggestion(f"--workers {count}", {"workers": count})
+            for count in sorted({2 * workers, 4 * workers, threads_that_wait(workers, gain)})
         ],
         "storage": [*more[1:], ahead, *window, *([] if settings.cache_dir else [cache])],
         "cold cache": [Suggestion("nothing changed, the same samples again", {}, twice=True)],

@@ -108,6 +108,7 @@ class _Examination:
     ) -> None:
         self._dataset, self._options, self._out, self._html = dataset, options, out, html
         self._made: dict[str, Report] = {}
+        self._tried_against: float | None = None
         self._settings = self._run(_AS_IT_IS).settings
         self._left_out = {
             f"without-{name}": name for name in _what_to_leave_out(self._settings, options.ranks)
@@ -155,6 +156,7 @@ class _Examination:
             diagnosis=diagnosis,
             tried=tried,
             tried_noise=noise,
+            tried_against=self._tried_against,
             runs=list(self._made),
             warnings=base.warnings,
             disturbed=next(
@@ -217,6 +219,7 @@ class _Examination:
             num_shards=facts.num_shards,
             num_ranks=self._options.ranks,
             out=self._out,
+            gain=diagnosis.expected_gain,
         )
         if not found:
             return []
@@ -229,6 +232,8 @@ class _Examination:
         runs = {"before-trials": self._run("before-trials")}
         self._measure(runs | {name: self._run(name, **one.changes) for name, one in plan})
         base = self._made[_AS_IT_IS if diagnosis.bound == "cold cache" else "before-trials"]
+        if base.figures is not None:
+            self._tried_against = base.figures.throughput.samples_per_s
         return [
             counterfactual(one.options, base, self._made[f"trial-{number}"])
             for number, one in enumerate(found)

@@ -85,7 +85,8 @@ def _run_of(
     name = str(report.model["name"])
     if report.accelerator["kind"] != "cuda":
         raise ConfigError(
-            f"--measure '{path}': its accelerator was emulated, which says nothing of '{cluster.device.name}'; give "
+            f"--measure '{path}': its accelerator was {report.accelerator['kind']}, which says "
+            f"nothing of '{cluster.device.name}'; give "
             "a report of `fuelrail bench train --accelerator cuda` on the cluster"
         )
     if report.figures is None or name not in MODELS:

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.report.page import Block, Document, Hero, Section, Table, Text, document, marked
+from fuelrail.bench.report.page import (
+    Block,
+    Document,
+    Hero,
+    Section,
+    Table,
+    Text,
+    document,
+    format_number,
+    marked,
+)
 from fuelrail.bench.studies.scale.report import FITTED_RANKS
+from fuelrail.pipeline.cli import counted
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.scale.report import ScaleReport
@@ -56,7 +67,11 @@ def _hero(report: ScaleReport) -> list[Hero]:
     if not weak:
         return []
     last = max(weak, key=lambda run: run.num_ranks)
-    text = f"{last.num_ranks} ranks make {last.samples_per_s:.0f} samples/s, each {last.occupancy:.1%} occupied."
+    ranks = counted(last.num_ranks, "rank")
+    text = (
+        f"{ranks} {'makes' if last.num_ranks == 1 else 'make'} {format_number(last.samples_per_s)} "
+        f"samples/s, each {last.occupancy:.1%} occupied."
+    )
     if report.curves:
         error = max(abs(run.error or 0.0) for run in report.measured)
         ends = {curve.name: curve.points[-1] for curve in report.curves}
@@ -66,7 +81,7 @@ def _hero(report: ScaleReport) -> list[Hero]:
             + "; ".join(f"{name}: {end.efficiency:.1%}" for name, end in ends.items())
             + "."
         )
-    meaning = f"weak scaling efficiency at {last.num_ranks} ranks, measured"
+    meaning = f"weak scaling efficiency at {ranks}, measured"
     return [Hero(f"{last.efficiency['weak']:.1%}", meaning, text)]
 
 

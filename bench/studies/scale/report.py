@@ -9,6 +9,7 @@ import msgspec
 from fuelrail.bench.measure.rates import Interval
 from fuelrail.bench.planner.scaling import Cluster, Curve, HostFit, Scaling, draw_curves, simulate
 from fuelrail.bench.report.files import ReportHeader
+from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.settings import AtLeast0, CheckedSettings, NotNegative, Positive, flag
 
 SCHEMA = "fuelrail-bench-scale"
@@ -126,9 +127,11 @@ def judged(report: ScaleReport) -> ScaleReport:
     curves, warnings = report.curves, report.warnings
     worst = max(runs, key=lambda run: abs(run.error or 0.0), default=None)
     if worst is not None and worst.error is not None and abs(worst.error) > _MAX_ERROR:
+        ranks = counted(worst.num_ranks, "rank")
         off = (
-            f"No simulation: it is off by {worst.error:+.0%} for {worst.num_ranks} ranks of {worst.batch_size}, and at "
-            f"most {_MAX_ERROR:.0%} is allowed. Repeat the measurement on an idle machine, or with more --steps."
+            f"No simulation: it is off by {worst.error:+.0%} for {ranks} of {worst.batch_size}, "
+            f"and at most {_MAX_ERROR:.0%} is allowed. Repeat the measurement on an idle machine, "
+            "or with more --steps."
         )
         curves, warnings = [], [*warnings, off]
     return msgspec.structs.replace(report, measured=runs, curves=curves, warnings=warnings)

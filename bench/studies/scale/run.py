@@ -31,6 +31,7 @@ from fuelrail.bench.studies.scale.report import (
 )
 from fuelrail.bench.studies.train.run import measure_all
 from fuelrail.bench.studies.train.settings import Asked, TrainOptions, ask
+from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.host import usable_cpus
@@ -110,7 +111,7 @@ def _runs(
         [run(count, size) for size in sorted({options.batch_size, global_batch // count})]
         for count in counts
     ]
-    if runs[0][0].settings.profile is None:
+    if runs[0][0].settings.accelerator != "emulated":
         raise ConfigError(
             "bench scale runs on emulated accelerators: use --accelerator emulated:PROFILE"
         )
@@ -133,7 +134,7 @@ def _measured(
             reports += made.reports
             interrupted = made.reports[0].interrupted
             if made.cut_off is not None:
-                cut_off = f"{alike[0].settings.ranks} ranks: {made.cut_off}"
+                cut_off = f"{counted(alike[0].settings.ranks, 'rank')}: {made.cut_off}"
                 break
         if cut_off is None:
             with Progress("the loader alone"):

@@ -164,7 +164,7 @@ def losses_of(ranks: Sequence[Sequence[StepRecord]], cost: str | Cost | None) ->
         [[step.padding for step in rank] for rank in ranks], np.float64
     )  # None is NaN
     found: dict[str, Loss] = {}
-    if not np.isnan(padding).any():
+    if not np.isnan(padding).any() and padding.any():
         found["padding"] = Loss(float(padding.mean()), float((padding * compute_ms).mean()))
     if cost is not None and len(ranks) > 1:
         model = Cost({cost: 1}) if isinstance(cost, str) else cost

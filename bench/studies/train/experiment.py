@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import numpy as np
 import torch
 
+from fuelrail.bench.measure.clock import thread_times
 from fuelrail.bench.measure.cuda import count_training_flop
-from fuelrail.bench.measure.records import InputFacts
+from fuelrail.bench.measure.records import InputFacts, TransformUse
 from fuelrail.bench.studies.train.costs import cost_model
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.models.build import build_model
@@ -45,11 +49,15 @@ def make_loader(
     device: str | None,
     trace: Observer | None = None,
     mesh: DeviceMesh | None = None,
+    transform: Callable[[Any], Any] | None = None,
 ) -> DataLoader:
     """Make the loader of a run. Raises what DataLoader raises, and ConfigError for a transform that does not exist.
 
-    On a ``mesh`` the ranks of one model-parallel group get the same batches.
+    On a ``mesh`` the ranks of one model-parallel group get the same batches. ``transform`` takes
+    the place of that of the settings, such as one that measures itself.
     """
+    if transform is None and settings.transform is not None:
+        transform = find(settings.transform, "transform")
     window, layer = settings.window, settings.teacher_layer
     channels = token_channel(settings.dataset, settings.model)
     _check_rows(settings, channels)
@@ -81,7 +89,7 @@ def make_loader(
             "look_ahead_bytes": settings.look_ahead_bytes,
             "verify": settings.verify,
         },
-        transform=None if settings.transform is None else find(settings.transform, "transform"),
+        transform=transform,
         device=device,
         world=mesh,
         trace=trace,
@@ -89,6 +97,49 @@ def make_loader(
     )
     loader.leave_out(_LOADER_PARTS.intersection(settings.leave_out))
     return loader
+
+
+class TimedTransform:
+    """A transform of samples that counts the time it takes, and how much of it its thread computes.
+
+    It goes by the name of the function: what identifies a run does not change.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        update_wrapper(self, function)
+        self.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+        self._function = function
+        self._lock = threading.Lock()
+        self._num_calls = self._wall_ns = self._cpu_ns = self._queued_ns = 0
+        self._first_ns: int | None = None
+        self._last_ns = 0
+
+    def __call__(self, sample: Any) -> Any:
+        """Return what the function makes of a sample."""
+        start_ns, start = time.monotonic_ns(), thread_times()
+        try:
+            return self._function(sample)
+        finally:
+            end, end_ns = thread_times(), time.monotonic_ns()
+            with self._lock:
+                self._num_calls += 1
+                self._wall_ns += end_ns - start_ns
+                self._cpu_ns += end.cpu_ns - start.cpu_ns
+                self._queued_ns += end.queued_ns - start.queued_ns
+                self._first_ns = start_ns if self._first_ns is None else self._first_ns
+                self._last_ns = end_ns
+
+    def use(self) -> TransformUse | None:
+        """Return what the calls took so far; None before the first."""
+        if self._first_ns is None:
+            return None
+        return TransformUse(
+            num_calls=self._num_calls,
+            wall_ns=self._wall_ns,
+            cpu_ns=self._cpu_ns,
+            queued_ns=self._queued_ns,
+            span_ns=self._last_ns - self._first_ns,
+        )
 
 
 def token_channel(place: str, model_name: str) -> list[str]:

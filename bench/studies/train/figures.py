@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fuelrail.bench.measure.clock import NS_PER_S, Summary, summarise_ns
+from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.measure.occupancy import Occupancy, Window, measured_steps, occupancy_of
 from fuelrail.bench.measure.records import PHASES, RankLog, StageSnapshot, StepRecord
 from fuelrail.bench.studies.train.costs import CostFit, Loss, cost_model, fit_cost, losses_of
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.runtime.stages import StageClock
 
 _S_PER_HOUR = 3600
+# A transform waits if its threads do so for more of their time, and together keep less of a CPU
+# busy.
+_WAITS = 0.5
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,13 +56,36 @@ class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
     blocked: float
 
 
+class TransformFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller's transform takes for a sample, the mean over ranks.
+
+    Of that its thread had ``cpu_ms`` of CPU time and stood ``queued_ms`` in the queue for a CPU.
+    ``cpus``: the CPUs that it keeps busy on a rank, all its threads together.
+    """
+
+    wall_ms: float
+    cpu_ms: float
+    queued_ms: float
+    cpus: float
+
+    @property
+    def waits(self) -> bool:
+        """Whether its threads mostly wait, and not for Python's lock, which keeps a CPU busy."""
+        waited_ms = self.wall_ms - self.cpu_ms - self.queued_ms
+        return waited_ms > _WAITS * self.wall_ms and self.cpus < _WAITS
+
+
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a run whose measured window is long enough.
 
-    ``launch_share``: what the host took to queue the device's work, in parts of what the device took for it; near 1 the
-    device waits for the host. ``mfu``: the model's arithmetic (the profile's, when emulated) over what the devices
-    could have done in the wall time; None where either isn't known.
-    ``losses``: what padding and imbalance take; ``cost_fit``: a cost model, where one was asked for.
+    ``launch_share``: what the host took to queue the device's work, in parts of what the device
+    took for it; near 1 the device waits for the host. ``mfu``: the model's arithmetic (the
+    profile's, when emulated) over what the devices could have done in the wall time; None where
+    either isn't known. ``waiting_share``: what the trainer's thread waited in forward, backward and
+    optimiser, in parts of the wall time, where the CPU is the accelerator; ``queued_share``: what
+    it stood in the queue for a CPU there. ``transform``: the caller's, where there is one.
+    ``losses``: what padding and imbalance take; ``cost_fit``: a cost model, where one was asked
+    for.
     """
 
     occupancy: Occupancy
@@ -72,9 +98,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     overrun_share: float
     overshoot_share: float
     launch_share: float = 0.0
+    waiting_share: float = 0.0
+    queued_share: float = 0.0
     mfu: float | None = None
     losses: dict[str, Loss] = {}
     cost_fit: CostFit | None = None
+    transform: TransformFigures | None = None
 
 
 def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window) -> Figures:
@@ -86,7 +115,7 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
     fit = None
     if settings.cost:
         # The emulated phases are the profile's: what depends on the samples is the stand-in's real work.
-        real = settings.profile is None
+        real = settings.accelerator != "emulated"
         times = [
             step.forward_ns + step.backward_ns if real else step.stand_in_ns for step in inside
         ]
@@ -109,9 +138,30 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         overrun_share=sum(step.overrun_ns for step in inside) / wall_ns,
         overshoot_share=sum(step.overshoot_ns for step in inside) / wall_ns,
         launch_share=_launch_share(inside),
+        waiting_share=sum(step.device_busy_ns - step.cpu_ns - step.queued_ns for step in inside)
+        / wall_ns
+        if settings.accelerator == "cpu"
+        else 0.0,
+        queued_share=sum(step.queued_ns for step in inside) / wall_ns,
         mfu=_mfu(settings, logs, inside),
         losses=losses_of(ranks, cost_model(settings.order) or (None if fit is None else fit.cost)),
         cost_fit=fit,
+        transform=_transform_figures(logs),
+    )
+
+
+def _transform_figures(logs: Sequence[RankLog]) -> TransformFigures | None:
+    uses = [log.end.transform for log in logs if log.end is not None]
+    whole = [use for use in uses if use is not None]
+    if not whole:
+        return None
+    num_calls = sum(use.num_calls for use in whole)
+    cpu_ns = sum(use.cpu_ns for use in whole)
+    return TransformFigures(
+        wall_ms=sum(use.wall_ns for use in whole) / num_calls / NS_PER_MS,
+        cpu_ms=cpu_ns / num_calls / NS_PER_MS,
+        queued_ms=sum(use.queued_ns for use in whole) / num_calls / NS_PER_MS,
+        cpus=cpu_ns / max(1, sum(use.span_ns for use in whole)),
     )
 
 

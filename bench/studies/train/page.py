@@ -18,6 +18,7 @@ from fuelrail.bench.report.page import (
     Text,
     Tiles,
     document,
+    format_number,
     marked,
 )
 from fuelrail.pipeline.cli import counted
@@ -71,6 +72,17 @@ _ON_A_GPU = (
 )
 
 
+_ON_THE_HOST = (
+    "On a CPU the phases are by the clock of the thread that trains. The loader’s threads share "
+    "the CPUs with it, so that loading makes forward and backward longer too."
+)
+_ON_A_CPU = (
+    "The model ran on this machine’s CPU: its times and rates say nothing of a GPU’s, nor whether "
+    "the loader keeps up with one."
+)
+_COMPUTING = ("forward", "backward", "optimiser")
+
+
 def describe(report: Report, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
     about = marked(
@@ -95,9 +107,10 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
         *_gpus(report),
         _definitions(report),
     ]
-    return document(
-        report, "Fuelrail training report", "How busy were the accelerators?", about, parts
-    )
+    title = "How busy were the accelerators?"
+    if _on_cpu(report):
+        title = "Where does a step’s time go on this CPU?"
+    return document(report, "Fuelrail training report", title, about, parts)
 
 
 def verdict(report: Report) -> str:
@@ -106,21 +119,33 @@ def verdict(report: Report) -> str:
     if figures is None:
         return f"No occupancy figure: {report.window.too_short}."
     share = {phase.phase: phase.share for phase in figures.phases}
+    taker = "model takes" if _on_cpu(report) else "accelerators take"
     losses = {
-        "the loader, which delivers data more slowly than the accelerators take it": share[
-            "data_wait"
-        ],
+        f"the loader, which delivers data more slowly than the {taker} it": share["data_wait"],
         "the copies to the device": share["host_to_device"],
         "the all-reduce, or the rank that the others wait for in it": share["all_reduce"],
         "the host outside the phases (“other”)": share["other"],
     }
     worst, size = max(losses.items(), key=lambda entry: entry[1])
+    rate = figures.throughput
+    demand, got = format_number(rate.demand_samples_per_s), format_number(rate.samples_per_s)
+    if _on_cpu(report):
+        phase = max(_COMPUTING, key=lambda name: share[name])
+        own = (
+            f"Forward, backward and optimiser take {figures.occupancy.mean:.1%} of the time on the "
+            f"CPU, most of it {phase}"
+        )
+        if size < _NOTABLE:
+            return f"{own}. Nothing else takes more than {_NOTABLE:.0%}: the model bounds this run."
+        return (
+            f"{own}. The largest loss is {worst}: {size:.1%} of the time. Without losses the model "
+            f"would take {demand} samples/s; it got {got}."
+        )
     if size < _NOTABLE:
         return f"Nothing holds the accelerators up by more than {_NOTABLE:.0%}: this run is bound by compute."
-    rate = figures.throughput
     return (
         f"The largest loss is {worst}: {size:.1%} of the time. Fully busy, the accelerators would take "
-        f"{rate.demand_samples_per_s:.1f} samples/s; they got {rate.samples_per_s:.1f}."
+        f"{demand} samples/s; they got {got}."
     )
 
 
@@ -131,25 +156,30 @@ def _verdict(report: Report) -> list[Block]:
     segments = [
         (PHASE_LABELS[row.phase], PHASE_COLOURS[row.phase], row.share) for row in figures.phases
     ]
-    emulated = "emulated " if _emulated(report) else ""
-    meaning = f"{emulated}accelerator occupancy, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
+    kinds = {"cuda": "accelerator occupancy", "emulated": "emulated accelerator occupancy"}
+    kinds["cpu"] = "of the time in forward, backward and optimiser, on a CPU"
+    kind = kinds[report.accelerator["kind"]]
+    meaning = f"{kind}, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
+    on_cpu = [Note(_ON_A_CPU)] if _on_cpu(report) else []
     return [
         Hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report), segments),
-        _tiles(figures),
+        _tiles(figures, unit="rank-hours" if _on_cpu(report) else "GPU-hours"),
+        *on_cpu,
     ]
 
 
-def _tiles(figures: Figures) -> Tiles:
+def _tiles(figures: Figures, *, unit: str) -> Tiles:
     rate = figures.throughput
-    wait = next(phase for phase in figures.phases if phase.phase == "data_wait")
+    step = figures.step_time
+    wait = next(phase for phase in figures.phases if phase.phase == "data_wait").time
     entries = [
-        (f"{rate.samples_per_s:.1f}", f"samples/s ({rate.images_per_s:.0f} images/s)"),
         (
-            f"{figures.step_time.p50_ms:.1f} ms",
-            f"step time p50; p99 {figures.step_time.p99_ms:.1f} ms",
+            format_number(rate.samples_per_s),
+            f"samples/s ({format_number(rate.images_per_s)} images/s)",
         ),
-        (f"{wait.time.p50_ms:.2f} ms", f"data wait p50; p99 {wait.time.p99_ms:.1f} ms"),
-        (f"{rate.gpu_hours_per_million_samples:.1f}", "GPU-hours per million samples"),
+        (f"{format_number(step.p50_ms)} ms", f"step time p50; p99 {format_number(step.p99_ms)} ms"),
+        (f"{format_number(wait.p50_ms)} ms", f"data wait p50; p99 {format_number(wait.p99_ms)} ms"),
+        (format_number(rate.gpu_hours_per_million_samples), f"{unit} per million samples"),
     ]
     if rate.cost_per_million_samples is not None:
         entries.append(
@@ -165,7 +195,12 @@ def _tiles(figures: Figures) -> Tiles:
 
 def _over_time(report: Report, plots: Mapping[str, str]) -> list[Section]:
     warmup = report.window.num_warmup_steps
-    caption = f"Share of time in which each accelerator computed, over 5 steps. Shaded: {warmup} steps of warm-up."
+    computed = "rank was in forward, backward and optimiser"
+    if not _on_cpu(report):
+        computed = "accelerator computed"
+    caption = (
+        f"Share of time in which each {computed}, over 5 steps. Shaded: {warmup} steps of warm-up."
+    )
     return [Section("Occupancy over time", [Figure(plots.get("occupancy", ""), caption)])]
 
 
@@ -190,7 +225,8 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
             ),
             Text(
                 f"{figures.step_time.count} steps on all ranks after warm-up. All-reduce, hidden behind backward or "
-                f"not: mean {hidden.mean_ms:.2f} ms, p99 {hidden.p99_ms:.2f} ms.",
+                f"not: mean {format_number(hidden.mean_ms)} ms, p99 {format_number(hidden.p99_ms)} "
+                "ms.",
                 small=True,
             ),
         ]
@@ -208,8 +244,8 @@ def _costs(report: Report) -> list[Section]:
     if figures is not None and figures.losses:
         step_ms = figures.step_time.mean_ms
         rows = [
-            [name, f"{one.size:.1%}", f"{one.time_ms:.2f}", f"{one.time_ms / step_ms:.1%}"]
-            for name, one in figures.losses.items()
+            [name, f"{loss.size:.1%}", format_number(loss.time_ms), f"{loss.time_ms / step_ms:.1%}"]
+            for name, loss in figures.losses.items()
         ]
         blocks = [
             Table(("lost to", "size", "time a step [ms]", "share of step"), rows),
@@ -244,7 +280,7 @@ def _loader(report: Report, plots: Mapping[str, str]) -> list[Section]:
         [
             stage.name,
             f"{stage.num_threads}",
-            f"{stage.items_per_s:.1f}",
+            format_number(stage.items_per_s),
             f"{stage.busy:.1%}",
             f"{stage.starved:.1%}",
             f"{stage.blocked:.1%}",
@@ -268,7 +304,10 @@ def _ranks(report: Report) -> list[Section]:
     for rank in report.ranks:
         figures, cells = measured.get(rank.rank), ["no figure", "no figure", "", ""]
         if figures is not None:
-            against = (f"{figures.own_ms:.1f} ({figures.slower:+.1%})", f"{figures.last_in:.0%}")
+            against = (
+                f"{format_number(figures.own_ms)} ({figures.slower:+.1%})",
+                f"{figures.last_in:.0%}",
+            )
             others = against if report.num_ranks > 1 else ("", "")
             cells = [f"{figures.occupancy:.1%}", f"{figures.including_all_reduce:.1%}", *others]
         rows.append(
@@ -293,7 +332,7 @@ def _ranks(report: Report) -> list[Section]:
         "steps",
         "host memory [GiB]",
     ]
-    if _emulated(report):
+    if report.accelerator["kind"] != "cuda":
         rows = [row[:-1] for row in rows]
     else:
         header.append("GPU memory [GiB]")
@@ -354,17 +393,19 @@ def _gpus(report: Report) -> list[Section]:
 def _definitions(report: Report) -> Section:
     blocks, accelerator = [Text(_OCCUPANCY), Text(_PHASES)], report.accelerator
     if not _emulated(report):
-        return Section("How these figures are made", [*blocks, Text(_ON_A_GPU)])
+        device = _ON_THE_HOST if _on_cpu(report) else _ON_A_GPU
+        return Section("How these figures are made", [*blocks, Text(device)])
     backend = next((rank.backend for rank in report.ranks if rank.backend), None)
     emulated = (
         "This run used an emulated GPU: the figures say whether this host and dataset keep such an accelerator fed, "
         "not how fast it trains. Forward, backward and optimiser last as published or derived for "
         f"{accelerator['network']} on one {accelerator['device']}: {accelerator['forward_ms']:g} ms and "
         f"{accelerator['backward_ms']:g} ms for each {accelerator['per']}, and {accelerator['optimiser_ms']:g} ms a "
-        "step. Only that counts as busy. Loading and every wait are real, and so is a stand-in model of "
-        f"{report.model['num_parameters'] or 0:,} parameters with its "
-        f"{f'all-reduce by {backend}' if backend else 'gradients'}. What its work takes beyond the emulated time, and "
-        "late wake-ups, are “other”: a slow host lowers occupancy and never raises it."
+        "step. Only that counts as busy. Loading and every wait are real, and so is the model "
+        f"{report.model['name']}, which stands in with its {report.model['num_parameters'] or 0:,} "
+        f"parameters and its {f'all-reduce by {backend}' if backend else 'gradients'}. What its "
+        "work takes beyond the emulated time, and late wake-ups, are “other”: a slow host lowers "
+        "occupancy and never raises it."
     )
     source = (
         f"Step times: {accelerator['derivation']} Sources: {'; '.join(accelerator['sources'])}."
@@ -378,6 +419,10 @@ def _emulated(report: Report) -> bool:
     return bool(report.accelerator["kind"] == "emulated")
 
 
+def _on_cpu(report: Report) -> bool:
+    return bool(report.accelerator["kind"] == "cpu")
+
+
 def _accelerator_name(report: Report) -> str:
     accelerator = report.accelerator
     if not _emulated(report):
@@ -387,6 +432,6 @@ def _accelerator_name(report: Report) -> str:
 
 def _times(summary: Summary) -> list[str]:
     return [
-        f"{value:.2f}"
+        format_number(value)
         for value in (summary.mean_ms, summary.p50_ms, summary.p99_ms, summary.max_ms)
     ]

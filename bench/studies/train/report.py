@@ -130,7 +130,11 @@ def build_report(
     figures = None if window.too_short else figures_of(settings, logs, window)
     start_ns = min((rank[0].start_ns for rank in steps if rank), default=0)
     header = next((log.header for log in logs if log.header), None)
-    profile = settings.profile
+    accelerator: dict[str, Any] = {"kind": settings.accelerator}
+    if settings.profile is not None:
+        accelerator |= msgspec.to_builtins(settings.profile)
+    else:
+        accelerator["device"] = header.device if header else "unknown"
     return Report(
         schema=SCHEMA,
         version=VERSION,
@@ -144,14 +148,12 @@ def build_report(
         * settings.accumulation,
         machine=machine,
         dataset=dataset,
-        accelerator={"kind": "cuda", "device": header.device if header else "unknown"}
-        if profile is None
-        else {"kind": "emulated", **msgspec.to_builtins(profile)},
+        accelerator=accelerator,
         model={"name": settings.model, "num_parameters": header.num_parameters if header else None},
         window=window,
         figures=figures,
         disturbed=None if cpu is None else cpu.disturbed,
-        warnings=find_warnings(settings, logs, window, figures, dataset),
+        warnings=find_warnings(settings, logs, window, figures, dataset, cpu),
         checkpoints=None if settings.checkpoint is None else _checkpoints(logs),
         cpu=cpu,
         gpus=gpus,

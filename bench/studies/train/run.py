@@ -96,7 +96,7 @@ def measure_all(runs: Sequence[Asked]) -> Made:
     settings_file.write_bytes(msgspec.json.encode([run.settings for run in runs]))
     machine = machine_facts()
     watch = CpuWatch()
-    with NvmlWatch(first.ranks if first.profile is None else 0) as gpus:
+    with NvmlWatch(first.ranks if first.accelerator == "cuda" else 0) as gpus:
         outcome = _launch(first.ranks, runs, settings_file)
     cpu = watch.use()
     reports: list[Report] = []
@@ -128,7 +128,7 @@ def _measure_here(run: Asked) -> Report | None:
     _prepare(run)
     machine, watch = machine_facts(), CpuWatch()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with NvmlWatch(local if run.settings.profile is None else 0) as gpus:
+    with NvmlWatch(local if run.settings.accelerator == "cuda" else 0) as gpus:
         run_in_world(run.settings)
     if os.environ["RANK"] != "0":
         return None

@@ -26,6 +26,7 @@ from fuelrail.bench.trainer.strategies.settings import (
 )
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.storage import Backend
+from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -43,6 +44,8 @@ from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 RECORDS = "records"
 _DEFAULT_STEPS = 60
 _TEACHERS = ("teacher", "teacher_layer")
+
+AcceleratorKind = Literal["cuda", "cpu", "emulated"]
 
 # What a counterfactual run leaves out, in the order of the data's way.
 LeaveOut = Literal["loading", "storage", "decompression", "decode", "transform", "all-reduce"]
@@ -68,7 +71,9 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     accelerator: Annotated[
         str,
         flag(
-            f"cuda, emulated:PROFILE, or auto: cuda if there is a GPU, else emulated:{DEFAULT_PROFILE}; "
+            "cuda; cpu: forward, backward and optimiser as this machine's CPUs take them; "
+            "emulated:PROFILE: a GPU's published times, whatever the model; or auto: cuda if there "
+            f"is a GPU, else cpu for a model of your own, else emulated:{DEFAULT_PROFILE}; "
             f"profiles: {', '.join(profile_names())}, or a .yaml file (default: auto)"
         ),
     ] = "auto"
@@ -76,7 +81,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         str | None,
         flag(
             f"model to train: {', '.join(MODELS)}, or MODULE:FUNCTION that makes one of your own (default: base on "
-            "cuda; emulated stand-in, bev-tiny in a pipeline)"
+            "cuda, bev-tiny on cpu; emulated stand-in, bev-tiny in a pipeline)"
         ),
     ] = None
     accumulation: Annotated[Positive, flag("batches accumulated into one optimiser step")] = 1
@@ -167,16 +172,18 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
 class TrainSettings(TrainOptions, frozen=True, kw_only=True):
     """One run, the same on all its ranks: options without open choices, and with absolute places.
 
-    ``profile`` is None on CUDA. The ranks' ``records`` have a folder of their own, beside that of their traces.
-    ``leave_out`` makes a run a counterfactual: without ``loading`` the first batches are repeated and the loader is
-    closed; without ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but skips that work;
-    without ``all-reduce`` each rank trains alone.
+    ``accelerator`` is cuda, cpu or emulated, which alone has a ``profile``. The ranks' ``records``
+    have a folder of their own, beside that of their traces. ``leave_out`` makes a run a
+    counterfactual: without ``loading`` the first batches are repeated and the loader is closed;
+    without ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but skips
+    that work; without ``all-reduce`` each rank trains alone.
     """
 
     dataset: str
     records: str
     model: str
     precision: Precision
+    accelerator: AcceleratorKind
 
     @property
     def traces(self) -> Path:
@@ -214,7 +221,7 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
             f"cost={options.cost} is fitted to steps of unequal cost: leave out the order's balance"
         )
     _check_teacher(options)
-    profile = options.profile or _profile(options.accelerator)
+    accelerator, profile = _accelerator(options)
     changes: dict[str, Any] = {
         name: _absolute(getattr(options, name))
         for name in ("cache_dir", "transforms", "ledger", *_TEACHERS)
@@ -226,15 +233,18 @@ def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -
             options.transforms, Transforms, "transforms"
         )  # refused before ranks are started
     degrees = degrees_of(options, options.ranks)
-    default = "stand-in" if degrees.pp == 1 else "bev-tiny"  # one layer cannot be cut
+    defaults = {"cuda": "base", "cpu": "bev-tiny", "emulated": "stand-in"}
+    if accelerator == "emulated" and degrees.pp > 1:
+        defaults["emulated"] = "bev-tiny"  # one layer cannot be cut
     changes |= {
         "dataset": _absolute(os.fspath(dataset)),
         "records": str(records.absolute()),
         "steps": _DEFAULT_STEPS
         if options.steps is None and options.epochs is None
         else options.steps,
-        "precision": options.precision or ("fp32" if profile else "bf16"),
-        "model": options.model or (default if profile else "base"),
+        "precision": options.precision or ("bf16" if accelerator == "cuda" else "fp32"),
+        "model": options.model or defaults[accelerator],
+        "accelerator": accelerator,
         "profile": profile,
     }
     settings = TrainSettings(**{**msgspec.structs.asdict(options), **changes})
@@ -302,22 +312,38 @@ def _checkpoint_place(options: TrainOptions) -> str | None:
     return str(folder)
 
 
-def _profile(choice: str) -> AcceleratorProfile | None:
-    """Return the profile to emulate, or None for CUDA."""
+def _accelerator(options: TrainOptions) -> tuple[AcceleratorKind, AcceleratorProfile | None]:
+    """Return the kind of accelerator that options ask for, and the profile of an emulated one."""
+    choice = options.accelerator
+    if options.profile is not None:
+        return "emulated", options.profile
     if choice == "auto":
-        return None if installed_gpus() else load_profile(DEFAULT_PROFILE)
+        if installed_gpus():
+            return "cuda", None
+        if is_own(options.model):
+            return "cpu", None
+        return "emulated", load_profile(DEFAULT_PROFILE)
+    if choice == "cpu":
+        return "cpu", None
     if choice == "cuda":
         if not installed_gpus():
             raise ConfigError(
-                "accelerator 'cuda' needs a GPU, and the NVIDIA driver shows no GPU here; use emulated:PROFILE"
+                "accelerator 'cuda' needs a GPU, and the NVIDIA driver shows no GPU here; use cpu, "
+                "or emulated:PROFILE"
             )
-        return None
+        return "cuda", None
     kind, _, name = choice.partition(":")
     if kind != "emulated" or not name:
         raise ConfigError(
-            f"accelerator {choice!r} must be auto, cuda or emulated:PROFILE; profiles: {', '.join(profile_names())}"
+            f"accelerator {choice!r} must be auto, cuda, cpu or emulated:PROFILE; profiles: "
+            f"{', '.join(profile_names())}"
         )
-    return load_profile(name)
+    return "emulated", load_profile(name)
+
+
+def is_own(model: str | None) -> bool:
+    """Return whether a model is the caller's own, as MODULE:FUNCTION."""
+    return model is not None and model not in MODELS
 
 
 def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFacts) -> None:
@@ -329,12 +355,15 @@ def _check_world(settings: TrainSettings, degrees: Degrees, dataset: DatasetFact
     if dataset.num_samples < global_batch:
         raise ConfigError(
             f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
-            f"{degrees.data} data-parallel ranks x {settings.batch_size} samples x {settings.accumulation} batches: "
-            "use fewer ranks or smaller batches"
+            f"{counted(degrees.data, 'data-parallel rank')} x "
+            f"{counted(settings.batch_size, 'sample')} x {settings.accumulation} "
+            f"{'batch' if settings.accumulation == 1 else 'batches'}: use fewer ranks or smaller "
+            "batches"
         )
     num_gpus = len(installed_gpus())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks))
-    if settings.profile is None and ranks > num_gpus:
+    if settings.accelerator == "cuda" and ranks > num_gpus:
         raise ConfigError(
-            f"{ranks} ranks need a GPU each, and the NVIDIA driver shows {num_gpus} here; use fewer ranks"
+            f"the run has {counted(ranks, 'rank')}, each of which needs a GPU, and the NVIDIA "
+            f"driver shows {num_gpus} here; use fewer ranks, or --accelerator cpu"
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from fuelrail.bench.studies.train.settings import is_own
+
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.machine import DatasetFacts
+    from fuelrail.bench.measure.machine import CpuUse, DatasetFacts
     from fuelrail.bench.measure.occupancy import Window
     from fuelrail.bench.measure.records import RankLog
     from fuelrail.bench.studies.train.figures import Figures
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
 
 # Shares of the wall time or of the steps below which there is no warning.
 _NOISE, _NOTABLE = 0.01, 0.02
+# What a thread that computes may wait, in parts of the wall time.
+WAITING = 0.1
+# CPUs of which this share is in use are used up.
+USED_UP = 0.85
 # A run whose storage read a smaller share of its bytes was fed by the page cache.
 _FROM_CACHE = 0.5
 
@@ -24,16 +30,18 @@ def find_warnings(
     window: Window,
     figures: Figures | None,
     dataset: DatasetFacts,
+    cpu: CpuUse | None,
 ) -> list[str]:
     """Return all warnings; ``figures`` is None if the window is too short."""
-    found = [*_of_the_run(settings, logs), *_of_the_input(settings, logs)]
+    warnings = [*_of_the_run(settings, logs), *_of_the_input(settings, logs)]
     if figures is not None:
-        found += [
+        warnings += [
             *_of_the_source(settings, logs, dataset),
-            *_of_the_emulation(figures),
+            *_of_the_emulation(settings, figures, cpu),
+            *_of_the_waits(figures),
             *_of_the_window(settings, logs, window),
         ]
-    return found
+    return warnings
 
 
 def ranks_disagree(logs: Sequence[RankLog]) -> bool:
@@ -96,13 +104,52 @@ def _of_the_source(
         )
 
 
-def _of_the_emulation(figures: Figures) -> Iterator[str]:
-    if max(figures.overrun_share, figures.overshoot_share) > _NOISE:
+def _of_the_emulation(
+    settings: TrainSettings, figures: Figures, cpu: CpuUse | None
+) -> Iterator[str]:
+    if settings.profile is None:
+        return
+    if is_own(settings.model):
         yield (
-            "The CPUs are overloaded: the stand-in model's real work outlasted the emulated phases by "
-            f"{figures.overrun_share:.2%} of the wall time, and the host ended them {figures.overshoot_share:.2%} late."
-            " This counts as “other”, so occupancy is a lower bound. Use a slower profile, or more cores a rank."
+            f"Forward and backward last as those of {settings.profile.network} on one "
+            f"{settings.profile.device}, not as those of model '{settings.model}': --accelerator "
+            "cpu measures it here, --accelerator cuda on a GPU."
         )
+    if max(figures.overrun_share, figures.overshoot_share) <= _NOISE:
+        return
+    outlasted = (
+        "the model's real work on the CPU outlasted the emulated phases by "
+        f"{figures.overrun_share:.2%} of the wall time, and the host ended them "
+        f"{figures.overshoot_share:.2%} late. This counts as “other”, so occupancy is a lower "
+        "bound."
+    )
+    if cpu is None or _are_used_up(cpu):
+        yield f"The CPUs are overloaded: {outlasted} Use a slower profile, or more cores a rank."
+    else:
+        yield (
+            f"The ranks used {cpu.own:.1f} of {cpu.usable:g} CPUs, and yet {outlasted} Its thread "
+            "waits, or one thread is too slow: use a slower profile, or --accelerator cpu."
+        )
+
+
+def _of_the_waits(figures: Figures) -> Iterator[str]:
+    """Yield what a model waits for that is measured on a CPU, where that is much."""
+    if figures.queued_share > WAITING:
+        yield (
+            f"In {figures.queued_share:.0%} of the wall time the thread that trains stood in the "
+            "queue for a CPU: they are overloaded, and its times are too long. Use fewer "
+            "--workers, fewer ranks or more cores, and end other processes."
+        )
+    if figures.waiting_share > WAITING:
+        yield (
+            f"In {figures.waiting_share:.0%} of the wall time the thread that trains was in "
+            "forward, backward or the optimiser and wanted no CPU: it slept, or waited for a lock, "
+            "a file, the network or other ranks."
+        )
+
+
+def _are_used_up(cpu: CpuUse) -> bool:
+    return cpu.own + (cpu.others or 0.0) >= USED_UP * cpu.usable
 
 
 def _of_the_window(

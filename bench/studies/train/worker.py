@@ -10,7 +10,9 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import time
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +25,8 @@ import xxhash
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from fuelrail.bench.measure.accelerator import EmulatedAccelerator
+import fuelrail
+from fuelrail.bench.measure.accelerator import CpuAccelerator, EmulatedAccelerator
 from fuelrail.bench.measure.clock import Clock
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
@@ -40,6 +43,7 @@ from fuelrail.bench.planner.state import check_memory, num_parameters
 from fuelrail.bench.ranks.elastic import end_with
 from fuelrail.bench.ranks.tracing import RankTrace, TracedAccelerator
 from fuelrail.bench.studies.train.experiment import (
+    TimedTransform,
     from_memory,
     make_loader,
     noting_input,
@@ -53,12 +57,17 @@ from fuelrail.bench.trainer.distill.settings import DISTILL
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.loop import batches, train
 from fuelrail.bench.trainer.models.build import maker
-from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.models.settings import MODELS, find
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
 from fuelrail.bench.trainer.strategies.step import local, named_parameters
+from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.runtime.host import available_memory_bytes, ranks_on_host
+from fuelrail.pipeline.runtime.host import (
+    available_memory_bytes,
+    default_num_workers,
+    ranks_on_host,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,6 +75,12 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.strategies.step import Parallel
     from fuelrail.loaders.loader import DataLoader
+
+# In a checkout the package's parts are links to folders beside it.
+_PARTS_OF_OURS = tuple(
+    (Path(fuelrail.__file__).parent / name).resolve()
+    for name in ("pipeline", "sharding", "loaders", "bench")
+)
 
 # Between the first rank that gives up waiting and the last one.
 _SAY_SO_S = 3.0
@@ -77,10 +92,12 @@ def run_rank(
     writer: RankWriter,
     trace: RankTrace | None = None,
     mesh: DeviceMesh | None = None,
+    transform: TimedTransform | None = None,
 ) -> None:
     """Train this rank on a loader's batches and write its records; with several ranks the process group is initialised.
 
-    ``mesh`` is that of a composed strategy, None otherwise.
+    ``mesh`` is that of a composed strategy, None otherwise; ``transform`` the loader's, where it
+    has one.
     """
     clock = Clock()
     accelerator, device = _accelerator(settings, clock)
@@ -92,9 +109,9 @@ def run_rank(
             device=device,
             backend=dist.get_backend() if dist.is_initialized() else None,
             num_parameters=num_parameters(MODELS.get(settings.model, settings.model))[0],
-            peak_tflops=None
-            if settings.profile is not None
-            else peak_tflops(device, settings.precision),
+            peak_tflops=peak_tflops(device, settings.precision)
+            if settings.accelerator == "cuda"
+            else None,
         )
     )
     parallel = _divided(settings, mesh, accelerator, loader)
@@ -108,7 +125,7 @@ def run_rank(
         loader.close()
     noted, sums = summing(source, settings)
     noted = noting_input(
-        noted, writer, None if settings.profile is not None else MODELS.get(settings.model)
+        noted, writer, MODELS.get(settings.model) if settings.accelerator == "cuda" else None
     )
     first, accumulation = checkpoints.first_step, settings.accumulation
     steps = train(
@@ -134,12 +151,13 @@ def run_rank(
             parameters_xxh3=parameters_digest(parallel),
             peak_rss_bytes=peak_memory_bytes(),
             peak_device_bytes=torch.cuda.max_memory_allocated()
-            if settings.profile is None
+            if settings.accelerator == "cuda"
             else None,
             read_bytes=None
             if read_before is None or read_after is None
             else read_after - read_before,
             state_bytes=state_bytes(parallel),
+            transform=None if transform is None else transform.use(),
         )
     )
 
@@ -257,9 +275,11 @@ class _RunCheckpoints:
 
 def _accelerator(settings: TrainSettings, clock: Clock) -> tuple[Accelerator, str]:
     """Return the accelerator, and what it is called."""
-    if settings.profile is None:
+    if settings.accelerator == "cuda":
         return CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0"))), torch.cuda.get_device_name()
-    return EmulatedAccelerator(settings.profile, clock), settings.profile.device
+    if settings.profile is not None:
+        return EmulatedAccelerator(settings.profile, clock), settings.profile.device
+    return CpuAccelerator(clock), f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -301,11 +321,12 @@ def _leave() -> None:
 
 def run_all(runs: Sequence[TrainSettings]) -> None:
     """Run this rank of some runs, one after the other, and write its records; raise what one raises."""
-    if runs[0].profile is not None:
-        # One thread: the host's cores belong to the loader, and the stand-in is small.
-        torch.set_num_threads(1)
+    kind = runs[0].accelerator
+    if kind != "cuda":
+        # Emulated: the host's cores belong to the loader, and the stand-in is small.
+        torch.set_num_threads(1 if kind == "emulated" else default_num_workers())
     for number, settings in enumerate(runs):
-        device = None if settings.profile is not None else f"cuda:{os.environ['LOCAL_RANK']}"
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if kind == "cuda" else None
         with RankWriter(rank_path(Path(settings.records), int(os.environ["RANK"]))) as writer:
             try:
                 if number == 0:
@@ -317,7 +338,7 @@ def run_all(runs: Sequence[TrainSettings]) -> None:
                 )
                 raise
             except Exception as error:
-                message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                message = describe_error(error)
                 waited = "timed out" in str(error).lower()
                 writer.write(
                     RankFailure(
@@ -331,6 +352,30 @@ def run_all(runs: Sequence[TrainSettings]) -> None:
                     # none is the one that did not answer.
                     time.sleep(_SAY_SO_S)
                 raise
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error as one line, with the last place in the caller's code, if it was there.
+
+    The caller's is what is neither of this package, nor of Python or an installed package.
+    """
+    message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    ours = Path(fuelrail.__file__).resolve().parent
+    installed = [
+        Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")
+    ]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        is_file = path.is_absolute() and path.exists()
+        parents = {path, *path.parents, *path.resolve().parents}
+        if not is_file or not parents.isdisjoint((ours, *_PARTS_OF_OURS, *installed)):
+            continue
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name
+        message += f" at {shown}:{frame.lineno} in {frame.name}"
+        if frame.line:
+            message += f": {frame.line}"
+        break
+    return "; ".join((message, *getattr(error, "__notes__", ())))
 
 
 def _join_world(device: str | None, timeout_s: float) -> None:
@@ -351,8 +396,11 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
     if settings.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = None if trace is None else trace.recorder
-    with make_loader(settings, device, recorder, mesh) as loader:
-        run_rank(settings, loader, writer, trace, mesh)
+    transform = None
+    if settings.transform is not None:
+        transform = TimedTransform(find(settings.transform, "transform"))
+    with make_loader(settings, device, recorder, mesh, transform) as loader:
+        run_rank(settings, loader, writer, trace, mesh, transform)
     if trace is not None:
         trace.write()
 
@@ -368,7 +416,7 @@ def _mesh(settings: TrainSettings) -> DeviceMesh | None:
             settings.batch_size,
             (image.height, image.width),
         )
-    on_gpu = settings.profile is None
+    on_gpu = settings.accelerator == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
     check_memory(settings.model, settings, degrees, settings.precision, free, alone=on_gpu)
     mesh = make_mesh(degrees, "cuda" if on_gpu else "cpu")

@@ -83,6 +83,10 @@ class Distilled(StagedModel):
         """Return the student's inputs, and of a layer the teacher's tensors."""
         return (*self.student.inputs(batch), *self._source.of_batch(batch))
 
+    def real_share(self, *inputs: Tensor) -> Tensor:
+        """Return the share of the batch's samples that are real, by the student's inputs."""
+        return self.student.real_share(*inputs[: -len(self._source.names)])
+
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the student's own losses by name."""
         return self.student.losses(logits, *inputs)

@@ -23,6 +23,7 @@ from fuelrail.bench.trainer.models.staged import (
     Block,
     Experts,
     StagedModel,
+    mean_over_samples,
     perceptron,
 )
 from fuelrail.pipeline.channels.kinds import Packed
@@ -80,16 +81,10 @@ class Gpt(StagedModel):
         )
 
     def loss(self, logits: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the mean loss over the real samples; of documents in rows over all tokens, padding as 0."""
-        return (
-            (self.losses(logits, *inputs) * inputs[-1]).mean()
-            if _in_rows(inputs)
-            else super().loss(logits, *inputs)
-        )
-
-    def real_share(self, *inputs: Tensor) -> Tensor | None:
-        """Return the share of a row's tokens whose prediction counts, see `Parallel`; None where all do."""
-        return inputs[-1].mean() if _in_rows(inputs) else None
+        """Return the mean loss over real samples; of documents in rows over real predictions."""
+        if _in_rows(inputs):
+            return mean_over_samples(self.losses(logits, *inputs), inputs[-1])
+        return super().loss(logits, *inputs)
 
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - there is no image
         """Return the tokens as one map of a single row [B, 1, C, 1, T]."""

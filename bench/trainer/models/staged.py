@@ -43,9 +43,12 @@ TRANSFORMER_PLAN: dict[str, ParallelStyle] = {
 class StagedModel(nn.Module, ABC):
     """``stem(*inputs)`` makes the hidden tensor, each of ``blocks`` changes it, ``head(hidden, *inputs)`` the logits.
 
-    Sharding is by block, recomputation by block, and a pipeline cuts between any two blocks. All inputs have the
-    batch's samples along their first axis, the last one is their weight; the hidden tensor has a multiple of them. The
-    loss is the mean over the batch's real samples, so means over parts of a batch average to the mean over the batch.
+    Sharding is by block, recomputation by block, and a pipeline cuts between any two blocks. All
+    inputs have the batch's samples along their first axis; the last one is their weight, 0 of
+    samples that only fill up a batch; the hidden tensor has a multiple of them. The loss is the
+    mean over the batch's real samples. A step weighs its parts (ranks, micro-batches, parts in a
+    pipeline) by `real_share`, so that its loss and gradients are the mean over all real samples,
+    however few a part has.
 
     A module has its first values before another one takes it as a part: then a rank may keep its share alone (`draft`).
     """
@@ -85,6 +88,10 @@ class StagedModel(nn.Module, ABC):
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the loss of each prediction [B, ...]; the shape is that of the logits, without classes."""
 
+    def real_share(self, *inputs: Tensor) -> Tensor:
+        """Return the share of the batch's samples that are real: the loss is the mean over them."""
+        return inputs[-1].float().mean()
+
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:
         """Return the hidden tensor as maps of the images [B, N, C, h, w]."""
         return hidden.reshape(*inputs[0].shape[:2], *hidden.shape[1:])
@@ -99,8 +106,9 @@ class StagedModel(nn.Module, ABC):
 
 
 def mean_over_samples(losses: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean of a loss per sample [B] over samples whose weight [B] is 1; padding has 0."""
-    return (losses * weight).sum() / weight.sum().clamp(min=1)
+    """Return the mean of losses, weighed by weights of their shape, 0 for padding; 0 without any."""
+    total = weight.sum()
+    return (losses * weight).sum() / (total + (total == 0))
 
 
 # Of perceptrons that a product gates.
@@ -128,7 +136,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = _Attention(width, heads, kv_heads or heads, causal=causal)
+        self.attention = Attention(width, heads, kv_heads or heads, causal=causal)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = mlp or perceptron(width, 4 * width)
 
@@ -182,7 +190,9 @@ class Experts(nn.Module):
         return result
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
+    """Attention between tokens; groups of query heads share heads of keys and values."""
+
     def __init__(self, width: int, heads: int, kv_heads: int, *, causal: bool) -> None:
         super().__init__()
         self.head_width, self.causal, self.grouped = width // heads, causal, kv_heads != heads
@@ -192,6 +202,7 @@ class _Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute hidden states [B, T, C] of the same shape; ``mask`` as in `Block.forward`."""
         query, key, value = (
             # As many heads as this rank has of them.
             part(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)

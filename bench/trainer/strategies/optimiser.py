@@ -33,7 +33,7 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 
 def usual_optimiser(named: Named, settings: ParallelSettings) -> Optimizer:
-    """Make AdamW, or SGD with momentum, of all parameters."""
+    """Make AdamW, or SGD with a momentum of 0.9, of all parameters."""
     parameters, rate = [parameter for _, parameter in named], settings.learning_rate
     return (
         AdamW(parameters, rate)

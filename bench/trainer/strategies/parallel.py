@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
 from fuelrail.bench.trainer.models.build import Fill, draft
+from fuelrail.bench.trainer.models.staged import Attention, StagedModel
 from fuelrail.bench.trainer.strategies.data_parallel import data_parallel, shard
 from fuelrail.bench.trainer.strategies.optimiser import Named, make_optimiser, usual_optimiser
 from fuelrail.bench.trainer.strategies.pipeline import V_SHAPED, Pipeline, Stage
@@ -28,6 +39,7 @@ from fuelrail.bench.trainer.strategies.settings import (
     ParallelSettings,
     Precision,
     degrees_of,
+    divisors,
     stages_of,
 )
 from fuelrail.bench.trainer.strategies.step import Losses, Parallel, named_parameters, precision_of
@@ -165,6 +177,7 @@ def parallelise(
         make_schedule=schedule,
         device=device,
         real_share=getattr(made, "real_share", lambda *_: None),
+        mean_of_real=isinstance(made, StagedModel),
     )
 
 
@@ -180,10 +193,11 @@ def _divide(
     """Divide tensors, recompute, compile and shard, in this order."""
     for part in stages.values():
         if mesh is not None and degrees.tp > 1:
-            there = {name for name, _ in part.named_children()}  # a stage may lack stem or head
+            children = {name for name, _ in part.named_children()}  # a stage may lack stem or head
             styles = {
-                name: style for name, style in model.plan.items() if name.split(".")[0] in there
+                name: style for name, style in model.plan.items() if name.split(".")[0] in children
             }
+            _check_tensor_parallel(part, styles, degrees.tp)
             parallelize_module(part, mesh["tp"], styles)
         units = units_of(part, wrap)
         for unit in units:
@@ -193,6 +207,70 @@ def _divide(
                 unit.compile(backend=settings.compile)
         if mesh is not None:
             shard(part, units, mesh, settings, precision)
+
+
+def _check_tensor_parallel(part: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
+    """Check that tensor parallel of a degree divides weights, heads and, in each pass, activations.
+
+    What it does not divide, torch would divide into parts of several sizes, of which gloo aborts
+    the process, and local layers fail. Raises ConfigError; for activations the forward pass does.
+    """
+    for name, module in part.named_modules():
+        parent = part.get_submodule(name.rpartition(".")[0])
+        for pattern, style in styles.items():
+            atoms = list(zip_longest(name.split("."), pattern.split("."), fillvalue=""))
+            if not all(fnmatchcase(atom, wildcard) for atom, wildcard in atoms):
+                continue
+            if isinstance(parent, Attention) and isinstance(style, ColwiseParallel):
+                heads = module.get_parameter("weight").shape[0] // parent.head_width
+                _check_divides(tp, heads, f"heads of '{name}'")
+            _check_style(name, module, style, tp)
+
+
+def _check_style(name: str, module: nn.Module, style: ParallelStyle, tp: int) -> None:
+    """Check what one style divides of a module; see `_check_tensor_parallel`."""
+    layouts: Sequence[Any] = ()
+    on_input = False
+    if isinstance(style, ColwiseParallel):
+        if isinstance(module, nn.Linear) and style.output_layouts == (Shard(-1),):
+            _check_divides(tp, module.out_features, f"outputs of '{name}'")
+        if style.output_layouts != (Shard(-1),):
+            layouts = style.output_layouts
+    elif isinstance(style, RowwiseParallel):
+        if isinstance(module, nn.Linear) and style.input_layouts == (Shard(-1),):
+            _check_divides(tp, module.in_features, f"inputs of '{name}'")
+        layouts = style.output_layouts
+    elif isinstance(style, PrepareModuleOutput):
+        layouts = style.desired_output_layouts
+    elif isinstance(style, PrepareModuleInput):
+        on_input = True
+        layouts = [
+            desired if layout == Replicate() else None
+            for layout, desired in zip(
+                style.input_layouts or (), style.desired_input_layouts or (), strict=True
+            )
+        ]
+    if not any(isinstance(layout, Shard) for layout in layouts):
+        return
+
+    def check(values: Any) -> None:
+        tensors = values if isinstance(values, tuple) else (values,)
+        for tensor, layout in zip(tensors, layouts, strict=False):
+            if isinstance(layout, Shard) and isinstance(tensor, Tensor):
+                size = tensor.shape[layout.dim]
+                side = "what goes into" if on_input else "what comes out of"
+                axis = f"axis {layout.dim} of {side} '{name}', of shape {list(tensor.shape)}"
+                _check_divides(tp, size, f"entries of {axis}")
+
+    if on_input:
+        module.register_forward_pre_hook(lambda _, inputs: check(inputs))
+    else:
+        module.register_forward_hook(lambda _, __, outputs: check(outputs))
+
+
+def _check_divides(tp: int, size: int, subject: str) -> None:
+    if size % tp:
+        raise ConfigError(f"tp={tp} does not divide the {size} {subject}; {divisors('tp', size)}")
 
 
 def _the_batch(batch: Any) -> tuple[Any]:
@@ -242,7 +320,8 @@ def _to_evaluation(norm: nn.Module, _: object) -> None:
 
 def _check_parts(model: nn.Module, degrees: Degrees) -> None:
     """Check that a model has what a pipeline and tensor parallel ask of it. Raise ConfigError, which names it."""
-    wanted = {"pp": ("stem", "blocks", "head", "loss", "inputs"), "tp": ("plan",)}
+    of_stages = ("stem", "blocks", "head", "loss", "inputs", "beside", "real_share")
+    wanted = {"pp": of_stages, "tp": ("plan",)}
     for axis, names in wanted.items():
         missing = [name for name in names if not hasattr(model, name)]
         if getattr(degrees, axis) > 1 and missing:

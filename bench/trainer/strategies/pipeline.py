@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from fuelrail.bench.trainer.strategies.settings import divisors
+from fuelrail.pipeline.errors import ConfigError
+
 if TYPE_CHECKING:
     from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.models.staged import StagedModel
@@ -36,10 +39,14 @@ class Stage(nn.Module):
             {str(block): model.blocks[block] for block in range(first, last)}
         )
         self.head = model.head if number == num_stages - 1 else None
-        self._loss, self._beside = model.loss, model.beside
+        self._loss, self._beside, self._real_share = model.loss, model.beside, model.real_share
 
     def forward(self, *hidden: Tensor, **named: Tensor) -> Tensor:
-        """Return the hidden tensor, or the loss of this part of the batch."""
+        """Return the hidden tensor, or the loss of this part of the batch.
+
+        The loss is the mean over the predictions that count, times their share, so that the mean
+        over parts of equal size weighs each prediction alike.
+        """
         inputs = [named[f"input_{number}"] for number in range(len(named))]
         value: Tensor = hidden[0].view_as(hidden[0]) if self.stem is None else self.stem(*inputs)
         if self.stem is None and value.requires_grad:
@@ -48,12 +55,10 @@ class Stage(nn.Module):
         beside = self._beside(*inputs)
         for block in self.blocks.values():
             value = block(value, **beside)
-        # Convolutions may leave another layout, which cannot be sent.
-        return (
-            value.contiguous()
-            if self.head is None
-            else self._loss(self.head(value, *inputs), *inputs)
-        )
+        if self.head is None:
+            return value.contiguous()  # convolutions may leave another layout, which cannot be sent
+        loss: Tensor = self._loss(self.head(value, *inputs), *inputs) * self._real_share(*inputs)
+        return loss
 
 
 class _TimedStage(PipelineStage):
@@ -90,7 +95,8 @@ class Pipeline:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.group, device = group, next(nn.ModuleList(modules.values()).parameters()).device
-        self._micro_batches = self._parts = micro_batches
+        self._micro_batches = micro_batches
+        self._parts: float = micro_batches
         self._scale = torch.ones(())
         self._stages = [
             _TimedStage(module, number, num_stages, device, group=group)
@@ -106,12 +112,19 @@ class Pipeline:
         return loss * self._scale / self._parts
 
     def run(
-        self, inputs: Sequence[Tensor], rows: tuple[int, int], scale: Tensor, accumulation: int
+        self, inputs: Sequence[Tensor], rows: tuple[int, int], scale: Tensor, accumulation: float
     ) -> Tensor:
         """Forward and backward pass of a batch; return its share of the loss, 0 on ranks without the last stage.
 
-        Gradients are those of the loss times ``scale``.
+        The share is one of ``accumulation`` parts. Gradients are those of the loss times ``scale``.
+        Raises ConfigError for a batch that the number of parts does not divide.
         """
+        num_samples = len(inputs[0])
+        if num_samples % self._micro_batches:
+            raise ConfigError(
+                f"micro_batches={self._micro_batches} does not divide the batch of {num_samples} "
+                f"samples per rank; {divisors('micro_batches', num_samples)}"
+            )
         share = 1 / self._micro_batches / self._stages[0].num_stages
         self._scale, self._parts = scale, self._micro_batches * accumulation
         for stage in self._stages:

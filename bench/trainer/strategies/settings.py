@@ -88,7 +88,9 @@ class ParallelSettings(Settings, frozen=True, kw_only=True):
     compile: Annotated[
         Literal["none", "inductor", "aot_eager"], flag("torch.compile for each block, by backend")
     ] = "none"
-    optimiser: Annotated[Literal["adamw", "sgd"], flag("optimiser")] = "adamw"
+    optimiser: Annotated[
+        Literal["adamw", "sgd"], flag("optimiser: adamw, or sgd with a momentum of 0.9")
+    ] = "adamw"
     clip_norm: Annotated[
         Above0 | None, flag("largest norm of all gradients (default: no limit)")
     ] = None
@@ -211,7 +213,7 @@ def check_fits(
     for name, size in tensor_sizes(model, image).items():
         _refuse(
             size % tp,
-            f"tp={tp} does not divide the {size} {name} of the model; {_divisors('tp', size)}",
+            f"tp={tp} does not divide the {size} {name} of the model; {divisors('tp', size)}",
         )
     if isinstance(model, VitSettings | GptSettings):
         uneven = model.width % model.heads
@@ -236,7 +238,7 @@ def check_fits(
     cut = f"{stages} stages ({schedule}, pp={pp})"
     uneven = isinstance(model, VitSettings | GptSettings) and blocks % stages
     _refuse(
-        uneven, f"{cut} do not divide the model's {blocks} layers; {_divisors('stages', blocks)}"
+        uneven, f"{cut} do not divide the model's {blocks} layers; {divisors('stages', blocks)}"
     )
     _refuse(
         blocks < stages,
@@ -248,7 +250,7 @@ def check_fits(
         f"dp_replicate={degrees.dp_replicate}); use Interleaved1F1B, or pp and tp alone",
     )
     would, of_batch = (
-        _divisors("micro_batches", batch_size),
+        divisors("micro_batches", batch_size),
         f"the batch of {batch_size} samples per rank",
     )
     _refuse(batch_size % parts, f"micro_batches={parts} does not divide {of_batch}; {would}")
@@ -261,6 +263,7 @@ def check_fits(
     )
 
 
-def _divisors(name: str, size: int) -> str:
-    found = [str(one) for one in range(1, min(size, 128) + 1) if size % one == 0]
-    return f"{name} of {', '.join(found)} would"
+def divisors(name: str, size: int) -> str:
+    """Say which values of a setting would divide a size."""
+    values = [str(value) for value in range(1, min(size, 128) + 1) if size % value == 0]
+    return f"{name} of {', '.join(values)} would"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,16 +35,22 @@ Losses = Tensor | Mapping[str, Tensor]
 class Parallel:
     """This rank's part of a model with what trains it.
 
-    ``models`` are the module, or a pipeline's stages on this rank; ``inputs`` makes its arguments of a batch; ``mesh``
-    is None without a composed strategy. Gradients of a step are the mean over its micro-batches and over the
-    data-parallel ranks. ``teacher`` adds to the inputs what it makes of them. Of the settings those of a step count.
-    ``accelerator`` measures the phases of a step; None: nothing does. ``losses`` are the parts of the last step's loss
-    by name, the mean over its micro-batches on this rank, where the model names them. With a ``decay``, ``average``
-    holds the exponential moving average of the parameters, of which each rank has its part.
+    ``models`` are the module, or a pipeline's stages on this rank; ``inputs`` makes its arguments
+    of a batch; ``mesh`` is None without a composed strategy. Gradients of a step are the mean over
+    its micro-batches and over the data-parallel ranks, weighed as said below. ``teacher`` adds to
+    the inputs what it makes of them. Of the settings those of a step count. ``accelerator``
+    measures the phases of a step; None: nothing does. ``losses`` are the parts of the last step's
+    loss by name, the mean over its micro-batches on this rank, where the model names them. With a
+    ``decay``, ``average`` holds the exponential moving average of the parameters, of which each
+    rank has its part.
 
-    ``real_share`` says of a micro-batch which share of its predictions counts, where its loss is the mean over all of
-    them, padding as 0. Loss and gradients of a step are then divided by the mean share over micro-batches and ranks:
-    each prediction counts the same, however they are spread. ``padding`` is 1 less that of this rank's last step.
+    ``real_share`` says of a micro-batch which share of its predictions counts; None: all do. The
+    loss of the micro-batch is the mean over all predictions, padding as 0; or, with
+    ``mean_of_real``, as of a `StagedModel`, the mean over those that count, which is then
+    multiplied by the share. Loss and gradients of a step are divided by the mean share over
+    micro-batches and ranks: each prediction counts the same, however they are spread. ``padding``
+    is 1 less that of this rank's last step. With ``mean_of_real`` micro-batches may differ in their
+    number of rows; the first one must have as many on each rank.
     """
 
     models: list[nn.Module]
@@ -59,6 +67,7 @@ class Parallel:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     decay: float | None = None
     real_share: Callable[..., Tensor | None] = lambda *_: None
+    mean_of_real: bool = False
 
     def __post_init__(self) -> None:
         self.precision = precision_of(self.settings, self.device)
@@ -67,7 +76,10 @@ class Parallel:
         self.average: dict[str, Tensor] = {}
         self.losses: dict[str, Any] = {}
         self._noted: dict[str, Any] = {}
+        self._num_rows: int | None = None  # of the first micro-batch
         self._shares: list[Tensor] = []
+        self._mean_share: Tensor | None = None
+        self._sharing: dist.Work | None = None  # makes it the mean over the ranks
         self._factor: Tensor | float = 1.0
         self.padding: Tensor | None = None
         self._rates = [group["lr"] for group in self.optimiser.param_groups]
@@ -121,16 +133,20 @@ class Parallel:
         images, for the accelerator. Gradients are reduced over the ranks with the ``last`` micro-batch of a step.
         """
         precise, timer = autocast(self.device, self.precision), self.accelerator
-        share = self.real_share(*inputs)
-        if share is not None:
-            self._shares.append(share)
         if self.teacher is not None:
             with nullcontext() if timer is None else timer.forward(*rows), torch.no_grad(), precise:
                 inputs = (*inputs, *self.teacher(*inputs))
+        share = self.real_share(*inputs)
+        size = 1.0 if share is None or not self.mean_of_real else self._relative_size(inputs)
+        if share is not None:
+            self._shares.append(share * size)
+            if last:
+                self._reduce_shares()
         if self.pipeline is not None:
             scale = self.scaler.scale(inputs[0].new_ones((), dtype=torch.float))
             with precise:
-                return self.pipeline.run(inputs, rows, scale, accumulation)
+                return self.pipeline.run(inputs, rows, scale, accumulation / size)
+        weight = share * size if share is not None and self.mean_of_real else 1.0
         (model,) = self.models
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
@@ -140,22 +156,74 @@ class Parallel:
             else nullcontext()
         ):
             with nullcontext() if timer is None else timer.forward(*rows), precise:
-                loss = self._total(model(*inputs), inputs, accumulation)
+                with naming_keys(inputs[0]):
+                    outputs = model(*inputs)
+                loss = self._total(outputs, inputs, weight / accumulation)
             with nullcontext() if timer is None else timer.backward():
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _total(self, outputs: Any, inputs: tuple[Any, ...], accumulation: int) -> Tensor:
-        """Return the share of a micro-batch's loss, and note its parts."""
-        found: Losses = outputs if self.loss is None else self.loss(outputs, *inputs)
-        if isinstance(found, Tensor):
-            return found / accumulation
-        for name, value in found.items():
-            self._noted[name] = self._noted.get(name, 0) + value.detach() / accumulation
+    def _total(self, outputs: Any, inputs: tuple[Any, ...], weight: Tensor | float) -> Tensor:
+        """Return a micro-batch's loss times its weight in the step, and note its parts."""
+        losses: Losses = outputs
+        if self.loss is not None:
+            with naming_keys(inputs[0]):
+                losses = self.loss(outputs, *inputs)
+        self._check_losses(losses)
+        if isinstance(losses, Tensor):
+            return losses * weight
+        for name, value in losses.items():
+            self._noted[name] = self._noted.get(name, 0) + value.detach() * weight
         parts = [
-            value.to(torch.promote_types(value.dtype, torch.float)) for value in found.values()
+            value.to(torch.promote_types(value.dtype, torch.float)) for value in losses.values()
         ]
-        return torch.stack(parts).sum() / accumulation
+        return torch.stack(parts).sum() * weight
+
+    def _check_losses(self, losses: object) -> None:
+        """Raise ConfigError for what is no loss that can be trained, with what returned it."""
+        parts = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+        problem = None
+        if not parts:
+            problem = "an empty dict"
+        for part in parts:
+            if not isinstance(part, Tensor):
+                of_dict = "a dict with " if isinstance(losses, Mapping) else ""
+                problem = f"{of_dict}{'None' if part is None else type(part).__name__}"
+            elif part.numel() != 1:
+                problem = f"a tensor of shape {list(part.shape)}"
+            if problem is not None:
+                break
+        else:
+            if parts and not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+                problem = "a loss that depends on no parameter that is trained (it has no gradient)"
+        if problem is None:
+            return
+        (model,) = self.models
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        function = type(inner).forward if self.loss is None else self.loss
+        raise ConfigError(
+            f"{_place_of(function)} returned {problem}: return the loss, a tensor without axes "
+            "such as a mean, or a dict of such tensors, whose sum is trained"
+            + ("; or give loss=function(outputs, batch)" if self.loss is None else "")
+        )
+
+    def _relative_size(self, inputs: tuple[Any, ...]) -> float:
+        """Return the number of rows of a micro-batch in parts of that of the first one."""
+        num_rows = len(inputs[0])
+        if self._num_rows is None:
+            self._num_rows = num_rows
+        return num_rows / self._num_rows
+
+    def _reduce_shares(self) -> None:
+        """Begin to make the mean of the shares of a step over micro-batches and ranks.
+
+        It is wanted after the backward pass. Begun before, it is done by then: nothing waits.
+        """
+        share = torch.stack(self._shares).mean()
+        self._shares, self.padding = [], 1 - share
+        self._mean_share = share / self.world
+        if self.world > 1:
+            self._sharing = dist.all_reduce(self._mean_share, async_op=True)
 
     def step(self, batches: Iterable[Any]) -> Tensor:
         """Train on the micro-batches of a step, at least one; return this rank's loss, the mean over them.
@@ -165,7 +233,8 @@ class Parallel:
         """
         parts, losses = list(batches), []
         for number, batch in enumerate(parts, start=1):
-            inputs = to_device(self.inputs(batch), self.device)
+            with naming_keys(batch):
+                inputs = to_device(self.inputs(batch), self.device)
             losses.append(
                 self.forward_backward(inputs, accumulation=len(parts), last=number == len(parts))
             )
@@ -197,17 +266,17 @@ class Parallel:
                     local(self.average[name]).lerp_(local(parameter.detach()), 1 - self.decay)
 
     def _weigh(self) -> None:
-        """Divide the gradients by the mean share of predictions that count, and keep that for the losses."""
+        """Divide the gradients by the mean share of predictions that count, kept for the losses."""
         self._factor = 1.0
-        if self._shares:
-            share = torch.stack(self._shares).mean()
-            self._shares, self.padding = [], 1 - share
-            if self.world > 1:
-                dist.all_reduce(share := share / self.world)
-            self._factor = 1 / share.clamp(min=1e-9)
-            for gradient in (
-                local(one.grad) for _, one in named_parameters(self.models) if one.grad is not None
-            ):
+        if self._mean_share is None:
+            return
+        if self._sharing is not None:
+            self._sharing.wait()
+        self._factor = 1 / self._mean_share.clamp(min=1e-9)
+        self._mean_share = self._sharing = None
+        for _, parameter in named_parameters(self.models):
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
                 gradient.mul_(self._factor.to(gradient.device))
 
     def start_average(self) -> None:
@@ -261,6 +330,28 @@ class Parallel:
         if self.pipeline is not None:
             dist.all_reduce(loss, group=self.pipeline.group)
         return loss * self._factor
+
+
+def _place_of(function: Any) -> str:
+    """Return the name of a function, with the file and line where it is defined, if it has one."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return (
+        f"'{name}'"
+        if code is None
+        else f"'{name}' ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    )
+
+
+@contextmanager
+def naming_keys(batch: Any) -> Iterator[None]:
+    """Note on an error of a key that a batch has not which keys it has."""
+    try:
+        yield
+    except KeyError as error:
+        if isinstance(batch, Mapping) and error.args and error.args[0] not in batch:
+            error.add_note(f"the batch has {', '.join(map(str, batch))}")
+        raise
 
 
 def _swap(model: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

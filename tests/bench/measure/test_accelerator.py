@@ -1,4 +1,4 @@
-"""The emulated accelerator against a clock that is turned by hand: every time is exact."""
+"""Accelerators, emulated and the CPU, against a clock that is turned by hand: exact times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.bench.measure.accelerator import PROFILES, EmulatedAccelerator, load_profile
+from fuelrail.bench.measure.accelerator import (
+    PROFILES,
+    CpuAccelerator,
+    EmulatedAccelerator,
+    load_profile,
+)
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import MS, PROFILE, HandClock
 
@@ -164,3 +169,42 @@ def test_a_profile_of_ones_own_is_loaded_by_path_and_checked(tmp_path):
     path.write_text(text.replace("forward_ms: 0.3624", "forward_ms: -1"))
     with pytest.raises(ConfigError, match="forward_ms"):
         load_profile(str(path))
+
+
+def test_the_phases_of_a_cpu_are_what_the_thread_takes_and_say_what_it_waited():
+    clock = HandClock()
+    accelerator = CpuAccelerator(clock)
+    with accelerator.host_to_device():
+        clock.pass_ms(1)
+    with accelerator.forward(2, 4):
+        clock.compute_ms(10)
+        clock.pass_ms(500)  # it sleeps
+    with accelerator.backward():
+        accelerator.gradients_ready(0.5)
+        clock.compute_ms(20, queued_ms=5)
+        accelerator.all_reduce_started()
+        accelerator.gradients_ready(1.0)
+        clock.pass_ms(7)
+        accelerator.all_reduce_finished()
+    with accelerator.optimiser():
+        clock.compute_ms(3)
+    times = accelerator.finish_step()
+    assert (times.host_to_device_ns, times.forward_ns) == (1 * MS, 510 * MS)
+    assert (times.backward_ns, times.all_reduce_ns, times.optimiser_ns) == (25 * MS, 7 * MS, 3 * MS)
+    assert times.device_busy_ns == (510 + 25 + 3) * MS
+    assert (times.cpu_ns, times.queued_ns) == (33 * MS, 5 * MS)
+    assert times.all_reduce_total_ns == 7 * MS
+    assert accelerator.finish_step().device_busy_ns == 0
+
+
+def test_micro_batches_on_a_cpu_add_up():
+    clock = HandClock()
+    accelerator = CpuAccelerator(clock)
+    for _ in range(2):
+        with accelerator.forward(2, 4):
+            clock.compute_ms(10)
+        with accelerator.backward():
+            clock.compute_ms(20)
+    times = accelerator.finish_step()
+    assert (times.forward_ns, times.backward_ns, times.all_reduce_ns) == (20 * MS, 40 * MS, 0)
+    assert times.cpu_ns == times.device_busy_ns == 60 * MS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fuelrail import OrderSpec, Pack
-from fuelrail.bench.studies.train.experiment import make_loader
+from fuelrail.bench.studies.train.experiment import TimedTransform, make_loader
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS
 from support.packed_ranks import LENGTH, PACK, TOKENS, words
@@ -99,3 +99,33 @@ def test_orders_that_a_model_cannot_read_are_refused(documents, changes, words_o
 def test_packs_of_a_dataset_without_documents_are_refused(dataset):
     with pytest.raises(ConfigError, match="model 'gpt-tiny' reads packs of up to 0 tokens"):
         batches(dataset, 1, model="gpt-tiny", order=OrderSpec(pack=PACK))
+
+
+class Tilt:
+    """A transform that is an object with settings of its own."""
+
+    def __init__(self):
+        self._function = "its own"
+
+    def __call__(self, sample):
+        if sample < 0:
+            raise ValueError(sample)
+        return sample + 1
+
+
+def doubled(sample):
+    return 2 * sample
+
+
+def test_a_timed_transform_is_the_function_by_name_and_counts_calls_that_fail_too():
+    for function, name, value in ((doubled, "doubled", 6), (Tilt(), "Tilt", 4)):
+        timed = TimedTransform(function)
+        assert timed.use() is None
+        assert (timed.__module__, timed.__qualname__) == (__name__, name)
+        assert timed(3) == value
+        use = timed.use()
+        assert use.num_calls == 1 and 0 < use.wall_ns <= use.span_ns
+    with pytest.raises(ValueError, match="-1"):
+        timed(-1)
+    assert timed.use().num_calls == 2
+    assert timed.use().wall_ns > use.wall_ns

@@ -150,6 +150,24 @@ def logged_in(found):
     return lambda values, step: found.__setitem__(step, values)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_one_function_logs_as_a_list_of_functions_does(dataset, several):
+    logged = {}
+    log = [logged_in(logged)] if several else logged_in(logged)
+    with load(dataset, batch_size=4, shuffle=True, drop_last=True, seed=3) as loader:
+        fr.train(divided(), loader, steps=2, log=log)
+    assert list(logged) == [1, 2] and {"loss", "learning_rate"} <= set(logged[2])
+
+
+@pytest.mark.parametrize("log", ["wandb", [print, "wandb"], [None]])
+def test_what_cannot_log_is_refused_before_the_first_step(dataset, log):
+    with (
+        load(dataset, batch_size=4, shuffle=True, drop_last=True, seed=3) as loader,
+        pytest.raises(fr.ConfigError, match=r"log=.* must be a function of values and step"),
+    ):
+        fr.train(divided(), loader, steps=2, log=log)
+
+
 @pytest.mark.costly
 def test_a_run_that_stopped_continues_with_the_same_losses_averages_and_draws(dataset, tmp_path):
     random.seed(1)

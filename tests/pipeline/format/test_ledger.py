@@ -103,6 +103,15 @@ def test_a_record_that_a_kill_has_cut_is_removed_by_the_next_run(path):
     assert path.read_bytes().startswith(whole)
 
 
+@pytest.mark.parametrize("text", ["these are notes\nof mine\n", "hello", "[]", '{"a": 1}\n'])
+@pytest.mark.parametrize("open_end", [False, True])
+def test_another_file_is_not_called_a_damaged_ledger(tmp_path, text, open_end):
+    (tmp_path / "notes.txt").write_text(text)
+    with pytest.raises(LedgerError, match=r"notes\.txt' is no ledger: ") as error:
+        read_ledger(tmp_path / "notes.txt", open_end=open_end)
+    assert "backup" not in str(error.value)
+
+
 def test_two_writers_are_noticed(path):
     one, other = LedgerFile(path), LedgerFile(path)
     one.append(reached(1, 8))

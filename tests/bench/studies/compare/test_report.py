@@ -11,7 +11,12 @@ import pytest
 from fuelrail.bench.measure.rates import MIN_REPEATS, ratio_interval
 from fuelrail.bench.report.page import render_markdown, render_page
 from fuelrail.bench.studies.compare.page import rows
-from fuelrail.bench.studies.compare.report import load_compare_report, make_run, ranking
+from fuelrail.bench.studies.compare.report import (
+    load_compare_report,
+    make_run,
+    ranking,
+    reasons_left_out,
+)
 from fuelrail.bench.studies.diff import compare
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import RESULTS
@@ -145,3 +150,24 @@ def test_two_runs_show_no_range():
     few = [row for row in rows(report) if int(row[-1]) < MIN_REPEATS]
     assert few
     assert all(row[2] == row[4] == "" for row in few)
+
+
+def test_one_cause_is_said_once_with_all_that_it_holds_for():
+    fault = "images differ from the definition: {} dB at worst, 36 dB are required"
+    needed = "'streaming' is not installed: pip install mosaicml-streaming==2.1"
+    entries = [
+        contestant("loose:cv2", [], left_out=fault.format("28.6")),
+        contestant("mds:cv2", [], left_out=needed),
+        contestant("wds:cv2", [], left_out=fault.format("27.2")),
+        contestant("fuelrail:turbo", [900.0]),
+        contestant("mds:pil", [], left_out=needed),
+        contestant("wds:pil", [], left_out=fault.format("100.0")),
+    ]
+    lines = [
+        f"loose:cv2, wds:cv2, wds:pil: {fault.format('27.2 to 100.0')}",
+        f"mds:cv2, mds:pil: {needed}",
+    ]
+    assert reasons_left_out(entries) == lines
+    text = Page(render_page(compare_report_of(entries))).text
+    assert all(text.count(line) == 1 for line in lines)
+    assert text.count("differ from the definition") == 1

@@ -19,6 +19,7 @@ from fuelrail.bench.studies.diagnose.report import (
     suggestions,
     verdict_on,
 )
+from fuelrail.bench.studies.train.figures import TransformFigures
 from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.studies.train.settings import TrainOptions
 from support.bench_runs import MS, SETTINGS, log, report_of, step
@@ -133,6 +134,81 @@ def test_the_stage_whose_absence_helps_is_named_with_the_gain(left_out, bound):
     assert found.bound == bound
     assert "Without any loading the run would be" in found.finding
     assert found.expected_gain == pytest.approx(46.2 / 32.2 - 1, abs=0.03)
+
+
+def with_transform(report, **figures):
+    transform = TransformFigures(wall_ms=40.0, queued_ms=0.0, **figures)
+    return msgspec.structs.replace(
+        report, figures=msgspec.structs.replace(report.figures, transform=transform)
+    )
+
+
+@pytest.mark.parametrize(
+    ("figures", "bound"),
+    [
+        ({"cpu_ms": 0.4, "cpus": 0.01}, "waiting transform"),
+        ({"cpu_ms": 38.0, "cpus": 0.95}, "Python"),
+        ({"cpu_ms": 10.0, "cpus": 0.95}, "Python"),  # four threads that take turns
+    ],
+)
+def test_a_transform_that_waits_gets_more_threads_and_not_numpy(figures, bound, tmp_path):
+    base = with_transform(training(0, **WAITS), **figures)
+    without = everywhere(**WAITS) | NO_LOADING | {"transform": {"wait_ms": 1.0}}
+    found = judge(base, without=without)
+    assert found.bound == bound
+    assert ("interpreter's lock" in found.finding) == (bound == "Python")
+    settings = msgspec.structs.replace(SETTINGS, workers=2)
+    tried = suggestions(found.bound, settings, num_shards=4, num_ranks=2, out=tmp_path, gain=8.9)
+    if bound == "waiting transform":
+        assert "of 40.0 ms a sample its thread computes for 0.400 ms" in found.finding
+        assert [trial.options for trial in tried] == ["--workers 4", "--workers 8", "--workers 20"]
+        assert "--workers" in found.advice and "numpy" not in found.advice
+
+
+def on_cpu(report, **figures):
+    return msgspec.structs.replace(
+        report,
+        accelerator={"kind": "cpu", "device": "CPU, 2 threads"},
+        figures=msgspec.structs.replace(report.figures, **figures),
+    )
+
+
+@pytest.mark.parametrize(
+    ("waiting", "bound", "said"),
+    [
+        (0.9, "waiting model", "In 90% of the time its thread wanted no CPU"),
+        (0.0, "compute", "a GPU make"),
+    ],
+)
+def test_a_model_on_a_cpu_is_the_bound_and_whether_it_waits_is_said(waiting, bound, said):
+    base = on_cpu(training(0, wait_ms=0.1), waiting_share=waiting)
+    found = judge(base, without=everywhere(wait_ms=0.1))
+    assert found.bound == bound
+    assert found.expected_gain == pytest.approx(waiting / (1 - waiting))
+    assert "most of it in backward" in found.finding
+    assert said in f"{found.finding} {found.advice}"
+    assert "accelerators" not in found.finding and "overloaded" not in found.finding
+
+
+def test_noise_does_not_hide_what_a_model_was_seen_to_wait():
+    """No run tells more than the repeat; how long the thread wanted no CPU was measured."""
+    steps, helped = {"wait_ms": 15.0, "noise_ms": 6.0}, {"wait_ms": 6.0, "noise_ms": 6.0}
+    without = everywhere(**steps) | {"loading": helped, "decode": helped}
+    again = {"wait_ms": 7.5, "noise_ms": 6.0}
+    bounds = [
+        judge(on_cpu(training(0, **steps), waiting_share=share), without=without, again=again).bound
+        for share in (0.0, 0.6)
+    ]
+    assert bounds == ["undecided", "waiting model"]
+
+
+def test_loading_that_takes_the_cpu_from_the_model_is_not_called_decoding_on_a_gpu():
+    found = judge(
+        on_cpu(training(0, **CONTENDED)),
+        without=everywhere(**CONTENDED) | NO_LOADING | {"decode": {}},
+    )
+    assert found.bound == "host"
+    assert "Loading and training share the CPUs" in found.finding
 
 
 def test_a_cache_that_was_cold():
@@ -294,6 +370,14 @@ def test_further_rounds_tell_what_one_could_not():
     found = find_bound([first, *more])
     assert (found.bound, found.num_rounds) == ("CPU decode", 5)
     assert found.noise < 0.1
+    # Steps are of the same rounds as gains: the baseline's too.
+    rounds = [first, *more]
+    of_baseline = [one.as_it_is.figures.step_time.mean_ms for one in rounds]
+    assert found.step_ms == pytest.approx(np.mean(of_baseline))
+    occupancy = [one.as_it_is.figures.occupancy.mean for one in rounds]
+    assert found.occupancy == pytest.approx(np.mean(occupancy))
+    for entry in found.counterfactuals:
+        assert found.step_ms / entry.step_ms - 1 == pytest.approx(entry.gain, abs=0.03)
 
 
 def test_a_trial_within_noise_shows_no_difference():

@@ -216,7 +216,7 @@ def test_a_dataset_without_a_loaders_report_says_what_is_assumed(tmp_path):
 
 @pytest.mark.slow
 def test_efficiencies_are_fitted_to_training_on_the_cluster(tmp_path):
-    settings = msgspec.structs.replace(SETTINGS, model="bev-tiny", profile=None)
+    settings = msgspec.structs.replace(SETTINGS, model="bev-tiny", accelerator="cuda", profile=None)
     report = report_of([log(steps(20)), log(steps(20))], settings=settings)
     report = msgspec.structs.replace(report, model={"name": "bev-tiny", "num_parameters": None})
     path = tmp_path / "report.json"

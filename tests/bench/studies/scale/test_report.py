@@ -72,3 +72,8 @@ def test_reports_differ_by_their_steps():
     assert len(changes) == len(RUNS)
     assert all(change.is_worse(0.02) for change in changes)
     assert not any(change.is_worse(0.0) for change in compare(scale_report(), scale_report()))
+
+
+@pytest.mark.parametrize(("runs", "said"), [(RUNS[:1], "1 rank makes"), (RUNS, " ranks make ")])
+def test_one_rank_and_several_are_counted_in_words(runs, said):
+    assert said in render_markdown(scale_report(runs))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from fuelrail.__main__ import main
+from fuelrail.bench.studies.train import settings
+from fuelrail.bench.studies.train.report import load_report
 from support.ranks import environment, run_ranks
 
 pytestmark = pytest.mark.process
 
 MODEL = """
+import time
+
 from torch import nn
 
 
@@ -27,6 +32,27 @@ class Brightness(nn.Module):
         for block in self.blocks:
             value = block(value)
         return {"size": value.square().mean(), "distance": (value - 1).abs().mean()}
+
+
+class Sleeper(Brightness):
+    def forward(self, batch):
+        time.sleep(0.1)
+        return super().forward(batch)
+
+
+class Misspelt(Brightness):
+    def forward(self, batch):
+        return super().forward({"img": batch["image"]})
+
+
+class Forgetful(Brightness):
+    def forward(self, batch):
+        super().forward(batch)
+
+
+def late(sample):
+    time.sleep(0.02)
+    return sample
 """
 
 
@@ -100,6 +126,49 @@ def test_two_nodes_of_torchrun_are_one_world(words, tmp_path):
 def test_a_model_that_is_not_there_is_refused(words, model, message, capsys):
     words[words.index("--model") + 1] = model
     assert main(words) == 2
-    import re
-
     assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+
+
+def run(words, model, *options):
+    words[words.index("--model") + 1] = f"outside:{model}"
+    return main([*words, *options])
+
+
+def test_an_own_model_is_timed_on_the_cpu_and_not_as_another_network(words, tmp_path, monkeypatch):
+    """Whatever else the host does: what sleeps is in forward, and waits for no CPU."""
+    monkeypatch.setattr(settings, "installed_gpus", list)
+    words[words.index("--steps") + 1] = "12"
+    assert run(words, "Sleeper", "--transform", "outside:late", "--workers", "1") == 0
+    report = load_report(tmp_path / "out" / "report.json")
+    assert report.accelerator["kind"] == "cpu"
+    shares = {phase.phase: phase.share for phase in report.figures.phases}
+    assert max(shares, key=shares.get) == "forward"
+    assert report.figures.waiting_share > 0.1
+    assert any("it slept, or waited" in text for text in report.warnings)
+    assert report.figures.transform.waits
+
+
+WRONG_KEY = 'return super().forward({"img": batch["image"]})'
+LINES = [line.strip() for line in MODEL.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "message"),
+    [
+        (
+            "Misspelt",
+            WRONG_KEY,
+            f"KeyError: 'image' at outside.py:LINE in forward: {WRONG_KEY}; the batch has img, cam_",
+        ),
+        (
+            "Forgetful",
+            "class Forgetful(Brightness):",
+            "'Forgetful.forward' (outside.py:LINE) returned None: return the loss, a tensor without",
+        ),
+    ],
+)
+def test_an_error_in_an_own_model_has_its_place(words, model, line, message, capsys):
+    assert run(words, model) == 2
+    number = LINES.index(line) + (1 if model == "Misspelt" else 2)
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert message.replace("LINE", str(number)) in said

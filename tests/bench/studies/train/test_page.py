@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave, RankLog
-from fuelrail.bench.report.page import render_markdown, render_page
+from fuelrail.bench.report.page import format_number, render_markdown, render_page
 from fuelrail.bench.studies.train.page import verdict
 from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.spec import OrderSpec
-from support.bench_runs import SETTINGS, log, report_of, step, steps
+from support.bench_runs import MS, SETTINGS, log, report_of, step, steps
 from support.html_page import Page
 
 pytestmark = pytest.mark.slow
@@ -24,6 +24,7 @@ LEARNED.restored = CheckpointRestore(
     step=10, folder="step-00000010.0123abcd", world_size=4, skipped=["<cut>"]
 )
 SUMS = {"x": (4, 10.0, 30.0)}
+ON_CPU = msgspec.structs.replace(SETTINGS, accelerator="cpu", profile=None, model="own:Net")
 RUNS = {
     "with memory and checkpoints": report_of(
         [LEARNED], settings=msgspec.structs.replace(SETTINGS, checkpoint="/private")
@@ -51,8 +52,10 @@ RUNS = {
             SETTINGS, order=OrderSpec(pack=Pack(budget=8, cost="x")), cost=("x",)
         ),
     ),
+    "on a CPU": report_of([log(steps(20, cpu_ns=31 * MS))], settings=ON_CPU),
     "on a GPU": report_of(
-        [log(steps(20))], settings=msgspec.structs.replace(SETTINGS, profile=None)
+        [log(steps(20))],
+        settings=msgspec.structs.replace(SETTINGS, accelerator="cuda", profile=None),
     ),
 }
 
@@ -72,9 +75,13 @@ def test_the_page_is_well_formed_and_tells_what_the_report_tells(run):
         assert f"Partial report: {report.cut_off}" in page.text
     if report.figures is not None:
         assert f"{report.figures.occupancy.mean:.1%}" in page.text
-        assert f"{report.figures.throughput.gpu_hours_per_million_samples:.1f}" in page.text
+        hours = report.figures.throughput.gpu_hours_per_million_samples
+        assert format_number(hours) in page.text
     else:
         assert "No occupancy figure" in page.text
+    on_cpu = report.accelerator["kind"] == "cpu"
+    for said in ("rank-hours", "on this CPU", "say nothing of a GPU’s"):
+        assert (said in page.text) == (on_cpu and report.figures is not None)
     emulated = report.accelerator["kind"] == "emulated"
     for said in ("This run used an emulated GPU", "emulated Test GPU", "a test's invention"):
         assert (said in page.text) == emulated
@@ -115,6 +122,6 @@ def test_the_verdict_names_the_largest_loss(times, said):
 def test_padding_and_imbalance_have_times_of_their_own():
     page = render_markdown(RUNS["packs"])
     assert "| padding | 30.0% | 9.00 | 29.0% |" in page
-    assert "| imbalance | 0.0% | 0.00 | 0.0% |" in page
+    assert "| imbalance | 0.0% | 0 | 0.0% |" in page
     assert "No cost model from 52 steps: x is the same in all of them." in page
     assert "Padding and imbalance" not in render_markdown(RUNS["two ranks"])

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator
-from fuelrail.bench.measure.records import InputFacts, RankLog
+from fuelrail.bench.measure.machine import CpuUse
+from fuelrail.bench.measure.records import InputFacts, RankLog, TransformUse
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.report.page import render_markdown, render_page
 from fuelrail.bench.studies.train.page import verdict
@@ -135,7 +136,7 @@ def test_other_files_are_refused(tmp_path, text):
 
 
 def test_a_run_on_cuda_names_its_device():
-    cuda = msgspec.structs.replace(SETTINGS, profile=None)
+    cuda = msgspec.structs.replace(SETTINGS, accelerator="cuda", profile=None)
     assert report_of([log(steps(20))], settings=cuda).accelerator == {
         "kind": "cuda",
         "device": "Test GPU",
@@ -209,3 +210,68 @@ def test_headline_bar_and_sentence_agree_on_a_loaded_host():
     assert share["other"] == pytest.approx(1 - bar)
     assert share["other"] > 0.2
     assert "The largest loss is the host outside the phases (“other”)" in verdict(report)
+
+
+CPU = msgspec.structs.replace(SETTINGS, accelerator="cpu", profile=None, model="own:Net")
+
+
+def test_a_model_that_sleeps_on_a_cpu_is_not_said_to_overload_it():
+    """Forward, backward and optimiser take 31 ms, of which the thread computes for one."""
+    idle = CpuUse(seconds=10.0, own=0.2, others=0.0, usable=2.0)
+    report = report_of([log(steps(20, cpu_ns=1 * MS))], settings=CPU, cpu=idle)
+    assert report.figures.waiting_share == pytest.approx(30 / 31)
+    said = " ".join(report.warnings)
+    assert "In 97% of the wall time the thread that trains" in said and "it slept" in said
+    assert "overloaded" not in said
+    assert verdict(report).startswith("Forward, backward and optimiser take 100.0% of the time")
+    assert "most of it backward" in verdict(report)
+
+
+def test_a_model_that_stands_in_the_queue_for_a_cpu_is_said_to():
+    report = report_of([log(steps(20, cpu_ns=11 * MS, queued_ns=20 * MS))], settings=CPU)
+    assert (report.figures.waiting_share, report.figures.queued_share) == (0, 20 / 31)
+    said = " ".join(report.warnings)
+    assert "In 65% of the wall time the thread that trains stood in the queue" in said
+    assert "slept" not in said
+
+
+def test_an_own_model_on_an_emulated_gpu_is_said_not_to_be_what_is_timed():
+    own = msgspec.structs.replace(SETTINGS, model="own:Net")
+    late = steps(20, overrun_ns=500 * MS, other_ms=500)
+    idle = CpuUse(seconds=10.0, own=0.2, others=0.0, usable=2.0)
+    said = " ".join(report_of([log(late)], settings=own, cpu=idle).warnings)
+    assert "those of test network on one Test GPU, not as those of model 'own:Net'" in said
+    assert "--accelerator cpu" in said
+    assert "The ranks used 0.2 of 2 CPUs, and yet" in said and "overloaded" not in said
+    busy = msgspec.structs.replace(idle, own=1.9)
+    said = " ".join(report_of([log(late)], cpu=busy).warnings)
+    assert "The CPUs are overloaded" in said and "not as those of" not in said
+
+
+def transform_log(**use):
+    records = log(steps(20))
+    end = msgspec.structs.replace(records.end, transform=TransformUse(num_calls=10, **use))
+    records.end = end
+    return records
+
+
+@pytest.mark.parametrize(
+    ("use", "waits"),
+    [
+        # Ten calls of 40 ms, in a second.
+        ({"wall_ns": 400 * MS, "cpu_ns": 4 * MS, "queued_ns": 0, "span_ns": 1000 * MS}, True),
+        ({"wall_ns": 400 * MS, "cpu_ns": 390 * MS, "queued_ns": 0, "span_ns": 400 * MS}, False),
+        # Four threads that take turns in the interpreter: each waits, and together they keep a CPU
+        # busy.
+        ({"wall_ns": 400 * MS, "cpu_ns": 98 * MS, "queued_ns": 0, "span_ns": 100 * MS}, False),
+        # Threads that wait for a CPU.
+        (
+            {"wall_ns": 400 * MS, "cpu_ns": 90 * MS, "queued_ns": 300 * MS, "span_ns": 900 * MS},
+            False,
+        ),
+    ],
+)
+def test_a_transform_waits_where_it_takes_neither_a_cpu_nor_the_interpreters_lock(use, waits):
+    transform = report_of([transform_log(**use)]).figures.transform
+    assert transform.waits == waits
+    assert transform.wall_ms == 40

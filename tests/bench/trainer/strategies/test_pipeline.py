@@ -18,7 +18,12 @@ class Transpose(nn.Module):
 def test_a_stage_sends_contiguous_values_and_gradients():
     blocks = [nn.Identity(), Transpose(), nn.Identity()]
     model = SimpleNamespace(
-        stem=nn.Identity(), blocks=blocks, head=nn.Identity(), loss=None, beside=dict
+        stem=nn.Identity(),
+        blocks=blocks,
+        head=nn.Identity(),
+        loss=None,
+        beside=dict,
+        real_share=None,
     )
     hidden = torch.rand(2, 3, 4, requires_grad=True)
     sent = Stage(model, 1, 3)(hidden)
