@@ -13,7 +13,7 @@ RUN apt-get update && apt-get install --no-install-recommends --yes libjpeg-turb
 # torch without CUDA is 2 GB smaller.
 RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu
 RUN --mount=from=build,source=/wheels,target=/wheels \
-    pip install --no-cache-dir "$(echo /wheels/fuelrail-*.whl)[bench,tables,view,s3,gcs,az,http,ray,waymo]"
+    pip install --no-cache-dir "$(echo /wheels/fuelrail-*.whl)[bench,view,s3,gcs,az,http,ray,waymo]"
 RUN useradd --create-home --uid 1000 fuelrail
 # By number: Kubernetes' runAsNonRoot does not look names up.
 USER 1000
