@@ -253,6 +253,9 @@ class FrameSource(Generic[S]):
         with findings.of("classes"):
             classes.report(report)
         report.noted.update(self.noted)
+        if self.files.hidden:
+            text = "hidden files and folders left out, such as .DS_Store, Thumbs.db and ._NAME"
+            report.noted[text] = sum(self.files.hidden.values())
         findings.check()
         if not num_clips:
             summary = (type(self).__doc__ or "").strip().partition("\n")[0]

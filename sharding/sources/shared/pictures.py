@@ -29,6 +29,7 @@ CHECK_IMAGES: Final = (
     "damaged_image do at least), pixels (each whole, and decodes it)"
 )
 _OF_DAMAGED: Final = ("damaged_image", "max_damaged", "check_images")
+_LATER: Final = {"ignore_zeros": False, "gather": False}
 MAX_DAMAGED: Final = "largest share of damaged images that are left out; more are an error"
 _STARTS: Final = {"jpg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}
 _NAMES: Final = {"jpg": "JPEG", "png": "PNG"}
@@ -59,10 +60,14 @@ class ImagePolicy(NamedTuple):
 
 
 def recorded(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a source for its recipe: those of damaged images change no byte where these are errors."""
+    """Return the options of a source for its recipe: those of damaged images change no byte where these are errors.
+
+    Options that came later are in a recipe where they are not the default, so that older recipes are the same.
+    """
+    omitted = [name for name, default in _LATER.items() if options.get(name) == default]
     if options["damaged_image"] == "error":
-        return {name: value for name, value in options.items() if name not in _OF_DAMAGED}
-    return options
+        omitted += _OF_DAMAGED
+    return {name: value for name, value in options.items() if name not in omitted}
 
 
 def image_size(data: Buffer, extension: str) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from fuelrail.sharding.sources.adapter.videos import FRAME
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.points import parse_points
+from fuelrail.sharding.sources.shared.tars import OF_IGNORE_ZEROS
 from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
 from fuelrail.sharding.sources.tables.boxes import box_type, boxes_of_frames, check_box_columns
 from fuelrail.sharding.sources.tables.calibration import CalibrationTable, read_calibration, shared
@@ -119,6 +120,7 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="largest time between a frame and a sensor's file in sensor_data"),
     ] = 50.0
+    ignore_zeros: Annotated[bool, Meta(description=f"of tars: {OF_IGNORE_ZEROS}")] = False
     max_gap_s: Annotated[
         float,
         Meta(gt=0, description="largest gap between two ego poses in which poses are interpolated"),
@@ -145,7 +147,12 @@ class Manifest(FrameSource[ManifestSettings]):
         if self.given.root:
             self.files = source_files(self.given.root)
         only_keyframes = self.given.frames == "keyframes"
-        self._paths = Paths(self.files, self.given.root or folder, only_keyframes=only_keyframes)
+        self._paths = Paths(
+            self.files,
+            self.given.root or folder,
+            only_keyframes=only_keyframes,
+            ignore_zeros=self.given.ignore_zeros,
+        )
         self._tables: dict[str, Table] = {}
         self._calibrations: CalibrationTable | None = None
         self._prefixes: list[

@@ -204,3 +204,22 @@ def test_one_image_is_a_dataset(tmp_path):
         tmp_path / "out", 1, shuffle=True, attributes=["cls"], image={"height": 24, "width": 32}
     )
     assert (batch["sample_token"], batch["cls"].tolist()) == (["cat/only.jpg"], [0])
+
+
+@pytest.mark.parametrize("splits", ["", "train/"])
+def test_what_systems_and_editors_leave_is_no_image_and_no_class(tmp_path, splits):
+    root = write(tmp_path / "source", [f"{splits}{name}/{at}.jpg" for name in "ab" for at in "12"])
+    folders = [".ipynb_checkpoints", "__MACOSX", "a/.thumbs"]
+    files = ["a/._1.jpg", "a/.DS_Store", "b/Thumbs.db", ".DS_Store"]
+    for name in [f"{folder}/1.jpg" for folder in folders] + files:
+        for place in {splits, ""}:
+            if place == splits or not name.startswith(("a/", "b/")):
+                (root / place / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / place / name).write_bytes(b"\0\5\x16\7")
+    info = scan(root)
+    assert [clip.clip_name for clip in info.clips] == [
+        f"{splits}{name}/{at}.jpg" for name in "ab" for at in "12"
+    ]
+    (hidden,) = [text for text in info.report.noted if text.startswith("hidden files and folders")]
+    assert info.report.noted[hidden] == (7 if not splits else 10)
+    assert not [text for text in info.report.noted if "no JPEG" in text]
