@@ -113,7 +113,7 @@ class _Metadata:
         where = f"file '{self.files.shown}/{_INFO}'"
         if self.files.facts(_INFO) is None:
             raise SourceError(f"{where} is not there: is this the folder of a LeRobot dataset?")
-        info = read_json(self.files.read(_INFO), where, _Info)
+        info = read_json(self.files.read(_INFO), where, _Info, noted=self.noted)
         if info.codebase_version.removeprefix("v") not in ("2.0", "2.1", "3.0"):
             raise SourceError(
                 f"{where} has the codebase_version '{shown(info.codebase_version)}'; v2.0, v2.1 and v3.0 are read: "
@@ -187,7 +187,7 @@ class _Metadata:
         where = f"file '{self.files.shown}/{name}'"
         for number, line in enumerate(self.files.read(name).split(b"\n"), 1):
             if line.strip():
-                yield read_json(line, f"{where}, line {number}", kind)
+                yield read_json(line, f"{where}, line {number}", kind, noted=self.noted)
 
     def episodes(self) -> Iterator[_Episode]:
         """Yield the episodes, in the order of the files."""

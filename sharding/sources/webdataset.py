@@ -155,8 +155,11 @@ class _Reader(NamedTuple):
     given: WebDatasetSettings
     files: SourceFiles
 
-    def json(self, sample: _Sample) -> JsonFacts:
-        """Read the JSON; raise SourceError where there is none and an option names a path in it."""
+    def json(self, sample: _Sample, noted: Counter[str]) -> JsonFacts:
+        """Read the JSON; raise SourceError where there is none and an option names a path in it.
+
+        ``noted`` counts NaN and infinities, which are read as null.
+        """
         where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
         if self.given.meta not in sample.members and self._used:
             raise SourceError(
@@ -166,7 +169,7 @@ class _Reader(NamedTuple):
         if member is None:
             return JsonFacts(None, where)
         data, what = self._data(sample, member), f"{where}: .{self.given.meta}"
-        return JsonFacts(read_json(data, what, what="is not JSON"), where)
+        return JsonFacts(read_json(data, what, what="is not JSON", noted=noted), where)
 
     @property
     def _used(self) -> frozenset[str]:
@@ -234,7 +237,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         """The channels of the first samples' values, the types of their attributes, and why other values are none."""
         values, attributes = ValueForms(), ValueForms()
         for sample in islice(self._samples(), self.given.first_samples or None):
-            found = self._reader.values(sample, self._reader.json(sample).values)
+            found = self._reader.values(sample, self._reader.json(sample, Counter()).values)
             for forms, of_sample in ((values, found.values), (attributes, found.attributes)):
                 for name, value in of_sample.items():
                     forms.learn(name, b"" if isinstance(value, Member) else value)
@@ -373,7 +376,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         """Yield the clip's samples, by time where they have one."""
         found: list[Frame] = []
         for number, sample in enumerate(self._current):
-            facts = self._reader.json(sample)
+            facts = self._reader.json(sample, self.noted)
             own = self._fitting(sample, facts)
             raw = {
                 name: member for name, member in own.values.items() if isinstance(member, Member)

@@ -274,7 +274,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     def _batches(self, name: str, types: TypeOf) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a table by 1024."""
-        return read_batches(self._table_files, name, types)
+        return read_batches(self._table_files, name, types, self.noted)
 
     def sensors(self) -> Sensors:
         """Return the sensors that the columns name, or the rows of ``calibration``."""

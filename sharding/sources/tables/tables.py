@@ -7,6 +7,7 @@ rows of any clip are read alone, so memory does not grow with the table.
 from __future__ import annotations
 
 import codecs
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.shared.arrow import check_columns
 from fuelrail.sharding.sources.shared.files import LFS_MAGIC, check_most, check_no_pointer
-from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.foreign import NAN_AS_NULL, parsing, without_nan
 from fuelrail.sharding.sources.tables.values import Rows
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
     with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
         if name.endswith(".parquet"):
             return _plain(parquet.read_schema(file))
-        return next(_batches(file, f"{files.shown}/{name}", type_of)).schema
+        return next(_batches(file, f"{files.shown}/{name}", type_of, Counter())).schema
 
 
 def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str], bool]) -> bool:
@@ -184,17 +185,27 @@ def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
     return file
 
 
-def read_batches(files: SourceFiles, name: str, type_of: TypeOf) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a file as :func:`regrouped` does; raise SourceError for one that is damaged."""
+def read_batches(
+    files: SourceFiles, name: str, type_of: TypeOf, noted: Counter[str]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file as :func:`regrouped` does; raise SourceError for one that is damaged.
+
+    ``noted`` counts values of JSON that are read as null.
+    """
     with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
-        yield from _batches(file, f"{files.shown}/{name}", type_of)
+        yield from _batches(file, f"{files.shown}/{name}", type_of, noted)
 
 
-def _batches(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.RecordBatch]:
-    read = {"parquet": _parquet_tables, "jsonl": _json_tables, "csv": _csv_tables}[
-        name.rpartition(".")[2]
-    ]
-    return regrouped(read(file, name, type_of), name)
+def _batches(
+    file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
+) -> Iterator[pa.RecordBatch]:
+    if name.endswith(".parquet"):
+        tables = _parquet_tables(file, name)
+    elif name.endswith(".jsonl"):
+        tables = _json_tables(file, name, type_of, noted)
+    else:
+        tables = _csv_tables(file, name, type_of)
+    return regrouped(tables, name)
 
 
 def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]:
@@ -215,7 +226,7 @@ def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]
         yield pending.combine_chunks().to_batches()[0]
 
 
-def _parquet_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:  # noqa: ARG001
+def _parquet_tables(file: pa.NativeFile, name: str) -> Iterator[pa.Table]:
     opened = _parquet(file, name)
     schema = _plain(opened.schema_arrow)
     for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False):
@@ -261,18 +272,29 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
         yield pa.Table.from_batches([batch])
 
 
-def _json_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
-    """Yield tables of whole lines; the first one settles names and types of all columns."""
+def _json_tables(
+    file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
+) -> Iterator[pa.Table]:
+    """Yield tables of whole lines; the first one settles names and types of all columns.
+
+    NaN and infinities are read as null, and counted.
+    """
     schema: pa.Schema | None = None
     row, rest = 0, b""
     while block := file.read(_BLOCK_BYTES):
         block, newline, rest_ = (rest + block).rpartition(b"\n")
         rest = rest_
         check_most(len(rest), f"table '{name}': a row after row {row}", _MOST_ROW)
+        block, count = without_nan(block)
+        if count:
+            noted[NAN_AS_NULL] += count
         if newline:
             table = _json_table(block + newline, name, row, schema, type_of)
             schema, row = table.schema, row + len(table)
             yield table
+    rest, count = without_nan(rest)
+    if count:
+        noted[NAN_AS_NULL] += count
     if rest.strip():
         yield _json_table(rest, name, row, schema, type_of)
 

@@ -554,3 +554,25 @@ def test_what_is_left_out_of_a_folder_of_tars_is_counted(tars):
     counts = {text.partition(",")[0]: count for text, count in info.report.noted.items()}
     assert counts["hidden files and folders left out"] == 1
     assert counts["files and folders beside the tars left out"] == 1
+
+
+@pytest.mark.parametrize("ending", ["tar", "tar.gz"])
+def test_what_python_writes_for_numbers_that_json_has_not_is_unknown(tmp_path, ending):
+    """Python's `json` writes NaN, Infinity and -Infinity; some editors write a byte order mark."""
+    texts = [
+        '{"score": 0.25, "caption": "a", "action": [1.5, 2]}',
+        '{"score": NaN, "caption": "NaN \\" Infinity", "action": [NaN, -Infinity]}',
+        '\ufeff{"score": 1, "caption": "c", "action": [3, 4]}',
+        '{"score": -Infinity, "caption": "d", "deep": {"x": [0, NaN]}, "action": [5, 6]}',
+    ]
+    jpeg = labelled(0)["jpg"]
+    write_labelled(
+        tmp_path / "tars", ending, 4, make=lambda at: {"jpg": jpeg, "json": texts[at].encode()}
+    )
+    report = fr.shard(f"webdataset:{tmp_path / 'tars'}", tmp_path / "out", workers=1)
+    rows = fr.open(tmp_path / "out").table.to_pylist()
+    assert [row["score"] for row in rows] == [0.25, None, 1.0, None]
+    assert [row["caption"] for row in rows] == ["a", 'NaN " Infinity', "c", "d"]
+    (batch,) = batches(tmp_path / "out", 4, channels=["action"], shuffle=False)
+    np.testing.assert_array_equal(batch["action"], [[1.5, 2], [np.nan, -np.inf], [3, 4], [5, 6]])
+    assert report.scan.noted["NaN and infinities in JSON, read as null outside of lists"] == 5

@@ -340,3 +340,19 @@ def test_a_root_may_be_a_url(wide, tmp_path):
     )
     options = {**OPTIONS, "root": "memory://bucket/drive"}
     assert scan_source(SourceSpec("manifest", str(tmp_path / "tables"), options)).num_samples == 8
+
+
+def test_nan_in_json_lines_is_null_and_counted(wide):
+    """Python's `json` writes it for what pandas does not have."""
+    rows = [json.loads(line) for line in (wide / "frames.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"score": number / 2, "note": "a NaN, or -Infinity"}
+    rows[2]["score"], rows[5]["score"] = float("nan"), float("-inf")
+    (wide / "frames.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    report = fr.shard(f"manifest:{wide}", wide / "out", options=OPTIONS, workers=1)
+    table = fr.open(wide / "out").table.to_pylist()
+    scores = {row["timestamp_ns"]: row["score"] for row in table}
+    missing = {rows[number]["timestamp_ns"] for number in (2, 5)}
+    assert {time for time, score in scores.items() if score is None} == missing
+    assert {row["note"] for row in table} == {"a NaN, or -Infinity"}
+    assert report.scan.noted["NaN and infinities in JSON, read as null outside of lists"] == 2
