@@ -8,6 +8,7 @@ JPEG after ITU-T T.81 annex B; Exif orientation after TIFF 6.0; PNG after the W3
 from __future__ import annotations
 
 import functools
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -63,6 +64,8 @@ _ADAM7 = (
 )
 """The passes of an interlaced PNG: first column, first row, and the steps between columns and between rows."""
 _FACTORS = frozenset(16 * across + down for across in range(1, 5) for down in range(1, 5))
+_MARKER: Final = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
+"""A marker but for those that are inside of entropy-coded data: stuffed zeros, restarts and fill bytes."""
 _U16 = struct.Struct(">H").unpack_from
 _SEGMENT = struct.Struct(">HH").unpack_from
 _PASSED_OVER = frozenset({0xFFC4, 0xFFDB, 0xFFFE, *range(0xFFE0, 0xFFF0)} - {0xFFE1})
@@ -270,14 +273,45 @@ def _probe_png(encoded: Buffer, allowed: tuple[int, ...] = (8,)) -> ImageInfo:
 
 
 def check_jpeg_end(encoded: Buffer) -> None:
-    """Refuse a JPEG without an end-of-image marker in its last 64 KiB (trailers follow it in some): it was cut.
+    """Refuse a JPEG without an end-of-image marker: it was cut.
 
-    For decoders that read only some rows, or fill up what is missing. Raises ImageError.
+    Anything may follow the marker: a film, a second picture, a line feed. For decoders that read only some rows, or
+    fill up what is missing. Raises ImageError.
     """
-    if encoded[-2:] != b"\xff\xd9" and bytes(encoded[-65536:]).rfind(b"\xff\xd9") < 0:
+    if encoded[-2:] != b"\xff\xd9" and jpeg_length(encoded) is None:
         raise ImageError(
             f"JPEG of {len(encoded)} bytes has no end-of-image marker: the file was cut"
         )
+
+
+def jpeg_length(encoded: Buffer) -> int | None:
+    """Return the bytes of a JPEG up to its end-of-image marker, found marker by marker; None where there is none.
+
+    ``encoded`` begins with a sound header; what follows the marker counts for nothing.
+    """
+    data = bytes(encoded)
+    at = 2
+    while (match := _MARKER.search(data, at)) is not None:
+        at = match.end()
+        if match[0][1] == 0xD9:
+            return at
+        if match[0][1] != 0x01:  # of arithmetic coding, without a segment
+            if at + 2 > len(data):
+                return None
+            at += int(_U16(data, at)[0])
+    return None
+
+
+def png_length(encoded: Buffer) -> int | None:
+    """Return the bytes of a PNG up to the end of its IEND chunk; None where there is none."""
+    at = len(_PNG_SIGNATURE)
+    while at + 12 <= len(encoded):
+        (length,) = struct.unpack_from(">I", encoded, at)
+        name = bytes(encoded[at + 4 : at + 8])
+        at += 12 + length
+        if name == b"IEND":
+            return at if bytes(encoded[at - 8 : at]) == b"IEND\xaeB`\x82" else None
+    return None
 
 
 def unpack_png(encoded: Buffer, *, bits: tuple[int, ...] = (8,)) -> bytes:

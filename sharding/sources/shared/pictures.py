@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.sample.image_header import probe, unpack_png
+from fuelrail.pipeline.sample.image_header import jpeg_length, png_length, probe, unpack_png
 from fuelrail.sharding.sources.shared.files import LFS_MAGIC
 
 if TYPE_CHECKING:
@@ -92,19 +92,25 @@ def image_size(data: Buffer, extension: str) -> tuple[int, int]:
             f"not a {_NAMES[extension]}: it starts with {bytes(view[:4]).hex(' ') or 'nothing'}"
         )
     info = probe(view)
-    _check_end(view, extension, len(view))
+    if not _is_end(view, extension):
+        _check_end(view, extension)
     return info.width, info.height
 
 
-def _check_end(tail: memoryview, extension: str, num_bytes: int) -> None:
-    """Raise ImageError where the last bytes of an image are not its end."""
-    if extension == "png" and bytes(tail[-12:]) != _PNG_END:
-        raise ImageError(f"a truncated PNG: {num_bytes} bytes without the IEND chunk")
-    # Some cameras pad with zeros; anything else after the end, or no end, is a damaged file.
-    is_cut = extension == "jpg" and bytes(tail[-2:]) != _END_OF_IMAGE
-    if is_cut and not bytes(tail).rstrip(b"\0").endswith(_END_OF_IMAGE):
+def _is_end(tail: Buffer, extension: str) -> bool:
+    """Return whether these last bytes of an image are its end."""
+    if extension == "png":
+        return bytes(tail[-len(_PNG_END) :]) == _PNG_END
+    return bytes(tail[-len(_END_OF_IMAGE) :]) == _END_OF_IMAGE
+
+
+def _check_end(data: Buffer, extension: str) -> None:
+    """Raise ImageError for an image without an end, which other bytes may follow: zeros, a line feed, a film."""
+    if extension == "png" and png_length(data) is None:
+        raise ImageError(f"a truncated PNG: {len(data)} bytes without the IEND chunk")
+    if extension == "jpg" and jpeg_length(data) is None:
         raise ImageError(
-            f"a truncated JPEG: {num_bytes} bytes without the end-of-image marker ff d9"
+            f"a truncated JPEG: {len(data)} bytes without the end-of-image marker ff d9"
         )
 
 
@@ -120,7 +126,9 @@ def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -
             info = probe(head)
             if depth == "ends":
                 tail = head if len(head) >= num_bytes else read(num_bytes - len(head), len(head))
-                _check_end(memoryview(tail), EXTENSION_OF[info.format], num_bytes)
+                extension = EXTENSION_OF[info.format]
+                if not _is_end(tail, extension):
+                    _check_end(read(0, num_bytes), extension)
         except ImageError as error:
             fault = error
             if most >= num_bytes:

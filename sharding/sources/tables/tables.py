@@ -21,7 +21,7 @@ from pyarrow import csv, json, parquet
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.sources.shared.arrow import check_columns
+from fuelrail.sharding.sources.shared.arrow import BoundedParquet
 from fuelrail.sharding.sources.shared.files import LFS_MAGIC, check_most, check_no_pointer
 from fuelrail.sharding.sources.shared.foreign import NAN_AS_NULL, parsing, without_nan
 from fuelrail.sharding.sources.tables.values import Rows
@@ -38,6 +38,8 @@ _ROWS: Final = 1024
 _ROWS_AT_ONCE: Final = 256
 """Rows of Parquet in memory: a dictionary has a value of a megabyte once, and the rows of a batch have it each."""
 _MOST_ROW: Final = 64 << 20
+_MOST_CLIP: Final = 512 << 20
+"""Bytes of the rows of a clip, which are in memory at once, some of them as Python's texts."""
 _MOST_AT_URL: Final = 4 << 30
 _BLOCK_BYTES: Final = 4 << 20
 _KEPT_BATCHES: Final = 4
@@ -106,6 +108,7 @@ class Table:
         self.clips: dict[str, tuple[int, int]] = {}
         """Name of each clip to its first row and its number of rows, in order."""
         self._num_rows = 0
+        self._clip_bytes = 0
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         writer = None
         try:
@@ -133,12 +136,19 @@ class Table:
             self.clips[""] = (0, self._num_rows)
             return
         last = next(reversed(self.clips), None)
+        row_bytes = batch.nbytes // len(batch)
         for row, clip in enumerate(Rows(self.name, first, batch).texts(CLIP), first):
             if not clip:
                 raise SourceError(f"table '{self.name}', row {row}: {CLIP} is empty")
             if clip == last:
                 start, count = self.clips[clip]
                 self.clips[clip] = (start, count + 1)
+                self._clip_bytes += row_bytes
+                if self._clip_bytes > _MOST_CLIP:
+                    raise SourceError(
+                        f"table '{self.name}', row {row}: the rows of clip '{clip}' take over {_MOST_CLIP} bytes, "
+                        "which are in memory at once; divide the clip, or shorten its values"
+                    )
             elif clip in self.clips:
                 raise SourceError(
                     f"table '{self.name}', row {row}: clip '{clip}' comes again after others, its rows began at "
@@ -151,6 +161,7 @@ class Table:
                 )
             else:
                 self.clips[clip] = (row, 1)
+                self._clip_bytes = row_bytes
                 last = clip
 
     def rows(self, clip: str) -> Rows | None:
@@ -233,10 +244,8 @@ def _parquet_tables(file: pa.NativeFile, name: str) -> Iterator[pa.Table]:
         yield pa.Table.from_batches([batch]).cast(schema)
 
 
-def _parquet(file: pa.NativeFile, name: str) -> parquet.ParquetFile:
-    found = parquet.ParquetFile(file, buffer_size=1 << 16, pre_buffer=False)
-    check_columns(found.metadata, f"table '{name}'")
-    return found
+def _parquet(file: pa.NativeFile, name: str) -> BoundedParquet:
+    return BoundedParquet(file, f"table '{name}'", buffer_size=1 << 16, pre_buffer=False)
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:

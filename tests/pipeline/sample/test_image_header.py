@@ -19,6 +19,8 @@ from fuelrail.pipeline.sample.image_header import (
     MAX_SCANS,
     ImageInfo,
     check_jpeg_end,
+    jpeg_length,
+    png_length,
     probe,
     unpack_png,
 )
@@ -288,10 +290,30 @@ def test_the_limit_of_pixels_can_be_set() -> None:
 
 def test_the_end_of_jpegs_is_looked_for() -> None:
     encoded = encode(PICTURE)
-    for trailer in (b"", b"\0" * 40, b"a trailer of the camera's maker"):
+    for trailer in (
+        b"",
+        b"\0" * 40,
+        b"a trailer of the camera's maker",
+        b"x" * 300_000,
+        encoded[:99],
+    ):
         check_jpeg_end(encoded + trailer)
+        assert jpeg_length(encoded + trailer) == len(encoded)
+    thumbnail = b"\xff\xe1" + (2 + len(encoded)).to_bytes(2, "big") + encoded
+    with_thumbnail = encoded[:2] + thumbnail + encoded[2:]
+    assert jpeg_length(with_thumbnail + b"\n") == len(with_thumbnail)
+    for cut in (len(with_thumbnail) - 1, len(thumbnail) + 700):
+        assert jpeg_length(with_thumbnail[:cut]) is None
     with pytest.raises(ImageError, match="no end-of-image marker: the file was cut"):
         check_jpeg_end(encoded[:-1])
+
+
+def test_the_end_of_pngs_is_found_whatever_follows() -> None:
+    encoded = encode(PICTURE, "png")
+    for trailer in (b"", b"\n", b"IEND" * 9, encoded):
+        assert png_length(encoded + trailer) == len(encoded)
+    for cut in (9, 40, len(encoded) - 1):
+        assert png_length(encoded[:cut]) is None
 
 
 def test_png_checksums() -> None:

@@ -223,3 +223,36 @@ def test_what_systems_and_editors_leave_is_no_image_and_no_class(tmp_path, split
     (hidden,) = [text for text in info.report.noted if text.startswith("hidden files and folders")]
     assert info.report.noted[hidden] == (7 if not splits else 10)
     assert not [text for text in info.report.noted if "no JPEG" in text]
+
+
+TRAILERS = {
+    "line feed": b"\n",
+    "zeros": bytes(9),
+    "film": b"MotionPhoto_Data\0\0\0\x18ftypmp42" + bytes(range(255)) * 1200,
+    "second picture": JPEG,
+}
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png"])
+def test_bytes_behind_the_end_of_an_image_are_kept(tmp_path, ending):
+    picture = np.random.default_rng(0).integers(0, 255, (24, 32, 3), np.uint8)
+    encoded = cv2.imencode(f".{ending}", picture)[1].tobytes()
+    root = write(tmp_path / "source", ["a/other.jpg"])
+    for name, trailer in TRAILERS.items():
+        (root / "a" / f"{name}.{ending}").write_bytes(encoded + trailer)
+    for check_images in ("head", "ends", "pixels"):
+        assert scan(root, check_images=check_images).num_samples == 5
+    fr.shard(f"imagefolder:{root}", tmp_path / "out", workers=1)
+    assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+    expected = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
+    for decoder in ("turbo", "pillow"):
+        for batch in batches(
+            tmp_path / "out", 1, shuffle=False, image={"height": 24, "width": 32}, decoder=decoder
+        ):
+            if batch["sample_token"] != ["a/other.jpg"]:
+                loaded = batch["img"][0, 0].permute(1, 2, 0).numpy()
+                assert np.abs(loaded.astype(int) - expected).max() <= 2
+
+    (root / "a" / f"cut.{ending}").write_bytes(encoded[:-1] + b"\n")
+    with pytest.raises(SourceError, match=rf"cut.{ending}': a truncated"):
+        scan(root, check_images="ends")
