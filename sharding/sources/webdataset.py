@@ -30,7 +30,7 @@ from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.channels import ValueForms
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.adapter.members import MADE
-from fuelrail.sharding.sources.adapter.rows import may_be_attribute
+from fuelrail.sharding.sources.adapter.rows import fitting_type, may_be_attribute
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.files import is_hidden
 from fuelrail.sharding.sources.shared.foreign import JsonFacts, read_json
@@ -249,7 +249,11 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         channels = {channel.name: channel for channel in values.channels()}
         return (
             channels,
-            {name: kind for name, kind in types.items() if kind is not None},
+            {
+                name: fitting
+                for name, kind in types.items()
+                if (fitting := fitting_type(name, kind)) is not None
+            },
             values.refused,
         )
 

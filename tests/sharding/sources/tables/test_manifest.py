@@ -356,3 +356,30 @@ def test_nan_in_json_lines_is_null_and_counted(wide):
     assert {time for time, score in scores.items() if score is None} == missing
     assert {row["note"] for row in table} == {"a NaN, or -Infinity"}
     assert report.scan.noted["NaN and infinities in JSON, read as null outside of lists"] == 2
+
+
+def test_columns_that_all_datasets_have(wide):
+    """Those that are worked out may be given; those of the index are refused, with advice."""
+    given = {"weather": "rain", "speed_mps": 3, "hour_utc": 7.5, "vehicle": "v", "log_id": "l"}
+    edit(wide, lambda rows: [{**row, **given} for row in rows])
+    edit(wide, put(3, speed_mps=None))
+    fr.shard(f"manifest:{wide}", wide / "out", options=OPTIONS, workers=1)
+    rows = fr.open(wide / "out").table.to_pylist()
+    assert all(
+        row[name] == value for row in rows for name, value in given.items() if "speed" not in name
+    )
+    assert sum(row["speed_mps"] != 3.0 for row in rows) == 1
+    assert all(isinstance(row["speed_mps"], float) for row in rows)
+    for name, advice in {
+        "clip": "name it clip_id",
+        "frame": "frame_number",
+        "key": "source_key",
+    }.items():
+        edit(wide, lambda rows, name=name: [{**row, name: "a"} for row in rows])
+        with pytest.raises(SourceError, match=f"every dataset has a column {name} .*{advice}"):
+            scan(wide)
+        edit(wide, without(name))
+    edit(wide, put(0, hour_utc="noon"))
+    edit(wide, lambda rows: [{**row, "hour_utc": "noon"} for row in rows])
+    with pytest.raises(SourceError, match="the column hour_utc is string; all datasets have it"):
+        scan(wide)
