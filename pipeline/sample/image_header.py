@@ -347,6 +347,22 @@ def unpack_png(encoded: Buffer, *, bits: tuple[int, ...] = (8,)) -> bytes:
     )
 
 
+def gray_of_palette(encoded: Buffer) -> bytes:
+    """Return a PNG with a palette as a gray one, whose pixels are the indices; raises ImageError for a damaged one.
+
+    A gray PNG of as many bits is returned with the same pixels, without further chunks.
+    """
+    parts = [_PNG_SIGNATURE]
+    for name, data in _png_chunks(encoded):
+        if name == b"IHDR":
+            header = bytearray(data)
+            header[9] = 0  # the type of colour: gray
+            parts.append(_chunk(name, bytes(header)))
+        elif name in (b"IDAT", b"IEND"):
+            parts.append(_chunk(name, bytes(data)))
+    return b"".join(parts)
+
+
 def _png_chunks(encoded: Buffer) -> Iterator[tuple[bytes, memoryview]]:
     """Yield name and data of each chunk up to the end chunk; raises ImageError for a damaged or missing one."""
     end, at = len(encoded), 8

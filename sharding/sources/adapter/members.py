@@ -33,7 +33,9 @@ MADE: Final = "made:"
 """Begins the reference of an image that the source makes."""
 POINTS: Final = "points:"
 """Begins the reference of a lidar sweep."""
-NO_FILE: Final = (MADE, POINTS, MAP, COMPUTED)
+MASK: Final = "mask:"
+"""Begins the reference of a mask, which may be stored in another form (`fuelrail.sharding.sources.adapter.masks`)."""
+NO_FILE: Final = (MADE, POINTS, MAP, COMPUTED, MASK)
 """What begins references that name no file."""
 NOT_IN_CLIP: Final = "not in the clip"
 """Why no frame of a clip has the image of a camera of the rig."""

@@ -24,7 +24,8 @@ from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.channels import COMPUTED, boxes2d_channel, computed_bytes
 from fuelrail.sharding.sources.adapter.classes import SOURCE, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.adapter.frame import Image
-from fuelrail.sharding.sources.adapter.members import MADE, NO_FILE, POINTS, Part
+from fuelrail.sharding.sources.adapter.masks import mask_png
+from fuelrail.sharding.sources.adapter.members import MADE, MASK, NO_FILE, POINTS, Part
 from fuelrail.sharding.sources.adapter.rows import ClipRows, attribute_types
 from fuelrail.sharding.sources.adapter.vector_maps import MAP
 from fuelrail.sharding.sources.registry import CONTENTS
@@ -313,6 +314,13 @@ class FrameSource(Generic[S]):
             return encode_points(self.points(ref.removeprefix(POINTS)))
         if ref.startswith(MADE):
             return next(self.make_images([ref.removeprefix(MADE)]))[1]
+        mask = ref.removeprefix(MASK)
+        if mask != ref:
+            where = f"mask '{self.files.shown}/{mask}'"
+            return mask_png(self._bytes(mask), where)
+        return self._bytes(ref)
+
+    def _bytes(self, ref: str) -> bytes:
         part = Part.of(ref)
         data = part.read(self.files)
         if part.length is not None and len(data) < part.length:

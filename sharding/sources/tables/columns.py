@@ -16,6 +16,8 @@ from fuelrail.sharding.sources.tables.tables import CLIP
 from fuelrail.sharding.sources.tables.values import POSE_PARTS, TIME_COLUMNS
 
 SENSOR: Final = re.compile(r"(cam|lidar)\.([A-Za-z0-9_]+)\.(.+)")
+MASK_COLUMN: Final = re.compile(r"mask\.([A-Za-z0-9_]+)\.(?:([a-z0-9_]+)\.)?path")
+"""The masks of a camera: its name, and the name of what the numbers are, "mask" where there is none."""
 _ODD_SENSOR: Final = re.compile(r"(?:cam|lidar)\.(.+?)\.[a-z]")
 _FILE: Final = ("path", "byte_offset", "byte_length", *TIME_COLUMNS, "ego2global")
 OF_CAMERA: Final = (*_FILE, "num_bytes", "cam2ego", *CALIBRATION)
@@ -80,6 +82,7 @@ def is_known(name: str) -> bool:
     """Return whether a column of ``frames`` is not an attribute."""
     return (
         name.startswith(VALUE)
+        or MASK_COLUMN.fullmatch(name) is not None
         or SENSOR.match(name) is not None
         or name.partition(".")[0] in _OF_FRAME
     )
