@@ -49,6 +49,7 @@ _SUBSAMPLING = {
     (4, 1): "4:1:1",
     (4, 2): "4:1:0",
 }
+_MOST_BLOCKS_OF_MCU: Final = 10
 _COLOR_SPACES = {1: "gray", 3: "color", 4: "cmyk"}
 _REENCODE = "re-encode it as 8-bit baseline or progressive JPEG"
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -201,6 +202,10 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         )
     if not _FACTORS.issuperset(factors):
         raise ImageError(f"JPEG header is broken: sampling factors {factors.hex(' ')}")
+    if not _is_decodable(factors):
+        raise ImageError(
+            f"JPEG with the sampling factors {factors.hex(' ')} is not supported: {_REENCODE} of 4:4:4 or 4:2:0"
+        )
     if kind == 2 or encoded[at + 4] != count:
         _check_scans(encoded, width, height)
     return ImageInfo(
@@ -216,6 +221,18 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         frame_at,
         at + 2 + length,
     )
+
+
+@functools.lru_cache(256)
+def _is_decodable(factors: bytes) -> bool:
+    """Return whether libjpeg decodes these 0xHV factors: whole ratios, and at most ten blocks in an MCU."""
+    if len(factors) == 1:
+        return True
+    across = [factor >> 4 for factor in factors]
+    down = [factor & 15 for factor in factors]
+    num_blocks = sum(a * b for a, b in zip(across, down, strict=True))
+    are_whole = all(max(sides) % side == 0 for sides in (across, down) for side in sides)
+    return num_blocks <= _MOST_BLOCKS_OF_MCU and are_whole
 
 
 @functools.lru_cache(256)
@@ -388,7 +405,7 @@ def _png_data_bytes(info: ImageInfo, *, is_interlaced: bool) -> int:
     for left, top, step_x, step_y in _ADAM7 if is_interlaced else ((0, 0, 1, 1),):
         width, height = -((left - info.width) // step_x), -((top - info.height) // step_y)
         if width > 0 and height > 0:
-            num_bytes += height * (1 + width * info.num_components * info.bits // 8)
+            num_bytes += height * (1 + -(-width * info.num_components * info.bits // 8))
     return num_bytes
 
 

@@ -34,7 +34,12 @@ from fuelrail.sharding.sources.adapter.rows import fitting_type, may_be_attribut
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.files import is_hidden
 from fuelrail.sharding.sources.shared.foreign import JsonFacts, read_json
-from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, HEAD_BYTES
+from fuelrail.sharding.sources.shared.pictures import (
+    EXTENSION_OF,
+    HEAD_BYTES,
+    convertible_png,
+    plain_png,
+)
 from fuelrail.sharding.sources.shared.scan_table import Reference
 from fuelrail.sharding.sources.shared.tars import (
     COMPRESSED,
@@ -335,7 +340,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 read[member.name] = _Read(data=data if is_kept else b"")
             else:
                 try:
-                    info = probe(data)
+                    info = convertible_png(data) or probe(data)
                     read[member.name] = _Read(info.width, info.height)
                 except ImageError as error:
                     read[member.name] = _Read(fault=error.message)
@@ -492,7 +497,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             ):
                 if data is not None:
                     names.discard(member.name)
-                    yield f"{tar}#{member.name}", data
+                    yield f"{tar}#{member.name}", plain_png(data)
             if names:
                 raise SourceError(f"tar '{self.files.shown}/{tar}' has no '{min(names)}' any more")
 

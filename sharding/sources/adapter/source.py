@@ -25,7 +25,7 @@ from fuelrail.sharding.sources.adapter.channels import COMPUTED, boxes2d_channel
 from fuelrail.sharding.sources.adapter.classes import SOURCE, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.adapter.frame import Image
 from fuelrail.sharding.sources.adapter.masks import mask_png
-from fuelrail.sharding.sources.adapter.members import MADE, MASK, NO_FILE, POINTS, Part
+from fuelrail.sharding.sources.adapter.members import MADE, MASK, NO_FILE, PLAIN, POINTS, Part
 from fuelrail.sharding.sources.adapter.rows import ClipRows, attribute_types
 from fuelrail.sharding.sources.adapter.vector_maps import MAP
 from fuelrail.sharding.sources.registry import CONTENTS
@@ -37,6 +37,7 @@ from fuelrail.sharding.sources.shared.pictures import (
     ImagePolicy,
     JpegForm,
     MaxDamaged,
+    plain_png,
     recorded,
 )
 from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
@@ -314,6 +315,9 @@ class FrameSource(Generic[S]):
             return encode_points(self.points(ref.removeprefix(POINTS)))
         if ref.startswith(MADE):
             return next(self.make_images([ref.removeprefix(MADE)]))[1]
+        image = ref.removeprefix(PLAIN)
+        if image != ref:
+            return plain_png(self._bytes(image))
         mask = ref.removeprefix(MASK)
         if mask != ref:
             where = f"mask '{self.files.shown}/{mask}'"

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.sample.image_header import jpeg_length, png_length, probe, unpack_png
+from fuelrail.pipeline.sample.image_header import (
+    MAX_PIXELS,
+    ImageInfo,
+    gray_of_palette,
+    jpeg_length,
+    png_length,
+    probe,
+    unpack_png,
+)
 from fuelrail.sharding.sources.shared.files import LFS_MAGIC
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.pipeline.sample.image_header import ImageInfo
 
 JPEG_QUALITY: Final = 90
 """The quality of images that a source makes, where none is stated."""
@@ -33,6 +41,8 @@ _LATER: Final = {"ignore_zeros": False, "gather": False}
 MAX_DAMAGED: Final = "largest share of damaged images that are left out; more are an error"
 _STARTS: Final = {"jpg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}
 _NAMES: Final = {"jpg": "JPEG", "png": "PNG"}
+_PNG_HEADER_BYTES: Final = 33
+_GRAY, _PALETTE = 0, 3
 _PNG_END: Final = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 _END_OF_IMAGE: Final = b"\xff\xd9"
 
@@ -97,6 +107,50 @@ def image_size(data: Buffer, extension: str) -> tuple[int, int]:
     return info.width, info.height
 
 
+class ConvertiblePng(ImageInfo):
+    """The header of a PNG with a palette, or of fewer than 8 bits, which :func:`plain_png` makes one that is stored."""
+
+
+def convertible_png(head: Buffer, max_pixels: int = MAX_PIXELS) -> ConvertiblePng | None:
+    """Return the header of a PNG that can be converted without a change of its colours; None for other images."""
+    if bytes(head[: len(_STARTS["png"])]) != _STARTS["png"] or len(head) < _PNG_HEADER_BYTES:
+        return None
+    width, height, bits, colour = struct.unpack_from(">IIBB", head, 16)
+    is_odd = colour == _PALETTE or (colour == _GRAY and bits < 8)
+    if not is_odd or bits not in (1, 2, 4, 8) or not 0 < width * height <= max_pixels:
+        return None
+    components = 3 if colour == _PALETTE else 1
+    return ConvertiblePng(
+        width,
+        height,
+        "png",
+        num_components=components,
+        bits=8,
+        subsampling="",
+        progressive=False,
+        restart_interval=0,
+        orientation=1,
+    )
+
+
+def plain_png(data: Buffer) -> Buffer:
+    """Return a PNG with a palette, or of fewer than 8 bits, as one of 8 bits, and other images as they are.
+
+    Colours stay what they are. Raises ImageError for one that is damaged.
+    """
+    if convertible_png(data) is None:
+        return data
+
+    import cv2
+    import numpy as np
+
+    unpack_png(gray_of_palette(data), bits=(1, 2, 4, 8))
+    pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    if pixels is None:
+        raise ImageError("a damaged PNG: it cannot be decoded")
+    return bytes(cv2.imencode(".png", pixels)[1])
+
+
 def _is_end(tail: Buffer, extension: str) -> bool:
     """Return whether these last bytes of an image are its end."""
     if extension == "png":
@@ -122,6 +176,11 @@ def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -
     fault = ImageError("image is empty (0 bytes)")
     for most in (*HEAD_BYTES, *([] if depth == "head" else [num_bytes])):
         head = read(0, min(most, num_bytes))
+        convertible = convertible_png(head)
+        if convertible is not None:
+            if depth != "head":
+                plain_png(read(0, num_bytes))
+            return convertible
         try:
             info = probe(head)
             if depth == "ends":
@@ -175,7 +234,17 @@ def _decode_jpeg(data: Buffer) -> None:
     try:
         simplejpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1, strict=True)
     except ValueError as error:
+        # TurboJPEG knows the usual sampling factors alone; others decode, without its warnings.
+        if "subsampling" in str(error) and _decodes_by_opencv(data):
+            return
         raise ImageError(f"a damaged JPEG: {error}") from error
+
+
+def _decodes_by_opencv(data: Buffer) -> bool:
+    import cv2
+    import numpy as np
+
+    return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE) is not None
 
 
 def _decode_png(data: Buffer) -> None:

@@ -84,11 +84,20 @@ def test_gray_cmyk_progressive_and_restarts_are_reported() -> None:
 
 @pytest.mark.parametrize(
     ("value", "name"),
-    [(0x21, "4:2:2"), (0x12, "4:4:0"), (0x41, "4:1:1"), (0x42, "4:1:0"), (0x33, "other")],
+    [(0x21, "4:2:2"), (0x12, "4:4:0"), (0x41, "4:1:1"), (0x42, "4:1:0"), (0x31, "other")],
 )
 def test_sampling_factors_have_names(value: int, name: str) -> None:
     # The luma's factors in the frame header: marker, length 2, precision 1, size 4, count 1, id 1.
     assert probe(edited(encode(PICTURE), 0xC0, 9, bytes((value,)))).subsampling == name
+
+
+@pytest.mark.parametrize("value", [0x33, 0x44, 0x43])
+def test_sampling_factors_that_no_decoder_takes_are_refused(value: int) -> None:
+    odd = edited(encode(PICTURE), 0xC0, 9, bytes((value,)))
+    with pytest.raises(OSError, match="broken data stream"):
+        Image.open(io.BytesIO(odd)).load()
+    with pytest.raises(ImageError, match=f"sampling factors {value:02x} 11 11 is not supported"):
+        probe(odd)
 
 
 @pytest.mark.parametrize("order", ["<", ">"])

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 
 import cv2
 import fsspec
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
+from PIL import Image
 
 import fuelrail as fr
 from fuelrail.loaders.integrations.map_style import MapView
@@ -21,6 +24,7 @@ from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, parse_source
 from fuelrail.sharding.verify.dataset import verify
 from support.batches import batches, load
+from support.source_world import samples_of
 
 JPEG = simplejpeg.encode_jpeg(np.zeros((24, 32, 3), np.uint8))
 MATRICES = {"intrinsics", "cam2ego", "cam2keyego", "ego2img", "lidar2img", "ego2global"}
@@ -256,3 +260,45 @@ def test_bytes_behind_the_end_of_an_image_are_kept(tmp_path, ending):
     (root / "a" / f"cut.{ending}").write_bytes(encoded[:-1] + b"\n")
     with pytest.raises(SourceError, match=rf"cut.{ending}': a truncated"):
         scan(root, check_images="ends")
+
+
+def odd_pngs() -> dict[str, Image.Image]:
+    """PNGs that decoders of 8 bits do not take, and that lose nothing when they become such."""
+    rng = np.random.default_rng(3)
+    palette = Image.fromarray(rng.integers(0, 255, (24, 32, 3), np.uint8)).quantize(200)
+    small = Image.fromarray(rng.integers(0, 255, (24, 33, 3), np.uint8)).quantize(11)
+    clear = palette.copy()
+    clear.info["transparency"] = 3
+    bits = Image.fromarray((rng.random((24, 31)) > 0.5).astype(np.uint8) * 255).convert("1")
+    return {"palette": palette, "small palette": small, "clear": clear, "bits": bits}
+
+
+@pytest.mark.parametrize("form", ["imagefolder", "tar", "tar.gz"])
+def test_pngs_with_a_palette_or_of_few_bits_become_pngs_of_8_bits(tmp_path, form):
+    root = tmp_path / "source"
+    (root / "a").mkdir(parents=True)
+    for name, image in odd_pngs().items():
+        image.save(root / "a" / f"{name}.png")
+    source = f"imagefolder:{root}"
+    if form != "imagefolder":
+        (tmp_path / "tars").mkdir()
+        mode = "w:gz" if form.endswith("gz") else "w"
+        with tarfile.open(tmp_path / "tars" / f"x.{form}", mode) as tar:
+            for name in odd_pngs():
+                tar.add(root / "a" / f"{name}.png", f"a/{name}.png")
+        source = f"webdataset:{tmp_path / 'tars'}"
+    report = fr.shard(source, tmp_path / "out", workers=1)
+    if form != "tar.gz":
+        assert sum(n for text, n in report.scan.noted.items() if "with a palette" in text) == 4
+    assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+    for sample in samples_of(tmp_path / "out").values():
+        name = sample.meta.sample_token.rpartition("/")[2].removesuffix(".png")
+        stored = Image.open(io.BytesIO(bytes(sample.images["image"]))).convert("RGBA")
+        assert np.array_equal(stored, odd_pngs()[name].convert("RGBA")), name
+    batches(tmp_path / "out", 1, shuffle=False, image={"height": 24, "width": 32})
+
+    if form == "imagefolder":
+        whole = (root / "a" / "palette.png").read_bytes()
+        (root / "a" / "palette.png").write_bytes(whole[:-200])
+        with pytest.raises(SourceError, match=r"palette.png'"):
+            scan(root, check_images="ends")
