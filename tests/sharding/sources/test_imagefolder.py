@@ -302,3 +302,13 @@ def test_pngs_with_a_palette_or_of_few_bits_become_pngs_of_8_bits(tmp_path, form
         (root / "a" / "palette.png").write_bytes(whole[:-200])
         with pytest.raises(SourceError, match=r"palette.png'"):
             scan(root, check_images="ends")
+
+
+def test_a_folder_too_high_or_too_low_is_named(tmp_path):
+    root = write(tmp_path / "source", ["set/a/1.jpg", "set/b/1.jpg"])
+    with pytest.raises(
+        SourceError, match=rf"below them, such as 'set/a': .*imagefolder:{root}/set"
+    ):
+        scan(root)
+    with pytest.raises(SourceError, match=rf"is it imagefolder:{root}/set\?"):
+        scan(root / "set" / "a")
