@@ -76,6 +76,8 @@ class _Info(msgspec.Struct, frozen=True):
     chunks_size: int = 1000
     splits: dict[str, str] = {}
     robot_type: str | None = None
+    total_episodes: int | None = None
+    total_frames: int | None = None
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -295,11 +297,13 @@ class LeRobot(VideoSource[VideoSettings]):
                 )
             ranges[_SPLITS.get(name, name)] = range(int(found[1]), int(found[2]))
         self._of.clear()
+        num_frames = 0
         for one in sorted(self._meta.episodes(), key=lambda one: one.number):
             name = f"episode-{one.number:06d}"
             if name in self._of:
                 raise SourceError(f"'{self.files.shown}' has episode {one.number} twice")
             self._of[name] = one
+            num_frames += one.length
             videos = [file for file, _ in one.videos.values() if self.files.facts(file) is not None]
             yield Clip(
                 name=name,
@@ -310,6 +314,11 @@ class LeRobot(VideoSource[VideoSettings]):
                 attributes={"episode_index": one.number},
                 files=(_INFO, one.data, *videos),
             )
+        counts = {"total_episodes": len(self._of), "total_frames": num_frames}
+        for name, count in counts.items():
+            stated = getattr(self._meta.info, name)
+            if stated is not None and stated != count:
+                self.noted[f"{_INFO} states the {name} {stated}, and its tables have"] = count
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the frames of the episode, by time."""

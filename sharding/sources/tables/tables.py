@@ -273,12 +273,54 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
             f"table '{name}': CSV has no lists, and {lists[0]} is one; give numbers in columns of their own, such as "
             "fx, fy, cx, cy and tx, ty, tz, qw, qx, qy, qz, or write Parquet"
         )
-    options = csv.ConvertOptions(column_types=known, null_values=[""], strings_can_be_null=True)
+    texts = dict.fromkeys(header, pa.string())
+    options = csv.ConvertOptions(
+        column_types=texts | known, null_values=[""], strings_can_be_null=True
+    )
     reader = csv.open_csv(
         file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES), convert_options=options
     )
+    kinds: dict[str, pa.DataType] | None = None
+    row = 0
     for batch in reader:
-        yield pa.Table.from_batches([batch])
+        table = pa.Table.from_batches([batch])
+        if kinds is None:
+            free = (column for column in header if column not in known)
+            kinds = {column: _type_of_texts(table.column(column)) for column in free}
+        for column, kind in kinds.items():
+            if kind == pa.string():
+                continue
+            values = _cast_exactly(table.column(column), kind)
+            if values is None:
+                raise SourceError(
+                    f"table '{name}', one of the rows from {row} on: column {column} is {kind} in the first rows, and "
+                    "has a text here that is none; write Parquet, or JSON lines"
+                )
+            table = table.set_column(header.index(column), column, values)
+        row += len(table)
+        yield table
+
+
+def _type_of_texts(column: pa.ChunkedArray) -> pa.DataType:
+    """Return the type of a column of texts: of numbers or truth where no text changes by it, else texts."""
+    for kind in (pa.int64(), pa.float64(), pa.bool_()):
+        if column.null_count < len(column) and _cast_exactly(column, kind) is not None:
+            return kind
+    return pa.string()
+
+
+def _cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
+    """Return texts as values of a type; None where one is none, or means more than it: 007, 12345678901234567890."""
+    try:
+        values = column.cast(kind)
+    except pa.ArrowInvalid:
+        return None
+    if kind == pa.int64():
+        return values if values.cast(pa.string()).equals(column) else None
+    if kind == pa.float64():
+        is_code = pc.match_substring_regex(column, r"^[+-]?0[0-9]|^[+-]?[0-9]{16,}$")
+        return None if pc.any(is_code).as_py() else values
+    return values
 
 
 def _json_tables(
@@ -350,6 +392,16 @@ def _json_table(
             "first ones, null where there is nothing"
         ) from error
     if schema is None:
+        dates = [field.name for field in table.schema if _is_guessed_date(field, type_of)]
+        if dates:  # Arrow takes texts such as 2020-01-31 for times
+            texts = [pa.field(date, pa.string()) for date in dates]
+            assert wanted is not None, "of the known columns"
+            fixed = pa.schema([*wanted, *texts])
+            table = json.read_json(
+                pa.BufferReader(block),
+                json.ReadOptions(use_threads=False, block_size=len(block) + 1),
+                json.ParseOptions(explicit_schema=fixed, unexpected_field_behavior="infer"),
+            ).select(table.column_names)
         table = table.cast(
             pa.schema(
                 [
@@ -359,6 +411,10 @@ def _json_table(
             )
         )
     return table
+
+
+def _is_guessed_date(field: pa.Field, type_of: TypeOf) -> bool:
+    return pa.types.is_temporal(field.type) and type_of(field.name) is None
 
 
 def _lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -421,3 +421,13 @@ def test_tens_of_thousands_of_features_are_read_in_seconds(tmp_path):
     with pytest.raises(SourceError, match="has no column 'more"):
         scan(root)
     assert time.process_time() - start < 5
+
+
+def test_numbers_that_contradict_what_was_read_are_counted(tmp_path):
+    root = write_lerobot(tmp_path / "episodes", pictures_of(), "v2.1", stored=True)
+    info = json.loads((root / "meta" / "info.json").read_text())
+    for total, is_noted in ((3, False), (4, True)):
+        info |= {"total_episodes": total, "total_frames": 10}
+        (root / "meta" / "info.json").write_text(json.dumps(info))
+        noted = scan(root).report.noted
+        assert any("states the total_episodes 4" in text for text in noted) == is_noted

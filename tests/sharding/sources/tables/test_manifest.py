@@ -383,3 +383,47 @@ def test_columns_that_all_datasets_have(wide):
     edit(wide, lambda rows: [{**row, "hour_utc": "noon"} for row in rows])
     with pytest.raises(SourceError, match="the column hour_utc is string; all datasets have it"):
         scan(wide)
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_texts_that_look_like_other_values_stay_texts(tmp_path, form):
+    """Codes with leading zeros, numbers of many digits, dates."""
+    (tmp_path / "1.jpg").write_bytes(cv2.imencode(".jpg", np.zeros((24, 32, 3)))[1].tobytes())
+    free = {
+        "code": ["007", "010", "1"],
+        "serial": ["12345678901234567890", "1", "2"],
+        "day": ["2020-01-31", "2020-02-01", "2020-02-02"],
+        "number": [1, -2, 30],
+        "share": [0.5, 1.0, -2.25],
+        "night": [True, False, True],
+        "word": ["a", "b", None],
+    }
+    rows = []
+    for at in range(3):
+        row = {
+            "clip_id": "c",
+            "timestamp_ns": 1_600_000_000_000_000_000 + at,
+            "cam.f.path": "1.jpg",
+        }
+        rows.append(row | {name: values[at] for name, values in free.items()})
+    if form == "jsonl":
+        text = "\n".join(map(json.dumps, rows))
+    else:
+        cells = [["" if one is None else str(one).lower() for one in row.values()] for row in rows]
+        text = "\n".join(map(",".join, [[*rows[0]], *cells])) + "\n"
+    (tmp_path / f"frames.{form}").write_text(text)
+    fr.shard(f"manifest:{tmp_path}", tmp_path / "out", workers=1)
+    table = fr.open(tmp_path / "out").table.to_pylist()
+    table.sort(key=lambda row: row["timestamp_ns"])
+    for name, values in free.items():
+        assert [row[name] for row in table] == values, name
+
+
+def test_a_column_of_csv_that_becomes_another_type_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_BLOCK_BYTES", 200)
+    lines = [f"c,{1_600_000_000_000_000_000 + at},1.jpg,{at}" for at in range(1, 40)]
+    lines[-1] = lines[-1].rpartition(",")[0] + ",007"
+    text = "\n".join(["clip_id,timestamp_ns,cam.f.path,code", *lines])
+    (tmp_path / "frames.csv").write_text(text)
+    with pytest.raises(SourceError, match="column code is int64 in the first rows, and has a text"):
+        scan(tmp_path)
