@@ -36,7 +36,13 @@ from fuelrail.sharding.output.resume import (
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.plan import Plan, assign_splits, make_plan, select_rows, selection
 from fuelrail.sharding.sources.adapter.source import FrameSource
-from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming, parse_source
+from fuelrail.sharding.sources.registry import (
+    SourceSpec,
+    check_place,
+    make_source,
+    naming,
+    parse_source,
+)
 from fuelrail.sharding.sources.shared.scan_table import ScanTable, ScanWriter, uncompressed_share
 from fuelrail.sharding.write.break_even import break_even
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
@@ -107,6 +113,7 @@ def shard(
         raise ConfigError("the output folder has no name")  # abspath would make it the current one
     output = open_output(out)
     check_out(output)
+    check_place(spec)
     source = make_source(spec)
     jpegtran = jpegtran_version() if recipe.jpeg == "restart" else ""
     recipe = msgspec.structs.replace(

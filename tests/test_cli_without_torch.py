@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, packages_distributions
+from importlib.metadata import requires as metadata_requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 SOURCE = Path(__file__).resolve().parents[1] / ".src"
 WITHOUT = """
@@ -82,7 +88,6 @@ def test_the_core_works_without_the_extras_and_the_rest_names_its_extra(
         ),
     }
     extras = [
-        "duckdb",
         "jinja2",
         "markupsafe",
         "prometheus_client",
@@ -92,6 +97,74 @@ def test_the_core_works_without_the_extras_and_the_rest_names_its_extra(
         "PIL",
     ]
     run_without(extras, cases, data, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/quickstart.md"])
+def test_the_first_commands_need_the_extras_that_the_page_names_and_no_more(page, tmp_path) -> None:
+    (block,) = re.findall(
+        r"```(?:sh)?\n(pip install .*?fuelrail synth .*?)```", page_text(page), re.DOTALL
+    )
+    install, *commands = [line.partition("#")[0].strip() for line in block.splitlines()]
+    extras = re.search(r"\[(.+?)\]", install)[1].split(",")
+    allowed = {"fuelrail"} | distributions_of("fuelrail", extras)
+    absent = sorted(
+        name
+        for name, owners in packages_distributions().items()
+        if not allowed & {canonicalize_name(owner) for owner in owners}
+    )
+    assert "mcap" in absent
+    assert "torch" not in absent
+    cases = {
+        command.removeprefix("fuelrail ").replace("synth drive", "synth drive --size 64x36"): (
+            0,
+            "",
+        )
+        for command in commands
+        if "bench train" not in command
+    }
+    run_without(absent, cases, "", tmp_path)
+    assert (tmp_path / "dataset" / "dataset.json").exists()
+
+
+def page_text(page: str) -> str:
+    return (SOURCE.parent / page).read_text(encoding="utf-8")
+
+
+def distributions_of(name: str, extras: list[str]) -> set[str]:
+    """Return the distributions that pip installs with a distribution and extras of it."""
+    found: set[str] = set()
+    pending = [(name, extra) for extra in ["", *extras]]
+    done = set()
+    while pending:
+        name, extra = pending.pop()
+        if (name, extra) in done:
+            continue
+        done.add((name, extra))
+        for text in requirements_of(name):
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                found.add(canonicalize_name(requirement.name))
+                pending += [(requirement.name, one) for one in ["", *requirement.extras]]
+    return found
+
+
+def requirements_of(name: str) -> list[str]:
+    """Return what a distribution requires; of fuelrail as this checkout says, installed or not."""
+    if name == "fuelrail":
+        project = tomllib.loads(page_text("pyproject.toml"))["project"]
+        extras = [
+            f"{text}; extra == '{extra}'"
+            for extra, texts in project["optional-dependencies"].items()
+            for text in texts
+            if ";" not in text
+        ]
+        return [*project["dependencies"], *extras]
+    try:
+        return metadata_requires(name) or []
+    except PackageNotFoundError:
+        return []
 
 
 def run_without(

@@ -201,7 +201,6 @@ class TestImports:
             "matplotlib",
             "ray",
             "yaml",
-            "duckdb",
             "scipy",
             "jinja2",
             "rich",
@@ -347,7 +346,7 @@ class TestDependencies:
             for each in PROJECT["optional-dependencies"].values()
             for one in each
         }
-        left = asked & (extras | {"duckdb", "jinja2", "prometheus-client", "psutil", "scipy"})
+        left = asked & (extras | {"jinja2", "prometheus-client", "psutil", "scipy"})
         assert not left, f"{left}: the core and an extra ask for it"
 
     def test_pillow_is_never_forced_on_anybody(self) -> None:

@@ -8,6 +8,7 @@ JPEG after ITU-T T.81 annex B; Exif orientation after TIFF 6.0; PNG after the W3
 from __future__ import annotations
 
 import functools
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ _SUBSAMPLING = {
     (4, 1): "4:1:1",
     (4, 2): "4:1:0",
 }
+_MOST_BLOCKS_OF_MCU: Final = 10
 _COLOR_SPACES = {1: "gray", 3: "color", 4: "cmyk"}
 _REENCODE = "re-encode it as 8-bit baseline or progressive JPEG"
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -63,6 +65,8 @@ _ADAM7 = (
 )
 """The passes of an interlaced PNG: first column, first row, and the steps between columns and between rows."""
 _FACTORS = frozenset(16 * across + down for across in range(1, 5) for down in range(1, 5))
+_MARKER: Final = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
+"""A marker but for those that are inside of entropy-coded data: stuffed zeros, restarts and fill bytes."""
 _U16 = struct.Struct(">H").unpack_from
 _SEGMENT = struct.Struct(">HH").unpack_from
 _PASSED_OVER = frozenset({0xFFC4, 0xFFDB, 0xFFFE, *range(0xFFE0, 0xFFF0)} - {0xFFE1})
@@ -198,6 +202,10 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         )
     if not _FACTORS.issuperset(factors):
         raise ImageError(f"JPEG header is broken: sampling factors {factors.hex(' ')}")
+    if not _is_decodable(factors):
+        raise ImageError(
+            f"JPEG with the sampling factors {factors.hex(' ')} is not supported: {_REENCODE} of 4:4:4 or 4:2:0"
+        )
     if kind == 2 or encoded[at + 4] != count:
         _check_scans(encoded, width, height)
     return ImageInfo(
@@ -213,6 +221,18 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         frame_at,
         at + 2 + length,
     )
+
+
+@functools.lru_cache(256)
+def _is_decodable(factors: bytes) -> bool:
+    """Return whether libjpeg decodes these 0xHV factors: whole ratios, and at most ten blocks in an MCU."""
+    if len(factors) == 1:
+        return True
+    across = [factor >> 4 for factor in factors]
+    down = [factor & 15 for factor in factors]
+    num_blocks = sum(a * b for a, b in zip(across, down, strict=True))
+    are_whole = all(max(sides) % side == 0 for sides in (across, down) for side in sides)
+    return num_blocks <= _MOST_BLOCKS_OF_MCU and are_whole
 
 
 @functools.lru_cache(256)
@@ -270,14 +290,45 @@ def _probe_png(encoded: Buffer, allowed: tuple[int, ...] = (8,)) -> ImageInfo:
 
 
 def check_jpeg_end(encoded: Buffer) -> None:
-    """Refuse a JPEG without an end-of-image marker in its last 64 KiB (trailers follow it in some): it was cut.
+    """Refuse a JPEG without an end-of-image marker: it was cut.
 
-    For decoders that read only some rows, or fill up what is missing. Raises ImageError.
+    Anything may follow the marker: a film, a second picture, a line feed. For decoders that read only some rows, or
+    fill up what is missing. Raises ImageError.
     """
-    if encoded[-2:] != b"\xff\xd9" and bytes(encoded[-65536:]).rfind(b"\xff\xd9") < 0:
+    if encoded[-2:] != b"\xff\xd9" and jpeg_length(encoded) is None:
         raise ImageError(
             f"JPEG of {len(encoded)} bytes has no end-of-image marker: the file was cut"
         )
+
+
+def jpeg_length(encoded: Buffer) -> int | None:
+    """Return the bytes of a JPEG up to its end-of-image marker, found marker by marker; None where there is none.
+
+    ``encoded`` begins with a sound header; what follows the marker counts for nothing.
+    """
+    data = bytes(encoded)
+    at = 2
+    while (match := _MARKER.search(data, at)) is not None:
+        at = match.end()
+        if match[0][1] == 0xD9:
+            return at
+        if match[0][1] != 0x01:  # of arithmetic coding, without a segment
+            if at + 2 > len(data):
+                return None
+            at += int(_U16(data, at)[0])
+    return None
+
+
+def png_length(encoded: Buffer) -> int | None:
+    """Return the bytes of a PNG up to the end of its IEND chunk; None where there is none."""
+    at = len(_PNG_SIGNATURE)
+    while at + 12 <= len(encoded):
+        (length,) = struct.unpack_from(">I", encoded, at)
+        name = bytes(encoded[at + 4 : at + 8])
+        at += 12 + length
+        if name == b"IEND":
+            return at if bytes(encoded[at - 8 : at]) == b"IEND\xaeB`\x82" else None
+    return None
 
 
 def unpack_png(encoded: Buffer, *, bits: tuple[int, ...] = (8,)) -> bytes:
@@ -313,6 +364,22 @@ def unpack_png(encoded: Buffer, *, bits: tuple[int, ...] = (8,)) -> bytes:
     )
 
 
+def gray_of_palette(encoded: Buffer) -> bytes:
+    """Return a PNG with a palette as a gray one, whose pixels are the indices; raises ImageError for a damaged one.
+
+    A gray PNG of as many bits is returned with the same pixels, without further chunks.
+    """
+    parts = [_PNG_SIGNATURE]
+    for name, data in _png_chunks(encoded):
+        if name == b"IHDR":
+            header = bytearray(data)
+            header[9] = 0  # the type of colour: gray
+            parts.append(_chunk(name, bytes(header)))
+        elif name in (b"IDAT", b"IEND"):
+            parts.append(_chunk(name, bytes(data)))
+    return b"".join(parts)
+
+
 def _png_chunks(encoded: Buffer) -> Iterator[tuple[bytes, memoryview]]:
     """Yield name and data of each chunk up to the end chunk; raises ImageError for a damaged or missing one."""
     end, at = len(encoded), 8
@@ -338,7 +405,7 @@ def _png_data_bytes(info: ImageInfo, *, is_interlaced: bool) -> int:
     for left, top, step_x, step_y in _ADAM7 if is_interlaced else ((0, 0, 1, 1),):
         width, height = -((left - info.width) // step_x), -((top - info.height) // step_y)
         if width > 0 and height > 0:
-            num_bytes += height * (1 + width * info.num_components * info.bits // 8)
+            num_bytes += height * (1 + -(-width * info.num_components * info.bits // 8))
     return num_bytes
 
 

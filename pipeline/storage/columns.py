@@ -177,10 +177,10 @@ class Texts:
         bounds = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
         return [str(utf8[first:end], "utf-8") for first, end in bounds]
 
-    def parts(self) -> Iterator[pa.LargeStringArray]:
-        """Yield the rows as Arrow arrays, not copied, ``ROWS_AT_ONCE`` at a time."""
+    def parts(self, num_rows: int = ROWS_AT_ONCE) -> Iterator[pa.LargeStringArray]:
+        """Yield the rows as Arrow arrays, not copied, ``num_rows`` at a time."""
         buffers = [None, pa.py_buffer(self._ends.values), pa.py_buffer(self._utf8.values)]
         whole = pa.Array.from_buffers(pa.large_string(), len(self), buffers)
-        for first in range(0, len(self), ROWS_AT_ONCE):
-            yield whole.slice(first, ROWS_AT_ONCE)
-            self.disk.used(ROWS_AT_ONCE)
+        for first in range(0, len(self), num_rows):
+            yield whole.slice(first, num_rows)
+            self.disk.used(num_rows)

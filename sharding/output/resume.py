@@ -50,6 +50,11 @@ def check_same_recipe(shown: str, stored: Recipe | None, current: Recipe) -> Non
     """Refuse another recipe than the one in OUT, showing both; a digest that one side lacks is not compared."""
     if stored is None:
         return
+    if stored.source != current.source:
+        raise DatasetExistsError(
+            f"output folder '{shown}' holds another dataset, of a source of kind {stored.source}, not "
+            f"{current.source}; choose another folder"
+        )
     if not (current.scan_sha256 and stored.scan_sha256):
         stored, current = (
             msgspec.structs.replace(side, scan_sha256="") for side in (stored, current)

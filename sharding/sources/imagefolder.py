@@ -66,11 +66,13 @@ class ImageFolder(FrameSource[FrameSettings]):
         self._numbers = {name: number for number, name in enumerate(names)}
         if self.given.classes != SOURCE:
             self._numbers = dict(zip(names, self._classes().labels(names).tolist(), strict=True))
+        num_images = 0
         for folder, classes in self._folders().items():
             for name in classes:
                 inside = f"{folder}/{name}" if folder else name
                 listed = self.files.listed(inside)
                 images = [one for one in listed if one.rpartition(".")[2].lower() in EXTENSION_OF]
+                num_images += len(images)
                 for image in images:
                     yield Clip(name=f"{inside}/{image}", token=name, split=_SPLITS.get(folder, ""))
                 if others := len(listed) - len(images):
@@ -79,6 +81,22 @@ class ImageFolder(FrameSource[FrameSettings]):
                     self.noted[f"{inside}: a class without an image"] += 1
             for lacking in sorted({*names}.difference(classes)):
                 self.noted[f"{folder}: no folder of class {lacking}"] += 1
+        if not num_images:
+            self._check_depth()
+
+    def _check_depth(self) -> None:
+        """Raise SourceError where the images are a folder deeper than those of classes."""
+        for folder, classes in self._folders().items():
+            for name in classes:
+                inside = f"{folder}/{name}" if folder else name
+                for deeper in self.files.folders(inside):
+                    listed = self.files.listed(f"{inside}/{deeper}")
+                    if any(image.rpartition(".")[2].lower() in EXTENSION_OF for image in listed):
+                        raise SourceError(
+                            f"'{self.files.shown}' has no images in its folders of classes, but in folders below them, "
+                            f"such as '{inside}/{deeper}': give the folder that the classes are in, "
+                            f"imagefolder:{self.files.shown}/{inside}"
+                        )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the image. It has no time, calibration or pose."""

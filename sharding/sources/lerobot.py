@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,12 +27,12 @@ from fuelrail.pipeline.sample.image_header import ImageInfo, probe
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.channels import value_channel
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
-from fuelrail.sharding.sources.adapter.rows import may_be_attribute
+from fuelrail.sharding.sources.adapter.rows import COMMON_COLUMNS, may_be_attribute
 from fuelrail.sharding.sources.adapter.videos import FRAME, VideoSource
 from fuelrail.sharding.sources.shared.arrow import open_parquet, read_parquet
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
-from fuelrail.sharding.sources.shared.video import VideoSettings
+from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -76,6 +76,8 @@ class _Info(msgspec.Struct, frozen=True):
     chunks_size: int = 1000
     splits: dict[str, str] = {}
     robot_type: str | None = None
+    total_episodes: int | None = None
+    total_frames: int | None = None
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -113,7 +115,7 @@ class _Metadata:
         where = f"file '{self.files.shown}/{_INFO}'"
         if self.files.facts(_INFO) is None:
             raise SourceError(f"{where} is not there: is this the folder of a LeRobot dataset?")
-        info = read_json(self.files.read(_INFO), where, _Info)
+        info = read_json(self.files.read(_INFO), where, _Info, noted=self.noted)
         if info.codebase_version.removeprefix("v") not in ("2.0", "2.1", "3.0"):
             raise SourceError(
                 f"{where} has the codebase_version '{shown(info.codebase_version)}'; v2.0, v2.1 and v3.0 are read: "
@@ -147,16 +149,26 @@ class _Metadata:
             found[camera] = name
         return found
 
+    @property
+    def has_videos(self) -> bool:
+        """Whether a camera's images are frames of videos."""
+        return any(self.info.features[name].dtype == "video" for name in self.cameras.values())
+
     @cached_property
     def values(self) -> dict[str, str]:
         """Return the features that are no images and not of all datasets, by the names that they have in samples."""
         found: dict[str, str] = {}
+        others = {"task", *RESERVED, *COMMON_COLUMNS}
         for name, feature in self.info.features.items():
             if name in _OWN or feature.is_picture:
                 continue
             if feature.dtype not in (*DTYPES, "string"):
                 self.noted[f"feature {shown(name)} left out, of dtype {shown(feature.dtype)}"] += 1
-            elif _plain(name) in (*found, "task", *RESERVED) or not may_be_attribute(_plain(name)):
+            elif (
+                _plain(name) in found
+                or _plain(name) in others
+                or not may_be_attribute(_plain(name))
+            ):
                 self.noted[
                     f"feature {shown(name)} left out, {_plain(name)} is the name of something else"
                 ] += 1
@@ -187,7 +199,7 @@ class _Metadata:
         where = f"file '{self.files.shown}/{name}'"
         for number, line in enumerate(self.files.read(name).split(b"\n"), 1):
             if line.strip():
-                yield read_json(line, f"{where}, line {number}", kind)
+                yield read_json(line, f"{where}, line {number}", kind, noted=self.noted)
 
     def episodes(self) -> Iterator[_Episode]:
         """Yield the episodes, in the order of the files."""
@@ -227,6 +239,7 @@ class LeRobot(VideoSource[VideoSettings]):
     kind = "lerobot"
     time_base = "relative"
     has_poses = False
+    requires: ClassVar[Mapping[str, str]] = {}  # sets of images need no decoder of videos
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
@@ -260,8 +273,18 @@ class LeRobot(VideoSource[VideoSettings]):
         own = {name: kind for name, kind in types.items() if kind is not None}
         return {"episode_index": int, "task_index": int, **own}
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options, and the versions of the libraries that decode, where there are videos."""
+        return {**super().options, "libraries": libraries() if self._meta.has_videos else ""}
+
     def sensors(self) -> Sensors:
-        """Return the cameras; their own names are those of the features."""
+        """Return the cameras; their own names are those of the features.
+
+        Raises ConfigError where there are videos, and no library that decodes them.
+        """
+        if self._meta.has_videos:
+            check_decoder(f"'{self.files.shown}'")
         return Sensors.of(self._meta.cameras)
 
     def clips(self) -> Iterator[Clip]:
@@ -274,11 +297,13 @@ class LeRobot(VideoSource[VideoSettings]):
                 )
             ranges[_SPLITS.get(name, name)] = range(int(found[1]), int(found[2]))
         self._of.clear()
+        num_frames = 0
         for one in sorted(self._meta.episodes(), key=lambda one: one.number):
             name = f"episode-{one.number:06d}"
             if name in self._of:
                 raise SourceError(f"'{self.files.shown}' has episode {one.number} twice")
             self._of[name] = one
+            num_frames += one.length
             videos = [file for file, _ in one.videos.values() if self.files.facts(file) is not None]
             yield Clip(
                 name=name,
@@ -289,6 +314,11 @@ class LeRobot(VideoSource[VideoSettings]):
                 attributes={"episode_index": one.number},
                 files=(_INFO, one.data, *videos),
             )
+        counts = {"total_episodes": len(self._of), "total_frames": num_frames}
+        for name, count in counts.items():
+            stated = getattr(self._meta.info, name)
+            if stated is not None and stated != count:
+                self.noted[f"{_INFO} states the {name} {stated}, and its tables have"] = count
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the frames of the episode, by time."""
@@ -298,7 +328,8 @@ class LeRobot(VideoSource[VideoSettings]):
         numbers = _array(table, "episode_index", (), where)
         rows = np.flatnonzero(numbers == episode.number)
         frame_index = _array(table, "frame_index", (), where)[rows]
-        if not np.array_equal(frame_index, np.arange(episode.length)):
+        is_whole = len(rows) == episode.length  # before anything of that length is made
+        if not is_whole or not np.array_equal(frame_index, np.arange(episode.length)):
             raise SourceError(
                 f"{where}: episode {episode.number} has {len(rows)} rows, expected {episode.length}, with frame_index "
                 "from 0 on in order"

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -19,7 +21,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
-from fuelrail.pipeline.errors import ConfigError, FuelrailError, how_to_install
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError, how_to_install
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.pipeline.text import Printed
 
@@ -46,6 +48,8 @@ _BUILT_IN: Final = {
     "rosbag1": "fuelrail.sharding.sources.logs.source:Rosbag1Source",
 }
 _OWN_PACKAGE: Final = "fuelrail"
+_MOST_FOLDERS: Final = 100
+"""Folders that are looked into for files that a source lacks."""
 _EXAMPLES: Final = {
     name: f"`pip install ./configs/sources/{name}` in a checkout brings package fuelrail-{name.replace('_', '-')}"
     for name in ("arrow", "pandaset", "physical_ai", "py123d")
@@ -130,9 +134,17 @@ def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
 
 @contextlib.contextmanager
 def naming(spec: SourceSpec) -> Iterator[None]:
-    """Add to an error that no source means to raise the kind and the package that it comes from."""
+    """Add to an error that no source means to raise the kind and the package that it comes from.
+
+    Add to one that a source means where the files of its kind are, if they are in a folder beside.
+    """
     try:
         yield
+    except SourceError as error:
+        advice = _advice_on_place(spec)
+        if advice:
+            raise SourceError(f"{error}; {advice}") from error
+        raise
     except FuelrailError:
         raise
     except Exception as error:
@@ -299,6 +311,36 @@ def _load(entry: EntryPoint) -> Any:
         raise ConfigError(
             f"source kind '{entry.name}'{package} cannot be imported: {what}"
         ) from error
+
+
+def check_place(spec: SourceSpec) -> None:
+    """Raise SourceError for a folder or file of this machine that is not there; plug-ins look themselves."""
+    place = spec.location.removeprefix("file://")
+    is_elsewhere = "://" in place or "\n" in place or spec.kind not in _BUILT_IN
+    if is_elsewhere or os.path.lexists(place):
+        return
+    raise SourceError(f"source '{spec.kind}:{spec.location}': '{place}' is not there")
+
+
+def _advice_on_place(spec: SourceSpec) -> str:
+    """Return where files of the kind are, if not in the source's folder but below or above it; empty else."""
+    patterns = CONTENTS.get(spec.kind)
+    place = Path(spec.location.removeprefix("file://"))
+    if patterns is None or not place.is_dir() or _has_any(place, patterns):
+        return ""
+    inside = (entry.name for entry in os.scandir(place) if entry.is_dir())
+    folders = [place / name for name in sorted(itertools.islice(inside, _MOST_FOLDERS))]
+    for folder in [*folders, place.absolute().parent]:
+        if _has_any(folder, patterns):
+            return f"'{folder}' looks like one: is it {spec.kind}:{folder}?"
+    return ""
+
+
+def _has_any(place: Path, patterns: Iterable[str]) -> bool:
+    try:
+        return any(any(place.glob(pattern)) for pattern in patterns)
+    except OSError:
+        return False
 
 
 def _guessed_kind(place: Path) -> str | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
@@ -30,13 +30,20 @@ from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.channels import ValueForms
 from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.adapter.members import MADE
-from fuelrail.sharding.sources.adapter.rows import may_be_attribute
+from fuelrail.sharding.sources.adapter.rows import fitting_type, may_be_attribute
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.shared.files import is_hidden
 from fuelrail.sharding.sources.shared.foreign import JsonFacts, read_json
-from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, HEAD_BYTES
+from fuelrail.sharding.sources.shared.pictures import (
+    EXTENSION_OF,
+    HEAD_BYTES,
+    convertible_png,
+    plain_png,
+)
 from fuelrail.sharding.sources.shared.scan_table import Reference
 from fuelrail.sharding.sources.shared.tars import (
     COMPRESSED,
+    OF_IGNORE_ZEROS,
     Member,
     compressed_members,
     tar_members,
@@ -93,6 +100,13 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
             description="how many samples decide names, types and shapes of what is not an image; 0: all",
         ),
     ] = 1000
+    ignore_zeros: Annotated[bool, Meta(description=OF_IGNORE_ZEROS)] = False
+    gather: Annotated[
+        bool,
+        Meta(
+            description="true reads each tar to its end and takes all members of a key for a sample, wherever they are"
+        ),
+    ] = False
     clip: Annotated[
         str,
         Meta(
@@ -146,8 +160,11 @@ class _Reader(NamedTuple):
     given: WebDatasetSettings
     files: SourceFiles
 
-    def json(self, sample: _Sample) -> JsonFacts:
-        """Read the JSON; raise SourceError where there is none and an option names a path in it."""
+    def json(self, sample: _Sample, noted: Counter[str]) -> JsonFacts:
+        """Read the JSON; raise SourceError where there is none and an option names a path in it.
+
+        ``noted`` counts NaN and infinities, which are read as null.
+        """
         where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
         if self.given.meta not in sample.members and self._used:
             raise SourceError(
@@ -157,7 +174,7 @@ class _Reader(NamedTuple):
         if member is None:
             return JsonFacts(None, where)
         data, what = self._data(sample, member), f"{where}: .{self.given.meta}"
-        return JsonFacts(read_json(data, what, what="is not JSON"), where)
+        return JsonFacts(read_json(data, what, what="is not JSON", noted=noted), where)
 
     @property
     def _used(self) -> frozenset[str]:
@@ -225,7 +242,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         """The channels of the first samples' values, the types of their attributes, and why other values are none."""
         values, attributes = ValueForms(), ValueForms()
         for sample in islice(self._samples(), self.given.first_samples or None):
-            found = self._reader.values(sample, self._reader.json(sample).values)
+            found = self._reader.values(sample, self._reader.json(sample, Counter()).values)
             for forms, of_sample in ((values, found.values), (attributes, found.attributes)):
                 for name, value in of_sample.items():
                     forms.learn(name, b"" if isinstance(value, Member) else value)
@@ -237,7 +254,11 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         channels = {channel.name: channel for channel in values.channels()}
         return (
             channels,
-            {name: kind for name, kind in types.items() if kind is not None},
+            {
+                name: fitting
+                for name, kind in types.items()
+                if (fitting := fitting_type(name, kind)) is not None
+            },
             values.refused,
         )
 
@@ -257,8 +278,17 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         return "clip" if any(tar.endswith(COMPRESSED) for tar in self._tars()) else "random"
 
     def _tars(self) -> list[str]:
-        names = [self.file] if self.file is not None else self.files.listed()
-        return [name for name in names if name.endswith((".tar", *COMPRESSED))]
+        """Return the names of the tars; what else is in the folder is counted."""
+        if self.file is not None:
+            return [self.file]
+        names = self.files.listed()
+        tars = [name for name in names if name.endswith((".tar", *COMPRESSED))]
+        if len(tars) < len(names):
+            listed = ", ".join((".tar", *COMPRESSED))
+            self.noted[f"files and folders beside the tars left out, none of {listed}"] = len(
+                names
+            ) - len(tars)
+        return tars
 
     def sensors(self) -> Sensors:
         """Return the cameras of the option ``images``, or of the first sample that has images."""
@@ -280,26 +310,37 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         """Yield the samples of all tars; ``noted`` counts members that belong to none."""
         noted = Counter() if noted is None else noted
         for tar in self._tars():
+            read: dict[str, _Read] | None = None
             if tar.endswith(COMPRESSED):
-                read: dict[str, _Read] = {}
-                yield from _grouped(tar, self._unpacked(tar, read), self.files.shown, read, noted)
+                read = {}
+                members = self._unpacked(tar, read, noted)
             else:
-                yield from _grouped(
-                    tar, tar_members(self.files, tar), self.files.shown, None, noted
+                members = tar_members(
+                    self.files, tar, ignore_zeros=self.given.ignore_zeros, noted=noted
                 )
+            where = f"tar '{self.files.shown}/{tar}'"
+            group = _gathered if self.given.gather else _grouped
+            yield from group(tar, _keyed(members, noted), where, read)
 
-    def _unpacked(self, tar: str, read: dict[str, _Read]) -> Iterator[Member]:
+    def _unpacked(self, tar: str, read: dict[str, _Read], noted: Counter[str]) -> Iterator[Member]:
         """Yield the members of a compressed tar; keep the needed part of each in ``read``."""
         json = f".{self.given.meta}"
         whole = (json, *(f".{last}" for last in _DECODED))
-        for member, data in compressed_members(self.files, tar, HEAD_BYTES[-1], whole):
+        for member, data in compressed_members(
+            self.files,
+            tar,
+            HEAD_BYTES[-1],
+            whole,
+            ignore_zeros=self.given.ignore_zeros,
+            noted=noted,
+        ):
             data = data or b""
             if member.name.lower().endswith(whole):
                 is_kept = member.length <= _MOST_VALUE_BYTES or member.name.lower().endswith(json)
                 read[member.name] = _Read(data=data if is_kept else b"")
             else:
                 try:
-                    info = probe(data)
+                    info = convertible_png(data) or probe(data)
                     read[member.name] = _Read(info.width, info.height)
                 except ImageError as error:
                     read[member.name] = _Read(fault=error.message)
@@ -344,7 +385,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         """Yield the clip's samples, by time where they have one."""
         found: list[Frame] = []
         for number, sample in enumerate(self._current):
-            facts = self._reader.json(sample)
+            facts = self._reader.json(sample, self.noted)
             own = self._fitting(sample, facts)
             raw = {
                 name: member for name, member in own.values.items() if isinstance(member, Member)
@@ -451,10 +492,12 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             tar, _, name = ref.partition("#")
             by_tar.setdefault(tar, set()).add(name)
         for tar, names in by_tar.items():
-            for member, data in compressed_members(self.files, tar, None, wanted=names):
+            for member, data in compressed_members(
+                self.files, tar, None, wanted=names, ignore_zeros=self.given.ignore_zeros
+            ):
                 if data is not None:
                     names.discard(member.name)
-                    yield f"{tar}#{member.name}", data
+                    yield f"{tar}#{member.name}", plain_png(data)
             if names:
                 raise SourceError(f"tar '{self.files.shown}/{tar}' has no '{min(names)}' any more")
 
@@ -493,27 +536,60 @@ def _cameras(members: dict[str, Member]) -> dict[str, str]:
     return found
 
 
-def _grouped(
-    tar: str,
-    members: Iterator[Member],
-    shown: str,
-    read: dict[str, _Read] | None,
-    noted: Counter[str],
-) -> Iterator[_Sample]:
-    """Yield samples; skip names without a key or an extension, as the library does, and count them."""
-    sample: _Sample | None = None
+def _keyed(members: Iterable[Member], noted: Counter[str]) -> Iterator[tuple[str, str, Member]]:
+    """Yield key, extension and member; skip and count names without one, as the library skips them."""
     for member in members:
-        found = _NAME.match(member.name)
-        if found is None or found[1].rpartition("/")[2].startswith("__"):
+        if any(map(is_hidden, member.name.split("/"))):
+            noted["hidden members left out"] += 1
+            continue
+        match = _NAME.match(member.name)
+        if match is None or match[1].rpartition("/")[2].startswith("__"):
             noted["members left out, without a key or an extension"] += 1
             continue
-        key, extension = found[1], found[2].lower()
+        yield match[1], match[2].lower(), member
+
+
+def _grouped(
+    tar: str,
+    members: Iterable[tuple[str, str, Member]],
+    where: str,
+    read: dict[str, _Read] | None,
+) -> Iterator[_Sample]:
+    """Yield samples of members that follow each other."""
+    keys: set[str] = set()
+    sample: _Sample | None = None
+    for key, extension, member in members:
         if sample is None or sample.key != key:
             if sample is not None:
                 yield sample
+            if key in keys:
+                raise SourceError(
+                    f"{where}: key '{key}' comes again, with .{extension}, after other keys: the members of a sample "
+                    "do not follow each other; the option gather=true puts each sample together, and "
+                    "`tar --sort=name` writes a tar in which they do"
+                )
+            keys.add(key)
             sample = _Sample(tar, key, {}, read)
-        if extension in sample.members:
-            raise SourceError(f"tar '{shown}/{tar}': key '{key}' has .{extension} twice")
-        sample.members[extension] = member
+        _add_member(sample, extension, member, where)
     if sample is not None:
         yield sample
+
+
+def _gathered(
+    tar: str,
+    members: Iterable[tuple[str, str, Member]],
+    where: str,
+    read: dict[str, _Read] | None,
+) -> Iterator[_Sample]:
+    """Yield samples of members wherever they are in the tar, in the order of their first ones."""
+    samples: dict[str, _Sample] = {}
+    for key, extension, member in members:
+        sample = samples.setdefault(key, _Sample(tar, key, {}, read))
+        _add_member(sample, extension, member, where)
+    yield from samples.values()
+
+
+def _add_member(sample: _Sample, extension: str, member: Member, where: str) -> None:
+    if extension in sample.members:
+        raise SourceError(f"{where}: key '{sample.key}' has .{extension} twice")
+    sample.members[extension] = member

@@ -220,6 +220,11 @@ def test_an_output_that_holds_something_else(run, source, dataroot, tmp_path):
     sentence = refused(run("shard", f"nuscenes:{source.root}", out, "--seed", "8"))
     assert "holds another dataset: seed: 7 there, 8 here" in sentence
     assert "the source's content" in refused(shard(run, dataroot("z2").root, out))
+    # A wrong source is named before options are compared.
+    sentence = refused(run("shard", f"nuscenes:{source.root}-", out))
+    assert "is not there" in sentence and "options" not in sentence
+    sentence = refused(run("shard", f"imagefolder:{source.root}", out))
+    assert "of a source of kind nuscenes, not imagefolder" in sentence and "options" not in sentence
     assert digests(out) == before
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.shared.foreign import parsing, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ class PandaSet(FrameSource[FrameSettings]):
                 yield Clip(name=name, files=(f"{name}/lidar/poses.json",))
 
     def _read(self, name: str) -> Any:
-        return json.loads(self.files.read(name))
+        return read_json(self.files.read(name), f"file '{self.files.shown}/{name}'")
 
     def _poses(self, folder: str) -> tuple[np.ndarray, np.ndarray]:
         rows = self._read(f"{folder}/poses.json")
@@ -55,10 +55,15 @@ class PandaSet(FrameSource[FrameSettings]):
         return times, pose(*numbers, f"{folder}/poses.json")
 
     def poses(self, clip: Clip) -> Trajectory:
-        times, lidar2global = self._poses(f"{clip.name}/lidar")
-        return Trajectory(times, lidar2global @ FLU, clip.name)
+        with parsing(f"poses in '{self.files.shown}/{clip.name}/lidar'"):
+            times, lidar2global = self._poses(f"{clip.name}/lidar")
+            return Trajectory(times, lidar2global @ FLU, clip.name)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
+        with parsing(f"sequence '{self.files.shown}/{clip.name}'"):
+            yield from self._frames(clip)
+
+    def _frames(self, clip: Clip) -> Iterator[Frame]:
         times, _ = self._poses(f"{clip.name}/lidar")
         ego, images = self.poses(clip), [{} for _ in times]
         for camera in CAMERAS:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import re
 import shutil
 import tempfile
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fuelrail.pipeline.channels.series import series_channel
 from fuelrail.pipeline.channels.table import Channel, Law
@@ -42,7 +40,8 @@ from fuelrail.sharding.sources.adapter.frame import (
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSource
-from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.arrow import BoundedParquet
+from fuelrail.sharding.sources.shared.foreign import parsing, read_json, read_text
 from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.video import VideoSettings, libraries, video_frames
 
@@ -111,7 +110,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         self._kept: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {}
         self._last: tuple[str, dict[str, np.ndarray]] = "", {}
         self._tables: tuple[str, dict[str, dict[str, np.ndarray]]] = "", {}
-        self._spins: tuple[str, pq.ParquetFile] | None = None
+        self._spins: tuple[str, BoundedParquet] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -163,8 +162,9 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
     @cached_property
     def _features(self) -> dict[str, dict[str, str]]:
         """Rows of ``features.csv`` by feature."""
-        text = self.files.read("features.csv").decode()
-        with parsing(f"file '{self.files.shown}/features.csv'"):
+        where = f"file '{self.files.shown}/features.csv'"
+        text = read_text(self.files.read("features.csv"), where)
+        with parsing(where):
             return {row["feature"]: row for row in csv.DictReader(io.StringIO(text))}
 
     def _chunk_file(self, feature: str, chunk: int) -> str:
@@ -173,6 +173,10 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
 
     def clips(self) -> Iterator[Clip]:
         """Yield the clips whose egomotion and at least one camera are downloaded."""
+        with parsing(f"download '{self.files.shown}'"):
+            yield from self._clips()
+
+    def _clips(self) -> Iterator[Clip]:
         for (clip_id,), row in sorted(self._indexed("clip_index.parquet").items()):
             chunk = int(row["chunk"])
             names = [
@@ -207,7 +211,8 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         path = self.files.path(self._chunk_file(feature, int(clip.token)))
         if path is None:
             raise SourceError(f"'{self.files.shown}' is a URL: copy the chunks to a folder")
-        files = json.loads(self._features[feature]["clip_files_in_zip"])
+        listed = self._features[feature]["clip_files_in_zip"].encode()
+        files = read_json(listed, f"file '{self.files.shown}/features.csv'", dict[str, str])
         name = (
             files[alias]
             if alias
@@ -231,14 +236,16 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         with parsing(f"file '{path.name}': {name}"), zipfile.ZipFile(path) as file:
             if file.getinfo(name).file_size > MOST_BYTES:
                 raise ValueError(f"it has over {MOST_BYTES} bytes")
-            table = pq.read_table(io.BytesIO(file.read(name)), columns=list(columns))
+            content = pa.BufferReader(file.read(name))
+            table = BoundedParquet(content, f"file '{path.name}': {name}").read(list(columns))
             found = {column: table.column(column).to_numpy() for column in columns}
             return found | {"timestamp": (found["timestamp"].astype(np.int64) + FIRST_US) * 1000}
 
     def _indexed(self, name: str) -> dict[tuple[str, ...], dict[str, Any]]:
         """Read a table that pandas wrote: its rows by their index."""
         with parsing(f"file '{self.files.shown}/{name}'"):
-            table = pq.read_table(io.BytesIO(self.files.read(name)))
+            content = pa.BufferReader(self.files.read(name))
+            table = BoundedParquet(content, f"file '{self.files.shown}/{name}'").read()
             index = table.schema.pandas_metadata["index_columns"]
             return {tuple(str(row[key]) for key in index): row for row in table.to_pylist()}
 
@@ -263,15 +270,18 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         return self._last[1]
 
     def poses(self, clip: Clip) -> Trajectory:
-        motion = self._motion(clip)
-        rotation, place = (
-            np.stack([motion[name] for name in names], 1)
-            for names in (("qw", "qx", "qy", "qz"), ("x", "y", "z"))
-        )
-        return Trajectory(motion["timestamp"], pose(rotation, place, clip.name), clip.name)
+        with parsing(f"egomotion of clip '{self.files.shown}/{clip.name}'"):
+            motion = self._motion(clip)
+            rotation = np.stack([motion[name] for name in ("qw", "qx", "qy", "qz")], 1)
+            place = np.stack([motion[name] for name in ("x", "y", "z")], 1)
+            return Trajectory(motion["timestamp"], pose(rotation, place, clip.name), clip.name)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each time of the first camera that is there and lies within the egomotion."""
+        with parsing(f"clip '{self.files.shown}/{clip.name}'"):
+            yield from self._frames(clip)
+
+    def _frames(self, clip: Clip) -> Iterator[Frame]:
         intrinsics, mounts = (
             self._calibration(name, clip) for name in ("camera_intrinsics", "sensor_extrinsics")
         )
@@ -348,7 +358,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
             times = (stamps + FIRST_US) * 1000
             return np.where((times >= known[0]) & (times <= known[1]), times, -1)
 
-    def _spin_file(self, clip: Clip) -> pq.ParquetFile:
+    def _spin_file(self, clip: Clip) -> BoundedParquet:
         """Return a clip's spins, taken from the zip into a temporary file; those of the last clip are kept."""
         if self._spins is None or self._spins[0] != clip.name:
             path, name = self._member(LIDAR, clip, "")
@@ -358,7 +368,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
                 made.flush()
                 self._spins = (
                     clip.name,
-                    pq.ParquetFile(pa.memory_map(made.name)),
+                    BoundedParquet(pa.memory_map(made.name), f"clip {clip.name}: spins"),
                 )  # the mapping outlives the name
         return self._spins[1]
 
@@ -467,7 +477,7 @@ def _nearest(times: np.ndarray, time: int) -> int | None:
     return at if abs(int(times[at]) - time) <= half else None
 
 
-def _decoded(spins: pq.ParquetFile, row: int) -> np.ndarray:
+def _decoded(spins: BoundedParquet, row: int) -> np.ndarray:
     """Decode the points of a spin (P, 6), :data:`LIDAR_COLUMNS`; NaN for what a spin does not state."""
     import DracoPy
 

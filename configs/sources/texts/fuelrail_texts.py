@@ -26,7 +26,8 @@ import numpy as np
 import fuelrail as fr
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.text import shown, text_of
-from fuelrail.sharding.sources.shared.foreign import parsing, read_json
+from fuelrail.sharding.sources.shared.files import source_files
+from fuelrail.sharding.sources.shared.foreign import parsing, read_json, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -106,17 +107,15 @@ def import_texts(
     """
     dataset, found, digests = fr.open(base), dict[str, _Entries](), list[str]()
     for path in map(Path, files):
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise fr.SourceError(f"'{path}' cannot be read: {error.strerror}") from error
+        data = source_files(str(path.parent), path.name).read(path.name)
+        where = f"file '{path}'"
+        read_text(data, where)  # JSON of no stated type may hold other bytes
         digests.append(hashlib.sha256(data).hexdigest())
-        for name, rows, whole in _entries(
-            data, f"file '{path}'", is_lines=path.suffix == ".jsonl", by=by
-        ):
-            own = found.setdefault(name, _Entries([], {}))
-            own.rows.extend(rows)
-            own.whole.update(whole)
+        with parsing(where):
+            for name, rows, whole in _entries(data, where, is_lines=path.suffix == ".jsonl", by=by):
+                own = found.setdefault(name, _Entries([], {}))
+                own.rows.extend(rows)
+                own.whole.update(whole)
     of_row, unknown = _joined(dataset, found)
     names = list(dict.fromkeys(name for own in found.values() for row in own.rows for name in row))
     whole = list(dict.fromkeys(name for own in found.values() for name in own.whole))

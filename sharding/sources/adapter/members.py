@@ -16,7 +16,7 @@ from fuelrail.sharding.sources.adapter.channels import COMPUTED
 from fuelrail.sharding.sources.adapter.frame import Absent, FileMember, Image
 from fuelrail.sharding.sources.adapter.vector_maps import MAP
 from fuelrail.sharding.sources.shared.files import looks
-from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, examined
+from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF, ConvertiblePng, examined
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -33,7 +33,12 @@ MADE: Final = "made:"
 """Begins the reference of an image that the source makes."""
 POINTS: Final = "points:"
 """Begins the reference of a lidar sweep."""
-NO_FILE: Final = (MADE, POINTS, MAP, COMPUTED)
+MASK: Final = "mask:"
+"""Begins the reference of a mask, which may be stored in another form (`fuelrail.sharding.sources.adapter.masks`)."""
+PLAIN: Final = "plain:"
+"""Begins the reference of a PNG that is converted (`fuelrail.sharding.sources.shared.pictures.plain_png`)."""
+CONVERTED: Final = "PNGs with a palette or of fewer than 8 bits, stored as PNGs of 8 bits"
+NO_FILE: Final = (MADE, POINTS, MAP, COMPUTED, MASK, PLAIN)
 """What begins references that name no file."""
 NOT_IN_CLIP: Final = "not in the clip"
 """Why no frame of a clip has the image of a camera of the rig."""
@@ -317,6 +322,11 @@ class MemberFinder:
             return DAMAGED
         if 0 in size or not extension:
             return NOTED  # with the heads
+        if isinstance(head, ConvertiblePng):
+            self.report.note(CONVERTED, 1)
+            estimate = size[0] * size[1] * head.num_components
+            reference = Reference(name, PLAIN + image.ref, estimate, *size, is_estimate=True)
+            return Found(reference, there.stamp)
         return Found(Reference(name, image.ref, num_bytes, *size), there.stamp)
 
     def _sweep(self, place: str, channel: str, sweep: Sweep, known: _Known) -> Found | str:

@@ -57,8 +57,9 @@ _HOLES: Final = (
 _NS_PER_HOUR: Final = 3_600_000_000_000
 _CLIP_ID: Final = re.compile(r"[a-z0-9_-]{1,64}\Z")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_RESERVED: Final = ("key", "clip", "frame", "weather")
-_COMMON: Final[dict[str, type]] = {
+RESERVED_COLUMNS: Final = ("key", "clip", "frame", "clip_name", "num_cameras", "num_boxes")
+"""Columns that every dataset has of its own samples; no source has others of these names."""
+COMMON_COLUMNS: Final[dict[str, type]] = {
     "clip_name": str,
     "log_id": str,
     "vehicle": str,
@@ -71,12 +72,23 @@ _COMMON: Final[dict[str, type]] = {
 
 def attribute_types(classes: Iterable[str], columns: Mapping[str, type]) -> dict[str, type]:
     """Return the columns of attributes: those of all sources, a count for each class, and the source's own."""
-    return {**_COMMON, **dict.fromkeys(map(count_column, classes), int), **columns}
+    return {**COMMON_COLUMNS, **dict.fromkeys(map(count_column, classes), int), **columns}
 
 
 def may_be_attribute(name: str) -> bool:
-    """Return whether a source may call a column of attributes so: a word, and none of Fuelrail's own names."""
-    return bool(_COLUMN.match(name)) and name not in (*_RESERVED, *_COMMON)
+    """Return whether a source may call a column of attributes so: a word, and none of Fuelrail's own names.
+
+    A source may give the columns ``log_id``, ``vehicle``, ``speed_mps`` and ``hour_utc``, which all datasets have, of
+    their own types (:func:`fitting_type`); its values replace those that are worked out.
+    """
+    return bool(_COLUMN.match(name)) and name not in RESERVED_COLUMNS
+
+
+def fitting_type(name: str, kind: type | None) -> type | None:
+    """Return the type of a source's column of attributes whose values are of ``kind``; None where it cannot be one."""
+    common = COMMON_COLUMNS.get(name, kind)
+    is_fitting = common is kind or (common is float and kind is int)
+    return common if is_fitting else None
 
 
 def clip_id(name: str, token: str = "", *, is_taken: bool = False) -> str:
@@ -429,5 +441,9 @@ class _ClipFacts:
         if self._num_boxes[at] is not None:
             found.update(zip(self._counted, self._counts[at], strict=True))
         found.update(self._clip.attributes)
-        found.update(frame.attributes)
+        found.update(
+            (name, value)
+            for name, value in frame.attributes.items()
+            if value is not None or name not in COMMON_COLUMNS
+        )
         return found

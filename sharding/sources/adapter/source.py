@@ -24,7 +24,8 @@ from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.channels import COMPUTED, boxes2d_channel, computed_bytes
 from fuelrail.sharding.sources.adapter.classes import SOURCE, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.adapter.frame import Image
-from fuelrail.sharding.sources.adapter.members import MADE, NO_FILE, POINTS, Part
+from fuelrail.sharding.sources.adapter.masks import mask_png
+from fuelrail.sharding.sources.adapter.members import MADE, MASK, NO_FILE, PLAIN, POINTS, Part
 from fuelrail.sharding.sources.adapter.rows import ClipRows, attribute_types
 from fuelrail.sharding.sources.adapter.vector_maps import MAP
 from fuelrail.sharding.sources.registry import CONTENTS
@@ -36,6 +37,7 @@ from fuelrail.sharding.sources.shared.pictures import (
     ImagePolicy,
     JpegForm,
     MaxDamaged,
+    plain_png,
     recorded,
 )
 from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
@@ -253,6 +255,9 @@ class FrameSource(Generic[S]):
         with findings.of("classes"):
             classes.report(report)
         report.noted.update(self.noted)
+        if self.files.hidden:
+            text = "hidden files and folders left out, such as .DS_Store, Thumbs.db and ._NAME"
+            report.noted[text] = sum(self.files.hidden.values())
         findings.check()
         if not num_clips:
             summary = (type(self).__doc__ or "").strip().partition("\n")[0]
@@ -310,6 +315,16 @@ class FrameSource(Generic[S]):
             return encode_points(self.points(ref.removeprefix(POINTS)))
         if ref.startswith(MADE):
             return next(self.make_images([ref.removeprefix(MADE)]))[1]
+        image = ref.removeprefix(PLAIN)
+        if image != ref:
+            return plain_png(self._bytes(image))
+        mask = ref.removeprefix(MASK)
+        if mask != ref:
+            where = f"mask '{self.files.shown}/{mask}'"
+            return mask_png(self._bytes(mask), where)
+        return self._bytes(ref)
+
+    def _bytes(self, ref: str) -> bytes:
         part = Part.of(ref)
         data = part.read(self.files)
         if part.length is not None and len(data) < part.length:

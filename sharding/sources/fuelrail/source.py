@@ -122,7 +122,7 @@ class FuelrailSource:
         clips = [(part.dataset.location, part.dataset.index.clip_ids()) for part in self._parts]
         check_disjoint(clips)
         owners = sorted((clip, number) for number, (_, ids) in enumerate(clips) for clip in ids)
-        walks = [part.samples(out.database) for part in self._parts]
+        walks = [part.samples(out.disk) for part in self._parts]
         types = self.attribute_types
         for clip, number in owners:
             # A part's samples come clip by clip in the order of the ids, as the owners do.

@@ -21,9 +21,9 @@ from fuelrail.sharding.sources.adapter.frame import BoxRows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.nuscenes.joined import Joined
-    from fuelrail.sharding.sources.shared.joins import Database
 
 CATEGORIES: Final[dict[str, str | None]] = {
     **{name: name for name in CLASSES},  # T4, Lyft
@@ -75,8 +75,8 @@ NOT_STATED: Final = "not stated"
 class Annotations:
     """The annotations of joined tables, found by sample. ``columns`` and ``links`` are those of the table."""
 
-    def __init__(self, joined: Joined, database: Database) -> None:
-        self._joined, self._database = joined, database
+    def __init__(self, joined: Joined, disk: Disk) -> None:
+        self._joined, self._disk = joined, disk
         self.columns, self.links = (
             joined["sample_annotation"].columns,
             joined["sample_annotation"].links,
@@ -96,18 +96,18 @@ class Annotations:
     def _sort_by_sample(self, num_samples: int) -> None:
         """Sort annotations by sample into ``_order``: rows of the table plus a sample's number times ``_radix``."""
         self._radix = max(len(self), 1)
-        order = self._database.column(np.int64)
+        order = self._disk.column(np.int64)
         for first in range(0, len(self), ROWS_AT_ONCE):
             sample = self.links["sample_token"][first : first + ROWS_AT_ONCE]
             order.append(sample * self._radix + np.arange(first, first + len(sample)))
         self._order: NDArray[np.int64] = order.values
         self._order.sort()
-        starts = self._database.column(np.int64)
+        starts = self._disk.column(np.int64)
         for first in range(0, num_samples + 1, ROWS_AT_ONCE):
             numbers = np.arange(first, min(first + ROWS_AT_ONCE, num_samples + 1))
             starts.append(np.searchsorted(self._order, numbers * self._radix))
         self._starts: NDArray[np.int64] = starts.values
-        self._database.release()
+        self._disk.release()
 
     def _rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return rows of the annotations of samples (S,), sample by sample, and their numbers (S,)."""
@@ -118,7 +118,7 @@ class Annotations:
             )
             % self._radix
         )
-        self._database.used(4 * len(rows))
+        self._disk.used(4 * len(rows))
         return rows, ends - starts
 
     def _categories_of(self, rows: NDArray[np.int64]) -> list[str]:

@@ -24,9 +24,9 @@ from fuelrail.sharding.sources.adapter.frame import Image, Sweep
 from fuelrail.sharding.sources.nuscenes.tables import check_finite
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.joined import Joined
     from fuelrail.sharding.sources.nuscenes.tables import Log, Scene, Sensor
-    from fuelrail.sharding.sources.shared.joins import Database
 
 RIG: Final = (
     "CAM_FRONT",
@@ -165,7 +165,7 @@ class Keyframes:
     def __init__(
         self,
         joined: Joined,
-        database: Database,
+        disk: Disk,
         leading: Sequence[str] | None,
         folder: str = "",
         *,
@@ -175,7 +175,7 @@ class Keyframes:
 
         ``stay`` is `Image.stays`. Raises SourceError.
         """
-        self.joined, self.database, self._folder, self._stay = joined, database, folder, stay
+        self.joined, self.disk, self._folder, self._stay = joined, disk, folder, stay
         self.sensor_poses = SensorPoses(joined)
         self.timestamp_us: NDArray[np.int64] = joined["sample"].columns["timestamp"]
         sensors = self.sensor_poses.sensors
@@ -205,7 +205,7 @@ class Keyframes:
         column_of = np.array(
             [number_of.get(sensor.channel, -1) for sensor in self.sensor_poses.sensors], np.int64
         )
-        self.sensor_rows = self.database.filled(-1, len(samples), np.int64, (len(self.channels),))
+        self.sensor_rows = self.disk.filled(-1, len(samples), np.int64, (len(self.channels),))
         flat = self.sensor_rows.reshape(-1)
         for first in range(0, len(sample_of), ROWS_AT_ONCE):
             sample = sample_of[first : first + ROWS_AT_ONCE]
@@ -221,7 +221,7 @@ class Keyframes:
                     f"table 'sample_data': row '{self.joined['sample_data'].tokens[first + at]}' is a second keyframe "
                     f"of {self.channels[column[at]]} for sample '{samples[int(sample[at])]}'"
                 )
-            self.database.used(len(sample))
+            self.disk.used(len(sample))
 
     def _pose_rows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return rows of ``ego_pose`` of samples (S,), -1 where a sample has no sensor data at all."""
@@ -263,7 +263,7 @@ class Keyframes:
         there, data = rows[has], self.joined["sample_data"]
         scene = int(self.joined["sample"].links["scene_token"][samples[0]])
         calibrated = self.sensor_poses.calibrated_of[there]
-        self.database.used(rows.size)
+        self.disk.used(rows.size)
         calibrations = self.sensor_poses.calibrations(calibrated)
         columns = zip(
             *np.nonzero(has),

@@ -32,8 +32,8 @@ from fuelrail.sharding.sources.nuscenes.tables import (
 from fuelrail.sharding.sources.shared.joins import Cut, Tokens, Wanted
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.tables import Tables
-    from fuelrail.sharding.sources.shared.joins import Database
 
 _LARGE: Final = ("sample", "sample_data", "ego_pose", "instance", "sample_annotation")
 """Tables whose rows are too many to look up in memory."""
@@ -229,26 +229,26 @@ class JoinedTable:
     ``link_texts`` the tokens of those to large tables. ``records`` are those of a table of few rows.
     """
 
-    def __init__(self, name: str, stored: Stored, database: Database) -> None:
+    def __init__(self, name: str, stored: Stored, disk: Disk) -> None:
         self.name, self.stored, self.tokens, self.records = (
             name,
             stored,
-            Tokens(name, database),
+            Tokens(name, disk),
             list[Any](),
         )
         self.to = {field: stored.link(name, field) for field in stored.links}
         self.link_texts = {
-            field: database.texts() for field, link in self.to.items() if link.to in _LARGE
+            field: disk.texts() for field, link in self.to.items() if link.to in _LARGE
         }
         self.columns: dict[str, Any] = {}
         for field in stored.columns:
             made = _COLUMNS[field].column([])
             of_numbers = isinstance(made, np.ndarray)
             self.columns[field] = (
-                database.column(made.dtype, made.shape[1:]) if of_numbers else database.texts()
+                disk.column(made.dtype, made.shape[1:]) if of_numbers else disk.texts()
             )
         self.links: dict[str, Any] = {
-            field: database.column(np.int64) for field in self.to.keys() - self.link_texts
+            field: disk.column(np.int64) for field in self.to.keys() - self.link_texts
         }
 
     def __len__(self) -> int:
@@ -294,7 +294,7 @@ class Joined:
     def __init__(
         self,
         tables: Tables,
-        database: Database,
+        disk: Disk,
         plan: Mapping[str, Stored],
         wanted: Callable[[Sequence[Sensor]], NDArray[np.bool_]] = all_sensors,
         cut: Cut | None = None,
@@ -304,7 +304,7 @@ class Joined:
         self._tables: dict[str, JoinedTable] = {}
         poses = Wanted()
         for name, stored in plan.items():
-            table = self._tables[name] = JoinedTable(name, stored, database)
+            table = self._tables[name] = JoinedTable(name, stored, disk)
             for piece in tables.read(name, _record_type(name, stored)):
                 records: list[Any] = piece
                 if (

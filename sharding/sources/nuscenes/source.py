@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.adapter.frame import BoxRows
     from fuelrail.sharding.sources.nuscenes.tables import Log, Scene
-    from fuelrail.sharding.sources.shared.joins import Database
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Place, ScanInfo
 
@@ -273,24 +273,22 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 where=self.files.shown,
                 radars="radar" in given.channels,
             )
-            joined = Joined(tables, out.database, KEYFRAMES, wanted, cut)
-            self._keyframes = keyframes = Keyframes(joined, out.database, ("LIDAR_TOP",), stay=True)
+            joined = Joined(tables, out.disk, KEYFRAMES, wanted, cut)
+            self._keyframes = keyframes = Keyframes(joined, out.disk, ("LIDAR_TOP",), stay=True)
             if not keyframes.cameras:
                 raise SourceError(
                     f"table '{tables.path('sample_data')}' has no keyframes of cameras"
                 )
-            self._annotations = annotations = Annotations(joined, out.database)
+            self._annotations = annotations = Annotations(joined, out.disk)
             self.box_attributes = annotations.attribute_names
             rig = [name.lower() for name in keyframes.cameras]
             own = OwnChannels(
                 tuple(channel for channel in load_channels(tables) if lies_on(channel, rig))
             )
-            groups = self._chosen(tables, out.database)
+            groups = self._chosen(tables, out.disk)
             self._groups = [own, *groups.values()]
             if given.sweeps:
-                self._groups.append(
-                    LidarSweeps(tables, out.database, "lidar", keyframes, given.sweeps)
-                )
+                self._groups.append(LidarSweeps(tables, out.disk, "lidar", keyframes, given.sweeps))
             made = {channel.name for group in groups.values() for channel in group.channels}
             for channel in own.channels:
                 if channel.name in made:
@@ -325,16 +323,16 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 report.note(f"samples without files of channels=[{name}]", report.samples)
         return replace(info, name=f"nuscenes-{tables.folder}", channels=channels, splits=splits)
 
-    def _chosen(self, tables: Tables, database: Database) -> dict[GroupName, Group]:
+    def _chosen(self, tables: Tables, disk: Disk) -> dict[GroupName, Group]:
         """Return the groups that the option ``channels`` names, in the order of the table of channels."""
         keyframes, annotations = self._keyframes, self._annotations
         is_labelled = len(annotations) > 0
         make: dict[GroupName, Callable[[], Group]] = {
-            "radar": lambda: Radars(tables, database, keyframes, self.given.radar_sweeps),
+            "radar": lambda: Radars(tables, disk, keyframes, self.given.radar_sweeps),
             "can": lambda: self._can,
             "boxes2d": lambda: Stated(image_box_channels(keyframes.cameras if is_labelled else ())),
             "tokens": lambda: Stated((TOKENS,) if is_labelled else ()),
-            "trajectories": lambda: Trajectories(database, keyframes, annotations),
+            "trajectories": lambda: Trajectories(disk, keyframes, annotations),
             "description": lambda: Stated((DESCRIPTION,)),
         }
         if self.maps is not None:

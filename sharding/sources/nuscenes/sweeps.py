@@ -22,9 +22,9 @@ from fuelrail.sharding.sources.nuscenes.joined import SWEEPS, Joined
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
     from fuelrail.sharding.sources.nuscenes.tables import Sensor, Tables
-    from fuelrail.sharding.sources.shared.joins import Database
 
 
 class SweepList(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +55,7 @@ class SensorSweeps:
     def __init__(
         self,
         tables: Tables,
-        database: Database,
+        disk: Disk,
         modality: str,
         keyframes: Keyframes,
         num_sweeps: int,
@@ -65,7 +65,7 @@ class SensorSweeps:
         def of_modality(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
             return np.array([sensor.modality == modality for sensor in sensors], np.bool_)
 
-        joined = Joined(tables, database, SWEEPS, of_modality)
+        joined = Joined(tables, disk, SWEEPS, of_modality)
         self._data, self._modality, self._sensor_poses = (
             joined["sample_data"],
             modality,

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.storage.columns import Disk
 from fuelrail.sharding.sources.adapter.channels import SIGNALS_AS_SERIES, signal_series, signals
 from fuelrail.sharding.sources.adapter.frame import (
     Absent,
@@ -52,7 +53,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     Tables,
     check_time,
 )
-from fuelrail.sharding.sources.shared.joins import Database
 
 if TYPE_CHECKING:
     import os
@@ -127,7 +127,7 @@ class T4(TableSource[T4Settings]):
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Write a row for each frame that is kept; columns of the tables are on the disk of the scan table."""
-        self._folder = out.database.folder
+        self._folder = out.disk.folder
         return super().scan(out)
 
     def _datasets(self) -> list[str]:
@@ -158,15 +158,12 @@ class T4(TableSource[T4Settings]):
         return Tables(self.files, f"{dataset}{_FOLDER}")
 
     @contextlib.contextmanager
-    def _database(self, dataset: str) -> Iterator[Database]:
-        """Yield what joins the tables of a dataset, which errors name."""
-        database = Database(self._folder)
+    def _naming(self, dataset: str) -> Iterator[None]:
+        """Name the dataset in errors."""
         try:
-            yield database
+            yield
         except SourceError as error:
             raise SourceError(f"in '{self.files.shown}/{dataset}{_FOLDER}': {error}") from error
-        finally:
-            database.close()
 
     def sensors(self) -> Sensors:
         """Return the cameras and lidars of all datasets."""
@@ -197,8 +194,8 @@ class T4(TableSource[T4Settings]):
     def clips(self) -> Iterator[Clip]:
         """Yield the scene of each dataset."""
         for dataset in self._datasets():
-            with self._database(dataset) as database:
-                joined = Joined(self._tables(dataset), database, SCENES)
+            with self._naming(dataset):
+                joined = Joined(self._tables(dataset), Disk(self._folder), SCENES)
             scenes: list[Scene] = joined["scene"].records
             if len(scenes) != 1:
                 raise SourceError(
@@ -225,13 +222,14 @@ class T4(TableSource[T4Settings]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the samples of a dataset by time."""
         dataset = clip.token if clip.token.endswith("/") else ""
-        with self._database(dataset) as database:
-            joined = Joined(self._tables(dataset), database, T4_KEYFRAMES)
-            keyframes = Keyframes(joined, database, None, dataset, stay=False)
+        with self._naming(dataset):
+            disk = Disk(self._folder)
+            joined = Joined(self._tables(dataset), disk, T4_KEYFRAMES)
+            keyframes = Keyframes(joined, disk, None, dataset, stay=False)
             in_images = self._in_images(joined, dataset) if self.given.boxes2d else None
         ((_, samples),) = keyframes.scenes()
         rows = keyframes.scene_rows(samples)
-        boxes = Annotations(joined, database).of_scene(rows, self.box_attributes)
+        boxes = Annotations(joined, disk).of_scene(rows, self.box_attributes)
         windows = self.maps if clip.files[:1] == (f"{dataset}{lanelet2.FILE}",) else None
         if self.maps is not None and windows is None:
             self.noted["datasets without a map"] += 1

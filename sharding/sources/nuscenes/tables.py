@@ -24,7 +24,7 @@ from fuelrail.pipeline.channels.sensors import choose_cameras
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.poses import are_unit
 from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
-from fuelrail.sharding.sources.shared.foreign import parsing, read_json
+from fuelrail.sharding.sources.shared.foreign import parsing, read_json, without_nan
 from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
@@ -159,6 +159,11 @@ class Tables:
                 if whole == data:
                     raise
                 return strict(whole)
+            except msgspec.DecodeError:
+                without, count = without_nan(data)  # null is unknown here, as NaN is
+                if not count:
+                    raise
+                return strict(without)
 
         with (
             parsing(f"table '{path}'", "is not JSON"),

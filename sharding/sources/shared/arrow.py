@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import feather
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 QUATERNION: Final = ("qw", "qx", "qy", "qz")
 TRANSLATION: Final = ("tx_m", "ty_m", "tz_m")
 _MOST_COLUMN: Final = 512 << 20
-"""Bytes of one column in one row group of Parquet, before compression."""
+"""Bytes of one column in one row group of Parquet, before compression and when it is decoded."""
+_WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
+_OFFSET_BYTES: Final = 4
 
 
 def read_file(files: SourceFiles, name: str) -> bytes:
@@ -133,7 +136,7 @@ def read_parquet(
     return columns(table, where, types)
 
 
-def open_parquet(files: SourceFiles, name: str, *, whole: bool = False) -> pq.ParquetFile:
+def open_parquet(files: SourceFiles, name: str, *, whole: bool = False) -> BoundedParquet:
     """Open a file; at a URL by ranges, or ``whole``, which no scan needs. Raise SourceError for other files."""
     where = f"table '{files.shown}/{name}'"
     path = files.path(name)
@@ -141,20 +144,132 @@ def open_parquet(files: SourceFiles, name: str, *, whole: bool = False) -> pq.Pa
         raise SourceError(f"{where} is not there")
     with parsing(where, "cannot be read as Parquet"):
         if path is None and whole:
-            return pq.ParquetFile(pa.BufferReader(files.read(name)))
-        found = pq.ParquetFile(path or pa.PythonFile(open_file(files, name), "r"))
-        check_columns(found.metadata, where)
-        return found
+            return BoundedParquet(pa.BufferReader(files.read(name)), where)
+        return BoundedParquet(path or pa.PythonFile(open_file(files, name), "r"), where)
 
 
-def check_columns(about: pq.FileMetaData, where: str) -> None:
-    """Raise SourceError, naming ``where``, for a Parquet file with a column that is too large in one row group."""
-    for group in range(about.num_row_groups):
-        part = about.row_group(group)
-        for number in range(about.num_columns):
-            column = part.column(number)
-            check_most(
-                column.total_uncompressed_size,
-                f"{where}: column '{column.path_in_schema}'",
-                _MOST_COLUMN,
+class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no types
+    """A Parquet file whose values take no more memory than a limit, however well they are encoded.
+
+    A text that a dictionary has once, or that shares its beginning with the one before, is as long in every row that
+    has it, and a number takes its bytes: the size that the file states says nothing of that. Columns whose rows may
+    take more than the limit are read as dictionaries, and are decoded when it is known how long they are.
+    """
+
+    def __init__(self, source: Any, where: str, **options: Any) -> None:
+        """Raise SourceError, naming ``where``, for a column that is too large in one row group."""
+        super().__init__(source, **options)
+        self._where, self._source = where, source
+        self._bytes_columns: list[str] = []
+        self._rows_at_once = _MOST_COLUMN
+        for group in range(self.metadata.num_row_groups):
+            self._check_group(group)
+        self._packed = (
+            pq.ParquetFile(
+                source, metadata=self.metadata, read_dictionary=self._bytes_columns, **options
             )
+            if self._bytes_columns
+            else None
+        )
+
+    def _check_group(self, group: int) -> None:
+        about = self.metadata.row_group(group)
+        for number in range(self.metadata.num_columns):
+            chunk = about.column(number)
+            column = chunk.path_in_schema
+            what = f"{self._where}: column '{column}'"
+            num_bytes = chunk.total_uncompressed_size
+            check_most(num_bytes, what, _MOST_COLUMN)
+            if chunk.physical_type != "BYTE_ARRAY":
+                width = _WIDTHS.get(chunk.physical_type) or self.schema.column(number).length
+                check_most(chunk.num_values * width, f"{what}, decoded,", _MOST_COLUMN)
+                continue
+            check_most(chunk.num_values * _OFFSET_BYTES, f"{what}, decoded,", _MOST_COLUMN)
+            if chunk.num_values * num_bytes <= _MOST_COLUMN or column in self._bytes_columns:
+                continue
+            if self.schema.column(number).max_repetition_level or (
+                "DELTA_BYTE_ARRAY" in chunk.encodings
+            ):
+                self._rows_at_once = max(min(self._rows_at_once, _MOST_COLUMN // num_bytes), 1)
+            else:
+                self._bytes_columns.append(column)
+
+    def iter_batches(
+        self,
+        batch_size: int = 65536,
+        row_groups: Sequence[int] | None = None,
+        columns: Sequence[str] | None = None,
+        **options: Any,
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield batches of at most these rows; raise SourceError for one that takes more than the limit."""
+        size = min(batch_size, self._rows_at_once)
+        groups = range(self.metadata.num_row_groups) if row_groups is None else row_groups
+        options |= {"row_groups": groups, "columns": columns}
+        if self._packed is None:
+            yield from super().iter_batches(size, **options)
+            return
+        kinds = self.schema_arrow
+        for batch in self._packed.iter_batches(size, **options):
+            num_bytes = sum(map(_decoded_bytes, batch.columns))
+            check_most(num_bytes, f"{self._where}: {len(batch)} rows, decoded,", _MOST_COLUMN)
+            arrays = [
+                array if array.type == kinds.field(name).type else _decoded(array)
+                for name, array in zip(batch.schema.names, batch.columns, strict=True)
+            ]
+            yield pa.RecordBatch.from_arrays(
+                arrays, names=batch.schema.names
+            ).replace_schema_metadata(kinds.metadata)
+
+    def read(self, columns: Sequence[str] | None = None, **options: Any) -> pa.Table:
+        """Read these columns, all of them where none is named."""
+        return self.read_row_groups(range(self.metadata.num_row_groups), columns, **options)
+
+    def read_row_group(
+        self, i: int, columns: Sequence[str] | None = None, **options: Any
+    ) -> pa.Table:
+        """Read a row group."""
+        return self.read_row_groups([i], columns, **options)
+
+    def read_row_groups(
+        self, row_groups: Sequence[int], columns: Sequence[str] | None = None, **options: Any
+    ) -> pa.Table:
+        """Read row groups; raise SourceError where they take more than the limit."""
+        if self._packed is None and self._rows_at_once == _MOST_COLUMN:
+            return super().read_row_groups(list(row_groups), columns, **options)
+        batches = []
+        num_bytes = 0
+        size = self._rows_at_once
+        for batch in self.iter_batches(size, list(row_groups), columns, **options):
+            num_bytes += batch.nbytes
+            check_most(num_bytes, f"{self._where}: the rows, decoded,", _MOST_COLUMN)
+            batches.append(batch)
+        if not batches:
+            return super().read_row_groups(list(row_groups), columns, **options)
+        return pa.Table.from_batches(batches)
+
+
+def _decoded_bytes(array: pa.Array) -> int:
+    """Return the bytes of an array whose dictionaries, also those in structs, are decoded."""
+    if pa.types.is_dictionary(array.type):
+        if not _is_bytes(array.type.value_type):
+            return int(array.nbytes)
+        lengths = pc.binary_length(array.dictionary)
+        return int(pc.sum(lengths.take(array.indices).cast(pa.int64())).as_py() or 0)
+    if pa.types.is_struct(array.type):
+        return sum(_decoded_bytes(array.field(number)) for number in range(array.type.num_fields))
+    return int(array.nbytes)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return kind in (pa.string(), pa.binary(), pa.large_string(), pa.large_binary())
+
+
+def _decoded(array: pa.Array) -> pa.Array:
+    """Return an array whose dictionaries, also those in structs, are decoded."""
+    if pa.types.is_dictionary(array.type):
+        return array.dictionary_decode()
+    if pa.types.is_struct(array.type):
+        parts = [_decoded(array.field(number)) for number in range(array.type.num_fields)]
+        fields = [field.with_type(part.type) for field, part in zip(array.type, parts, strict=True)]
+        return pa.StructArray.from_arrays(parts, fields=fields, mask=array.is_null())
+    return array

@@ -41,6 +41,17 @@ LINKED: Final = "FUELRAIL_LINKED_FOLDERS"
 MOST_BYTES: Final = 256 << 20
 """What is read of a file at once."""
 
+_OF_SYSTEMS: Final = frozenset(
+    (
+        "__macosx",
+        "thumbs.db",
+        "desktop.ini",
+        "$recycle.bin",
+        "system volume information",
+        "@eadir",
+        "lost+found",
+    )
+)
 LFS_MAGIC: Final = b"version https://git-lfs"
 
 
@@ -66,6 +77,26 @@ def looks(look: Callable[[A], T], items: Sequence[A]) -> list[T]:
         ]
 
 
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder is one that systems and editors leave beside data: hidden, or known by name."""
+    is_dotted = name.startswith(".") and name not in (".", "..")
+    return is_dotted or name.lower() in _OF_SYSTEMS
+
+
+class _Shown:
+    """Leaves hidden names out of listings; ``hidden`` has the number of those of each folder."""
+
+    def __init__(self) -> None:
+        self.hidden: dict[str, int] = {}
+
+    def without_hidden(self, names: list[str], folder: str) -> list[str]:
+        """Return the names of a folder that are not hidden."""
+        visible = [name for name in names if not is_hidden(name)]
+        if len(visible) < len(names):
+            self.hidden[folder] = len(names) - len(visible)
+        return visible
+
+
 class FileFacts(NamedTuple):
     """Size [bytes], and what changes when a file is written again: its time of change, or its ETag at a URL."""
 
@@ -82,7 +113,7 @@ def source_files(location: str, named: str = "") -> SourceFiles:
     )
 
 
-class FolderFiles:
+class FolderFiles(_Shown):
     """Files of a folder; ``named`` is one that the user named, which may be a link to anywhere.
 
     Names are relative to the root, with ``/``; errors are SourceError naming the file. ``shown`` is the root as
@@ -90,6 +121,7 @@ class FolderFiles:
     """
 
     def __init__(self, root: str, named: str = "") -> None:
+        super().__init__()
         self._root = self.shown = root
         linked = [one for one in os.environ.get(LINKED, "").split(os.pathsep) if one]
         self._roots = [os.path.realpath(one) for one in (root, *linked)]
@@ -128,10 +160,13 @@ class FolderFiles:
         return FileFacts(found.st_size, str(found.st_mtime_ns))
 
     def listed(self, folder: str = "") -> list[str]:
-        """Return the names directly in a folder below the root, sorted; raise SourceError where it is none."""
+        """Return the names directly in a folder below the root, sorted, without hidden ones.
+
+        Raises SourceError where it is no folder.
+        """
         path = self._place(f"{folder}/").rstrip("/") or "/"
         try:
-            return sorted(os.listdir(path))  # noqa: PTH208 - names alone
+            return self.without_hidden(sorted(os.listdir(path)), folder)  # noqa: PTH208 - names
         except NotADirectoryError:
             raise SourceError(f"source '{shown(path)}' is not a folder") from None
         except (OSError, ValueError) as error:
@@ -211,13 +246,14 @@ class FolderFiles:
         return found
 
 
-class UrlFiles:
+class UrlFiles(_Shown):
     """Files under a prefix of an object store. Facts come from listings, one for each top folder, kept on disk.
 
     The listings are there while :meth:`scanning` is open; without one the store is asked about each file.
     """
 
     def __init__(self, url: str) -> None:
+        super().__init__()
         self._url = url.rstrip("/")
         self.shown = shown_url(self._url)
         self._fs, self._root = filesystem(self._url)
@@ -226,7 +262,8 @@ class UrlFiles:
     def folders_with(self, name: str) -> list[str]:
         """Return the prefixes that have an object of this name."""
         found = self._try("", lambda: self._fs.glob(f"{self._root}/*/{name}"))
-        return sorted(path.split("/")[-2] for path in found)
+        folders = (path.split("/")[-2] for path in found)
+        return sorted(folder for folder in folders if not is_hidden(folder))
 
     @contextlib.contextmanager
     def scanning(self) -> Iterator[None]:
@@ -258,14 +295,15 @@ class UrlFiles:
         return self._listings.facts(name)
 
     def listed(self, folder: str = "") -> list[str]:
-        """Return the names under a prefix."""
+        """Return the names under a prefix, without hidden ones."""
         path = self._path(folder).rstrip("/")
         found = self._try(folder, functools.partial(self._listed, path))
         if not found:
             raise SourceError(f"'{self.shown}/{folder}' has no objects")
-        return sorted(
+        names = sorted(
             entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["name"] != path
         )
+        return self.without_hidden(names, folder)
 
     def folders(self, folder: str = "") -> list[str]:
         """Return the prefixes under a prefix."""
@@ -274,7 +312,8 @@ class UrlFiles:
         names = {entry["name"].rstrip("/") for entry in found if entry["type"] == "directory"} - {
             path
         }
-        return sorted(name.rpartition("/")[2] for name in names)
+        visible = (name.rpartition("/")[2] for name in names)
+        return sorted(name for name in visible if not is_hidden(name))
 
     def facts_of(self, names: Sequence[str]) -> list[FileFacts | None]:
         """Return the facts from the listing, which is in memory."""

@@ -6,9 +6,13 @@ it, and refuses a Git LFS pointer.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import json
+import math
+import re
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 from xml.parsers import expat
 
 import msgspec
@@ -19,12 +23,17 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import FuelrailError, SourceError
 from fuelrail.sharding.sources.shared.files import check_no_pointer
 
+if TYPE_CHECKING:
+    from collections import Counter
+
 T = TypeVar("T")
 
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_UNTYPED: Final = 16 << 20
 """Bytes of JSON and YAML of no known type: a value may take 30 times its text."""
 _DEEPEST: Final = 64
+_TEXT_OR_NAN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:NaN|Infinity)\b', re.DOTALL)
+NAN_AS_NULL: Final = "NaN and infinities in JSON, read as null outside of lists"
 
 
 @contextlib.contextmanager
@@ -52,18 +61,71 @@ def read_text(data: bytes, where: str) -> str:
 
 
 @overload
-def read_json(data: bytes, where: str, kind: type[T], what: str = ...) -> T: ...
-@overload
-def read_json(data: bytes, where: str, kind: Any = ..., what: str = ...) -> Any: ...
 def read_json(
-    data: bytes, where: str, kind: Any = Any, what: str = "is not JSON as it should be"
+    data: bytes, where: str, kind: type[T], what: str = ..., noted: Counter[str] | None = ...
+) -> T: ...
+@overload
+def read_json(
+    data: bytes, where: str, kind: Any = ..., what: str = ..., noted: Counter[str] | None = ...
+) -> Any: ...
+def read_json(
+    data: bytes,
+    where: str,
+    kind: Any = Any,
+    what: str = "is not JSON as it should be",
+    noted: Counter[str] | None = None,
 ) -> Any:
-    """Decode the value of a JSON text of this type."""
+    """Decode the value of a JSON text of this type, with or without a byte order mark.
+
+    NaN and infinities, which Python's ``json`` writes and JSON does not have, are read as null, but for those in lists
+    of no stated type, which stay; ``noted`` counts them. Without ``noted`` they are refused by name.
+    """
     check_no_pointer(data, where)
     if kind is Any:
         _check_size(data, where)
+    text = data.removeprefix(codecs.BOM_UTF8)
     with parsing(where, what):
-        return msgspec.json.decode(data, type=kind)
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError as error:
+            strict, count = without_nan(text)
+            if not count:
+                raise
+            if noted is None:
+                raise ValueError(
+                    f"{error}; {count} values are NaN or infinite: write null"
+                ) from error
+            value = msgspec.json.decode(strict, type=kind)
+            if kind is Any:
+                value = _without_nan_outside_lists(json.loads(text))
+            noted[NAN_AS_NULL] += count
+            return value
+
+
+def _without_nan_outside_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan_outside_lists(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def without_nan(text: bytes) -> tuple[bytes, int]:
+    """Return a JSON text with null for each bare NaN, Infinity and -Infinity, and how many these were."""
+    if b"NaN" not in text and b"Infinity" not in text:
+        return text, 0
+    count = 0
+
+    def replace(match: re.Match[bytes]) -> bytes:
+        nonlocal count
+        if match[0].startswith(b'"'):
+            return match[0]
+        count += 1
+        return b"null"
+
+    return _TEXT_OR_NAN.sub(replace, text), count
 
 
 def read_yaml(

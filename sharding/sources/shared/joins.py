@@ -1,100 +1,42 @@
-"""Tokens of a source's tables and the links between tables by them, joined by DuckDB.
+"""Tokens of a source's tables and the links between tables by them, looked up by Arrow.
 
-The tokens are columns on disk (:mod:`fuelrail.pipeline.storage.columns`), and DuckDB writes to disk what outgrows its
-share of memory: so a join takes no memory for its rows. Tables of few rows are looked up without it.
+The tokens are columns on disk (:mod:`fuelrail.pipeline.storage.columns`). A part of a table's tokens at a time is made
+a hash table, and all links are looked up in it: so a join takes the memory of a part, however many rows there are.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import SourceError, needs
-from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE, Disk, Texts
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE, Texts
 from fuelrail.sharding.sources.shared.scan_report import Findings
 
-_MEMORY: Final = "128MB"
+if TYPE_CHECKING:
+    from fuelrail.pipeline.storage.columns import Disk
+
 _ROWS_OF_PART: Final = 1 << 18
-"""Links to a table of more rows are joined in parts by the hash of the token, so that joins take the same memory."""
+"""Tokens that are a hash table at once; of nuScenes' length they take 25 MB."""
+_LINKS_AT_ONCE: Final = 1 << 19
+"""Links that are looked up by one call, which makes the hash table again."""
 _HASHES: Final = 1 << 23
-_FEW_ROWS: Final = 1 << 13
-"""Joins of at most this number of rows are looked up in memory: to load DuckDB takes 0.1 s and 40 MB."""
 
 R = TypeVar("R")
-
-
-class Database(Disk):
-    """Columns on disk, with joins of them."""
-
-    @cached_property
-    def _connection(self) -> Any:
-        with needs(f"a join of tables of more than {_FEW_ROWS:,} rows", "fuelrail[tables]"):
-            import duckdb
-
-        scratch = str(Path(self.folder) / "joins")
-        return duckdb.connect(
-            config={"memory_limit": _MEMORY, "threads": 1, "temp_directory": scratch}
-        )
-
-    def close(self) -> None:
-        """Free what joins took of memory and disk; columns stay good."""
-        if "_connection" in self.__dict__:
-            self._connection.close()
-            del self._connection
-
-    def pairs(
-        self, own: Texts, links: Sequence[Texts]
-    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield rows of ``own`` and of ``links`` that have the same text, in any order, some at a time.
-
-        Rows of ``links`` are counted over all of these columns.
-        """
-        num_parts = -(-len(own) // _ROWS_OF_PART) if any(map(len, links)) else 0
-        for part in range(num_parts):
-            for name, columns in (("own", [own]), ("links", links)):
-                self._connection.register(name, _reader(columns))
-            mine = (
-                f"(SELECT * FROM {{}} WHERE hash(token) % {num_parts} = {part})"
-                if num_parts > 1
-                else "{}"
-            )
-            # The hash table is made of the right side.
-            found = self._connection.sql(
-                f"SELECT own.row, links.row AS link FROM {mine.format('links')} links JOIN {mine.format('own')} own "
-                "USING (token)"
-            )
-            for batch in found.to_arrow_reader(ROWS_AT_ONCE):
-                yield batch["row"].to_numpy(), batch["link"].to_numpy()
-        if num_parts > 1:
-            self.close()  # DuckDB keeps the memory of its largest join; to connect again takes 10 ms
-
-
-def _reader(columns: Sequence[Texts]) -> pa.RecordBatchReader:
-    def batches() -> Iterator[pa.RecordBatch]:
-        first = 0
-        for column in columns:
-            for part in column.parts():
-                rows = pa.array(np.arange(first, first + len(part)))
-                yield pa.RecordBatch.from_arrays([part, rows], ["token", "row"])
-                first += len(part)
-
-    schema = pa.schema([("token", pa.large_string()), ("row", pa.int64())])
-    return pa.RecordBatchReader.from_batches(schema, batches())
 
 
 class Tokens(Texts):
     """The tokens that name a table's rows; resolves links to row numbers once all of them are added."""
 
-    def __init__(self, table: str, database: Database) -> None:
-        super().__init__(database)
-        self.table, self._database = table, database
+    def __init__(self, table: str, disk: Disk) -> None:
+        super().__init__(disk)
+        self.table = table
 
     def check_unique(self) -> None:
         """Raise SourceError for a duplicate token."""
@@ -118,19 +60,29 @@ class Tokens(Texts):
         Raises SourceError where two rows have one of these tokens.
         """
         ends = np.cumsum([len(column) for column in links])
-        if len(self) + ends[-1] <= _FEW_ROWS and len(self._row_of) == len(self):
-            return [self.find(column.take(np.arange(len(column)))) for column in links]
-        found = self._database.filled(-1, int(ends[-1]), np.int64)
-        for row, link in self._database.pairs(self, links):
-            is_again = found[link] >= 0
-            found[link] = row
-            is_again |= found[link] != row
-            if is_again.any():
-                raise SourceError(
-                    f"table '{self.table}' has the token '{self[int(row[is_again.argmax()])]}' twice"
-                )
-            self._database.used(len(row))
-        return np.split(found, ends[:-1])
+        rows = self.disk.filled(-1, int(ends[-1]), np.int64)
+        if not len(rows):
+            return np.split(rows, ends[:-1])
+        first_row = 0
+        for tokens in self.parts(_ROWS_OF_PART):
+            places = pc.index_in(tokens, tokens).to_numpy()
+            is_twice = np.zeros(len(tokens), np.bool_)
+            is_twice[places[places != np.arange(len(tokens))]] = True
+            first_link = 0
+            for texts in itertools.chain.from_iterable(
+                column.parts(_LINKS_AT_ONCE) for column in links
+            ):
+                matches = pc.index_in(texts, tokens)
+                linked = first_link + np.flatnonzero(matches.is_valid().to_numpy(False))
+                place = matches.drop_null().to_numpy()
+                wrong = place[is_twice[place] | (rows[linked] >= 0)]
+                if len(wrong):
+                    token = tokens[int(wrong[0])].as_py()
+                    raise SourceError(f"table '{self.table}' has the token '{token}' twice")
+                rows[linked] = first_row + place
+                first_link += len(texts)
+            first_row += len(tokens)
+        return np.split(rows, ends[:-1])
 
     def check(
         self,

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.sample.image_header import probe, unpack_png
+from fuelrail.pipeline.sample.image_header import (
+    MAX_PIXELS,
+    ImageInfo,
+    gray_of_palette,
+    jpeg_length,
+    png_length,
+    probe,
+    unpack_png,
+)
 from fuelrail.sharding.sources.shared.files import LFS_MAGIC
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.pipeline.sample.image_header import ImageInfo
 
 JPEG_QUALITY: Final = 90
 """The quality of images that a source makes, where none is stated."""
@@ -29,9 +37,12 @@ CHECK_IMAGES: Final = (
     "damaged_image do at least), pixels (each whole, and decodes it)"
 )
 _OF_DAMAGED: Final = ("damaged_image", "max_damaged", "check_images")
+_LATER: Final = {"ignore_zeros": False, "gather": False}
 MAX_DAMAGED: Final = "largest share of damaged images that are left out; more are an error"
 _STARTS: Final = {"jpg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}
 _NAMES: Final = {"jpg": "JPEG", "png": "PNG"}
+_PNG_HEADER_BYTES: Final = 33
+_GRAY, _PALETTE = 0, 3
 _PNG_END: Final = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 _END_OF_IMAGE: Final = b"\xff\xd9"
 
@@ -59,10 +70,14 @@ class ImagePolicy(NamedTuple):
 
 
 def recorded(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a source for its recipe: those of damaged images change no byte where these are errors."""
+    """Return the options of a source for its recipe: those of damaged images change no byte where these are errors.
+
+    Options that came later are in a recipe where they are not the default, so that older recipes are the same.
+    """
+    omitted = [name for name, default in _LATER.items() if options.get(name) == default]
     if options["damaged_image"] == "error":
-        return {name: value for name, value in options.items() if name not in _OF_DAMAGED}
-    return options
+        omitted += _OF_DAMAGED
+    return {name: value for name, value in options.items() if name not in omitted}
 
 
 def image_size(data: Buffer, extension: str) -> tuple[int, int]:
@@ -87,19 +102,69 @@ def image_size(data: Buffer, extension: str) -> tuple[int, int]:
             f"not a {_NAMES[extension]}: it starts with {bytes(view[:4]).hex(' ') or 'nothing'}"
         )
     info = probe(view)
-    _check_end(view, extension, len(view))
+    if not _is_end(view, extension):
+        _check_end(view, extension)
     return info.width, info.height
 
 
-def _check_end(tail: memoryview, extension: str, num_bytes: int) -> None:
-    """Raise ImageError where the last bytes of an image are not its end."""
-    if extension == "png" and bytes(tail[-12:]) != _PNG_END:
-        raise ImageError(f"a truncated PNG: {num_bytes} bytes without the IEND chunk")
-    # Some cameras pad with zeros; anything else after the end, or no end, is a damaged file.
-    is_cut = extension == "jpg" and bytes(tail[-2:]) != _END_OF_IMAGE
-    if is_cut and not bytes(tail).rstrip(b"\0").endswith(_END_OF_IMAGE):
+class ConvertiblePng(ImageInfo):
+    """The header of a PNG with a palette, or of fewer than 8 bits, which :func:`plain_png` makes one that is stored."""
+
+
+def convertible_png(head: Buffer, max_pixels: int = MAX_PIXELS) -> ConvertiblePng | None:
+    """Return the header of a PNG that can be converted without a change of its colours; None for other images."""
+    if bytes(head[: len(_STARTS["png"])]) != _STARTS["png"] or len(head) < _PNG_HEADER_BYTES:
+        return None
+    width, height, bits, colour = struct.unpack_from(">IIBB", head, 16)
+    is_odd = colour == _PALETTE or (colour == _GRAY and bits < 8)
+    if not is_odd or bits not in (1, 2, 4, 8) or not 0 < width * height <= max_pixels:
+        return None
+    components = 3 if colour == _PALETTE else 1
+    return ConvertiblePng(
+        width,
+        height,
+        "png",
+        num_components=components,
+        bits=8,
+        subsampling="",
+        progressive=False,
+        restart_interval=0,
+        orientation=1,
+    )
+
+
+def plain_png(data: Buffer) -> Buffer:
+    """Return a PNG with a palette, or of fewer than 8 bits, as one of 8 bits, and other images as they are.
+
+    Colours stay what they are. Raises ImageError for one that is damaged.
+    """
+    if convertible_png(data) is None:
+        return data
+
+    import cv2
+    import numpy as np
+
+    unpack_png(gray_of_palette(data), bits=(1, 2, 4, 8))
+    pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    if pixels is None:
+        raise ImageError("a damaged PNG: it cannot be decoded")
+    return bytes(cv2.imencode(".png", pixels)[1])
+
+
+def _is_end(tail: Buffer, extension: str) -> bool:
+    """Return whether these last bytes of an image are its end."""
+    if extension == "png":
+        return bytes(tail[-len(_PNG_END) :]) == _PNG_END
+    return bytes(tail[-len(_END_OF_IMAGE) :]) == _END_OF_IMAGE
+
+
+def _check_end(data: Buffer, extension: str) -> None:
+    """Raise ImageError for an image without an end, which other bytes may follow: zeros, a line feed, a film."""
+    if extension == "png" and png_length(data) is None:
+        raise ImageError(f"a truncated PNG: {len(data)} bytes without the IEND chunk")
+    if extension == "jpg" and jpeg_length(data) is None:
         raise ImageError(
-            f"a truncated JPEG: {num_bytes} bytes without the end-of-image marker ff d9"
+            f"a truncated JPEG: {len(data)} bytes without the end-of-image marker ff d9"
         )
 
 
@@ -111,11 +176,18 @@ def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -
     fault = ImageError("image is empty (0 bytes)")
     for most in (*HEAD_BYTES, *([] if depth == "head" else [num_bytes])):
         head = read(0, min(most, num_bytes))
+        convertible = convertible_png(head)
+        if convertible is not None:
+            if depth != "head":
+                plain_png(read(0, num_bytes))
+            return convertible
         try:
             info = probe(head)
             if depth == "ends":
                 tail = head if len(head) >= num_bytes else read(num_bytes - len(head), len(head))
-                _check_end(memoryview(tail), EXTENSION_OF[info.format], num_bytes)
+                extension = EXTENSION_OF[info.format]
+                if not _is_end(tail, extension):
+                    _check_end(read(0, num_bytes), extension)
         except ImageError as error:
             fault = error
             if most >= num_bytes:
@@ -162,7 +234,17 @@ def _decode_jpeg(data: Buffer) -> None:
     try:
         simplejpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1, strict=True)
     except ValueError as error:
+        # TurboJPEG knows the usual sampling factors alone; others decode, without its warnings.
+        if "subsampling" in str(error) and _decodes_by_opencv(data):
+            return
         raise ImageError(f"a damaged JPEG: {error}") from error
+
+
+def _decodes_by_opencv(data: Buffer) -> bool:
+    import cv2
+    import numpy as np
+
+    return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE) is not None
 
 
 def _decode_png(data: Buffer) -> None:

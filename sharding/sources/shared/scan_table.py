@@ -35,9 +35,8 @@ from fuelrail.pipeline.sample.schema import (
     Meta,
     encode_meta,
 )
-from fuelrail.pipeline.storage.columns import numpy_dtype
+from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.sources.shared.joins import Database
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.pictures import Depth
@@ -147,9 +146,9 @@ class ScanWriter:
             pa.field(_PREFIX + name, _ATTRIBUTE_TYPES[kind]) for name, kind in attributes.items()
         ]
         self._schema = pa.schema([*_COLUMNS, *columns])
-        self.database = Database(Path(path).parent)
+        self.disk = Disk(Path(path).parent)
         """For what the source must look up while it scans: columns on the disk of the table."""
-        self._stamps = self.database.column(np.uint64)
+        self._stamps = self.disk.column(np.uint64)
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[tuple[Any, ...]] = []
@@ -269,7 +268,6 @@ class ScanWriter:
             self._flush()
         self._writer.close()
         self._sink.close()
-        self.database.close()
 
     def __enter__(self) -> Self:
         return self

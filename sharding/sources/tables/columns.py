@@ -10,12 +10,14 @@ import pyarrow as pa
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
-from fuelrail.sharding.sources.adapter.rows import may_be_attribute
+from fuelrail.sharding.sources.adapter.rows import RESERVED_COLUMNS, fitting_type, may_be_attribute
 from fuelrail.sharding.sources.tables.calibration import CALIBRATION
 from fuelrail.sharding.sources.tables.tables import CLIP
 from fuelrail.sharding.sources.tables.values import POSE_PARTS, TIME_COLUMNS
 
 SENSOR: Final = re.compile(r"(cam|lidar)\.([A-Za-z0-9_]+)\.(.+)")
+MASK_COLUMN: Final = re.compile(r"mask\.([A-Za-z0-9_]+)\.(?:([a-z0-9_]+)\.)?path")
+"""The masks of a camera: its name, and the name of what the numbers are, "mask" where there is none."""
 _ODD_SENSOR: Final = re.compile(r"(?:cam|lidar)\.(.+?)\.[a-z]")
 _FILE: Final = ("path", "byte_offset", "byte_length", *TIME_COLUMNS, "ego2global")
 OF_CAMERA: Final = (*_FILE, "num_bytes", "cam2ego", *CALIBRATION)
@@ -80,6 +82,7 @@ def is_known(name: str) -> bool:
     """Return whether a column of ``frames`` is not an attribute."""
     return (
         name.startswith(VALUE)
+        or MASK_COLUMN.fullmatch(name) is not None
         or SENSOR.match(name) is not None
         or name.partition(".")[0] in _OF_FRAME
     )
@@ -106,15 +109,22 @@ def attribute_type(where: str, field: pa.Field) -> type:
         found = int
     else:
         found = float if pa.types.is_floating(kind) else None
-    if found is None or not may_be_attribute(field.name):
-        what = (
-            f"is {kind}"
-            if found is None
-            else "has a name of Fuelrail's own, or one that is not a word"
+    if field.name in RESERVED_COLUMNS:
+        advice = {"clip": f"name it {CLIP}", "frame": "name it frame_number, say"}
+        raise SourceError(
+            f"{where}: every dataset has a column {field.name} of its own samples; "
+            f"{advice.get(field.name, f'rename it, as source_{field.name}')}"
         )
+    if found is None or not may_be_attribute(field.name):
+        what = f"is {kind}" if found is None else "has letters that are not A-Z, a-z, 0-9 and _"
         raise SourceError(
             f"{where}: the column {field.name} is not known, so it is an attribute, but it {what}; attributes are "
             f"numbers, texts, true or false, and a column "
             f"{VALUE}NAME becomes a channel{did_you_mean(field.name, _OF_FRAME)}"
         )
-    return found  # type: ignore[return-value]
+    fitting = fitting_type(field.name, found)  # type: ignore[arg-type]
+    if fitting is None:
+        raise SourceError(
+            f"{where}: the column {field.name} is {kind}; all datasets have it, as numbers: rename it, or cast it"
+        )
+    return fitting

@@ -20,7 +20,16 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.sharding.sources.adapter.channels import ValueForms
-from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.adapter.frame import (
+    Absent,
+    Clip,
+    FileMember,
+    Frame,
+    Image,
+    Sensors,
+    Sweep,
+)
+from fuelrail.sharding.sources.adapter.masks import mask_channel, mask_dtype, mask_member
 from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.rows import attribute_types
@@ -29,10 +38,12 @@ from fuelrail.sharding.sources.adapter.videos import FRAME
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.points import parse_points
+from fuelrail.sharding.sources.shared.tars import OF_IGNORE_ZEROS
 from fuelrail.sharding.sources.shared.video import VideoSettings, check_decoder, libraries
 from fuelrail.sharding.sources.tables.boxes import box_type, boxes_of_frames, check_box_columns
 from fuelrail.sharding.sources.tables.calibration import CalibrationTable, read_calibration, shared
 from fuelrail.sharding.sources.tables.columns import (
+    MASK_COLUMN,
     OF_CLIP,
     SENSOR,
     VALUE,
@@ -58,6 +69,7 @@ from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
@@ -119,6 +131,7 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="largest time between a frame and a sensor's file in sensor_data"),
     ] = 50.0
+    ignore_zeros: Annotated[bool, Meta(description=f"of tars: {OF_IGNORE_ZEROS}")] = False
     max_gap_s: Annotated[
         float,
         Meta(gt=0, description="largest gap between two ego poses in which poses are interpolated"),
@@ -145,8 +158,15 @@ class Manifest(FrameSource[ManifestSettings]):
         if self.given.root:
             self.files = source_files(self.given.root)
         only_keyframes = self.given.frames == "keyframes"
-        self._paths = Paths(self.files, self.given.root or folder, only_keyframes=only_keyframes)
+        self._paths = Paths(
+            self.files,
+            self.given.root or folder,
+            only_keyframes=only_keyframes,
+            ignore_zeros=self.given.ignore_zeros,
+        )
         self._tables: dict[str, Table] = {}
+        self._values: list[str] = []
+        self._masks: dict[str, Channel] = {}
         self._calibrations: CalibrationTable | None = None
         self._prefixes: list[
             str
@@ -260,14 +280,65 @@ class Manifest(FrameSource[ManifestSettings]):
                         where = f"table '{self._tables['frames'].name}': the column {VALUE}{name}"
                         raise SourceError(f"{where} cannot become a channel: {why}")
                     self.noted[f"column {name} left out, {why}"] += 1
-                self.channels = forms.channels()
+                values = forms.channels()
+                self._values = [channel.name for channel in values]
+                self._masks = self._mask_channels()
+                self.channels = (*values, *self._masks.values())
                 return super().scan(out)
             finally:
                 self._tables, self._calibrations = {}, None
 
+    def _mask_channels(self) -> dict[str, Channel]:
+        """Return the channels of the columns of masks; the first mask of a column says its dtype."""
+        channels: dict[str, Channel] = {}
+        table = self._tables.get("frames")
+        cameras = [
+            camera.source_name for camera in (self.sensors().cameras if table is not None else ())
+        ]
+        for column in _columns(table):
+            match = MASK_COLUMN.fullmatch(column)
+            if match is None or table is None:
+                continue
+            if match[1] not in cameras:
+                raise SourceError(
+                    f"table '{table.name}': the column {column} is of the camera '{match[1]}', which no other column "
+                    f"names{did_you_mean(match[1], cameras)}"
+                )
+            dtype = self._mask_dtype(table, column) or "uint8"
+            channels[column] = mask_channel(match[1].lower(), match[2] or "mask", dtype)
+        names = [channel.name for channel in channels.values()]
+        if twice := {*self._values} & {*names} or {one for one in names if names.count(one) > 1}:
+            raise SourceError(f"two columns become the channel {min(twice)}: rename one of them")
+        return channels
+
+    def _mask_dtype(self, table: Table, column: str) -> str | None:
+        """Return the dtype of the first mask of a column that is there."""
+        for rows in table.parts():
+            for row, path in enumerate(rows.texts(column)):
+                if not path:
+                    continue
+                ref = self._paths.reference(rows, row, path)
+                part = Part.of(ref)
+                facts = self.files.facts(part.name)
+                if facts is not None and facts.num_bytes:
+                    where = f"table '{table.name}', column {column}: '{ref}'"
+                    return mask_dtype(self.files.read(part.name, part.offset, 32), where)
+        return None
+
+    def _mask_members(self, rows: Rows) -> list[list[FileMember]]:
+        """Return the masks of each row."""
+        members: list[list[FileMember]] = [[] for _ in range(len(rows))]
+        for column, channel in self._masks.items():
+            for row, path in enumerate(rows.texts(column)):
+                if path:
+                    ref = self._paths.reference(rows, row, path)
+                    hint = f"leave the column {column} empty where there is no mask"
+                    members[row].append(mask_member(channel, ref, hint))
+        return members
+
     def _batches(self, name: str, types: TypeOf) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a table by 1024."""
-        return read_batches(self._table_files, name, types)
+        return read_batches(self._table_files, name, types, self.noted)
 
     def sensors(self) -> Sensors:
         """Return the sensors that the columns name, or the rows of ``calibration``."""
@@ -394,8 +465,9 @@ class Manifest(FrameSource[ManifestSettings]):
         values = (
             {}
             if rows is None
-            else {one.name: rows.column(VALUE + one.name).to_pylist() for one in self.channels}
+            else {name: rows.column(VALUE + name).to_pylist() for name in self._values}
         )
+        masks = [[] for _ in times] if rows is None else self._mask_members(rows)
         for number, at in enumerate(order.tolist()):
             yield Frame(
                 timestamp_ns=int(times[at]),
@@ -403,6 +475,7 @@ class Manifest(FrameSource[ManifestSettings]):
                 images=images[at],
                 sweeps=sweeps[at],
                 boxes=boxes[number],
+                members=masks[at],
                 values={name: column[at] for name, column in values.items()},
                 attributes={name: column[at] for name, column in free.items()},
             )

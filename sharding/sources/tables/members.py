@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 class Paths:
     """What the paths of a manifest refer to."""
 
-    def __init__(self, files: SourceFiles, root: str, *, only_keyframes: bool) -> None:
+    def __init__(
+        self, files: SourceFiles, root: str, *, only_keyframes: bool, ignore_zeros: bool
+    ) -> None:
         """Take ``files``, those below the folder or URL ``root``."""
         folder = Path(root.removeprefix("file://"))
         roots = [root] if is_url(root) else [str(folder.absolute()), str(folder.resolve())]
         self._roots = [f"{one.rstrip('/')}/" for one in roots]
         self._files, self._shown = files, files.shown
+        self._ignore_zeros = ignore_zeros
         self._members_of = lru_cache(maxsize=4)(self._members)
         self.videos = Videos(files, self.inside, only_keyframes=only_keyframes)
 
@@ -87,7 +90,8 @@ class Paths:
         return self._inside(rows, row, path)
 
     def _members(self, tar: str) -> dict[str, Member]:
-        return {member.name: member for member in tar_members(self._files, tar)}
+        members = tar_members(self._files, tar, ignore_zeros=self._ignore_zeros)
+        return {member.name: member for member in members}
 
     def _inside(self, rows: Rows, row: int, path: str) -> str:
         try:

@@ -7,6 +7,7 @@ rows of any clip are read alone, so memory does not grow with the table.
 from __future__ import annotations
 
 import codecs
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -20,9 +21,9 @@ from pyarrow import csv, json, parquet
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.sources.shared.arrow import check_columns
+from fuelrail.sharding.sources.shared.arrow import BoundedParquet
 from fuelrail.sharding.sources.shared.files import LFS_MAGIC, check_most, check_no_pointer
-from fuelrail.sharding.sources.shared.foreign import parsing
+from fuelrail.sharding.sources.shared.foreign import NAN_AS_NULL, parsing, without_nan
 from fuelrail.sharding.sources.tables.values import Rows
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _ROWS: Final = 1024
 _ROWS_AT_ONCE: Final = 256
 """Rows of Parquet in memory: a dictionary has a value of a megabyte once, and the rows of a batch have it each."""
 _MOST_ROW: Final = 64 << 20
+_MOST_CLIP: Final = 512 << 20
+"""Bytes of the rows of a clip, which are in memory at once, some of them as Python's texts."""
 _MOST_AT_URL: Final = 4 << 30
 _BLOCK_BYTES: Final = 4 << 20
 _KEPT_BATCHES: Final = 4
@@ -57,7 +60,7 @@ def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
     with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
         if name.endswith(".parquet"):
             return _plain(parquet.read_schema(file))
-        return next(_batches(file, f"{files.shown}/{name}", type_of)).schema
+        return next(_batches(file, f"{files.shown}/{name}", type_of, Counter())).schema
 
 
 def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str], bool]) -> bool:
@@ -105,6 +108,7 @@ class Table:
         self.clips: dict[str, tuple[int, int]] = {}
         """Name of each clip to its first row and its number of rows, in order."""
         self._num_rows = 0
+        self._clip_bytes = 0
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         writer = None
         try:
@@ -132,12 +136,19 @@ class Table:
             self.clips[""] = (0, self._num_rows)
             return
         last = next(reversed(self.clips), None)
+        row_bytes = batch.nbytes // len(batch)
         for row, clip in enumerate(Rows(self.name, first, batch).texts(CLIP), first):
             if not clip:
                 raise SourceError(f"table '{self.name}', row {row}: {CLIP} is empty")
             if clip == last:
                 start, count = self.clips[clip]
                 self.clips[clip] = (start, count + 1)
+                self._clip_bytes += row_bytes
+                if self._clip_bytes > _MOST_CLIP:
+                    raise SourceError(
+                        f"table '{self.name}', row {row}: the rows of clip '{clip}' take over {_MOST_CLIP} bytes, "
+                        "which are in memory at once; divide the clip, or shorten its values"
+                    )
             elif clip in self.clips:
                 raise SourceError(
                     f"table '{self.name}', row {row}: clip '{clip}' comes again after others, its rows began at "
@@ -150,6 +161,7 @@ class Table:
                 )
             else:
                 self.clips[clip] = (row, 1)
+                self._clip_bytes = row_bytes
                 last = clip
 
     def rows(self, clip: str) -> Rows | None:
@@ -184,17 +196,27 @@ def _opened(files: SourceFiles, name: str) -> pa.NativeFile:
     return file
 
 
-def read_batches(files: SourceFiles, name: str, type_of: TypeOf) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a file as :func:`regrouped` does; raise SourceError for one that is damaged."""
+def read_batches(
+    files: SourceFiles, name: str, type_of: TypeOf, noted: Counter[str]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file as :func:`regrouped` does; raise SourceError for one that is damaged.
+
+    ``noted`` counts values of JSON that are read as null.
+    """
     with parsing(f"table '{files.shown}/{name}'"), _opened(files, name) as file:
-        yield from _batches(file, f"{files.shown}/{name}", type_of)
+        yield from _batches(file, f"{files.shown}/{name}", type_of, noted)
 
 
-def _batches(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.RecordBatch]:
-    read = {"parquet": _parquet_tables, "jsonl": _json_tables, "csv": _csv_tables}[
-        name.rpartition(".")[2]
-    ]
-    return regrouped(read(file, name, type_of), name)
+def _batches(
+    file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
+) -> Iterator[pa.RecordBatch]:
+    if name.endswith(".parquet"):
+        tables = _parquet_tables(file, name)
+    elif name.endswith(".jsonl"):
+        tables = _json_tables(file, name, type_of, noted)
+    else:
+        tables = _csv_tables(file, name, type_of)
+    return regrouped(tables, name)
 
 
 def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]:
@@ -215,17 +237,15 @@ def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]
         yield pending.combine_chunks().to_batches()[0]
 
 
-def _parquet_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:  # noqa: ARG001
+def _parquet_tables(file: pa.NativeFile, name: str) -> Iterator[pa.Table]:
     opened = _parquet(file, name)
     schema = _plain(opened.schema_arrow)
     for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False):
         yield pa.Table.from_batches([batch]).cast(schema)
 
 
-def _parquet(file: pa.NativeFile, name: str) -> parquet.ParquetFile:
-    found = parquet.ParquetFile(file, buffer_size=1 << 16, pre_buffer=False)
-    check_columns(found.metadata, f"table '{name}'")
-    return found
+def _parquet(file: pa.NativeFile, name: str) -> BoundedParquet:
+    return BoundedParquet(file, f"table '{name}'", buffer_size=1 << 16, pre_buffer=False)
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
@@ -253,26 +273,79 @@ def _csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.
             f"table '{name}': CSV has no lists, and {lists[0]} is one; give numbers in columns of their own, such as "
             "fx, fy, cx, cy and tx, ty, tz, qw, qx, qy, qz, or write Parquet"
         )
-    options = csv.ConvertOptions(column_types=known, null_values=[""], strings_can_be_null=True)
+    texts = dict.fromkeys(header, pa.string())
+    options = csv.ConvertOptions(
+        column_types=texts | known, null_values=[""], strings_can_be_null=True
+    )
     reader = csv.open_csv(
         file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES), convert_options=options
     )
+    kinds: dict[str, pa.DataType] | None = None
+    row = 0
     for batch in reader:
-        yield pa.Table.from_batches([batch])
+        table = pa.Table.from_batches([batch])
+        if kinds is None:
+            free = (column for column in header if column not in known)
+            kinds = {column: _type_of_texts(table.column(column)) for column in free}
+        for column, kind in kinds.items():
+            if kind == pa.string():
+                continue
+            values = _cast_exactly(table.column(column), kind)
+            if values is None:
+                raise SourceError(
+                    f"table '{name}', one of the rows from {row} on: column {column} is {kind} in the first rows, and "
+                    "has a text here that is none; write Parquet, or JSON lines"
+                )
+            table = table.set_column(header.index(column), column, values)
+        row += len(table)
+        yield table
 
 
-def _json_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
-    """Yield tables of whole lines; the first one settles names and types of all columns."""
+def _type_of_texts(column: pa.ChunkedArray) -> pa.DataType:
+    """Return the type of a column of texts: of numbers or truth where no text changes by it, else texts."""
+    for kind in (pa.int64(), pa.float64(), pa.bool_()):
+        if column.null_count < len(column) and _cast_exactly(column, kind) is not None:
+            return kind
+    return pa.string()
+
+
+def _cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
+    """Return texts as values of a type; None where one is none, or means more than it: 007, 12345678901234567890."""
+    try:
+        values = column.cast(kind)
+    except pa.ArrowInvalid:
+        return None
+    if kind == pa.int64():
+        return values if values.cast(pa.string()).equals(column) else None
+    if kind == pa.float64():
+        is_code = pc.match_substring_regex(column, r"^[+-]?0[0-9]|^[+-]?[0-9]{16,}$")
+        return None if pc.any(is_code).as_py() else values
+    return values
+
+
+def _json_tables(
+    file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
+) -> Iterator[pa.Table]:
+    """Yield tables of whole lines; the first one settles names and types of all columns.
+
+    NaN and infinities are read as null, and counted.
+    """
     schema: pa.Schema | None = None
     row, rest = 0, b""
     while block := file.read(_BLOCK_BYTES):
         block, newline, rest_ = (rest + block).rpartition(b"\n")
         rest = rest_
         check_most(len(rest), f"table '{name}': a row after row {row}", _MOST_ROW)
+        block, count = without_nan(block)
+        if count:
+            noted[NAN_AS_NULL] += count
         if newline:
             table = _json_table(block + newline, name, row, schema, type_of)
             schema, row = table.schema, row + len(table)
             yield table
+    rest, count = without_nan(rest)
+    if count:
+        noted[NAN_AS_NULL] += count
     if rest.strip():
         yield _json_table(rest, name, row, schema, type_of)
 
@@ -319,6 +392,16 @@ def _json_table(
             "first ones, null where there is nothing"
         ) from error
     if schema is None:
+        dates = [field.name for field in table.schema if _is_guessed_date(field, type_of)]
+        if dates:  # Arrow takes texts such as 2020-01-31 for times
+            texts = [pa.field(date, pa.string()) for date in dates]
+            assert wanted is not None, "of the known columns"
+            fixed = pa.schema([*wanted, *texts])
+            table = json.read_json(
+                pa.BufferReader(block),
+                json.ReadOptions(use_threads=False, block_size=len(block) + 1),
+                json.ParseOptions(explicit_schema=fixed, unexpected_field_behavior="infer"),
+            ).select(table.column_names)
         table = table.cast(
             pa.schema(
                 [
@@ -328,6 +411,10 @@ def _json_table(
             )
         )
     return table
+
+
+def _is_guessed_date(field: pa.Field, type_of: TypeOf) -> bool:
+    return pa.types.is_temporal(field.type) and type_of(field.name) is None
 
 
 def _lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:

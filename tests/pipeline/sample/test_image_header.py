@@ -19,6 +19,8 @@ from fuelrail.pipeline.sample.image_header import (
     MAX_SCANS,
     ImageInfo,
     check_jpeg_end,
+    jpeg_length,
+    png_length,
     probe,
     unpack_png,
 )
@@ -82,11 +84,20 @@ def test_gray_cmyk_progressive_and_restarts_are_reported() -> None:
 
 @pytest.mark.parametrize(
     ("value", "name"),
-    [(0x21, "4:2:2"), (0x12, "4:4:0"), (0x41, "4:1:1"), (0x42, "4:1:0"), (0x33, "other")],
+    [(0x21, "4:2:2"), (0x12, "4:4:0"), (0x41, "4:1:1"), (0x42, "4:1:0"), (0x31, "other")],
 )
 def test_sampling_factors_have_names(value: int, name: str) -> None:
     # The luma's factors in the frame header: marker, length 2, precision 1, size 4, count 1, id 1.
     assert probe(edited(encode(PICTURE), 0xC0, 9, bytes((value,)))).subsampling == name
+
+
+@pytest.mark.parametrize("value", [0x33, 0x44, 0x43])
+def test_sampling_factors_that_no_decoder_takes_are_refused(value: int) -> None:
+    odd = edited(encode(PICTURE), 0xC0, 9, bytes((value,)))
+    with pytest.raises(OSError, match="broken data stream"):
+        Image.open(io.BytesIO(odd)).load()
+    with pytest.raises(ImageError, match=f"sampling factors {value:02x} 11 11 is not supported"):
+        probe(odd)
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
@@ -288,10 +299,30 @@ def test_the_limit_of_pixels_can_be_set() -> None:
 
 def test_the_end_of_jpegs_is_looked_for() -> None:
     encoded = encode(PICTURE)
-    for trailer in (b"", b"\0" * 40, b"a trailer of the camera's maker"):
+    for trailer in (
+        b"",
+        b"\0" * 40,
+        b"a trailer of the camera's maker",
+        b"x" * 300_000,
+        encoded[:99],
+    ):
         check_jpeg_end(encoded + trailer)
+        assert jpeg_length(encoded + trailer) == len(encoded)
+    thumbnail = b"\xff\xe1" + (2 + len(encoded)).to_bytes(2, "big") + encoded
+    with_thumbnail = encoded[:2] + thumbnail + encoded[2:]
+    assert jpeg_length(with_thumbnail + b"\n") == len(with_thumbnail)
+    for cut in (len(with_thumbnail) - 1, len(thumbnail) + 700):
+        assert jpeg_length(with_thumbnail[:cut]) is None
     with pytest.raises(ImageError, match="no end-of-image marker: the file was cut"):
         check_jpeg_end(encoded[:-1])
+
+
+def test_the_end_of_pngs_is_found_whatever_follows() -> None:
+    encoded = encode(PICTURE, "png")
+    for trailer in (b"", b"\n", b"IEND" * 9, encoded):
+        assert png_length(encoded + trailer) == len(encoded)
+    for cut in (9, 40, len(encoded) - 1):
+        assert png_length(encoded[:cut]) is None
 
 
 def test_png_checksums() -> None:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 
 import cv2
 import fsspec
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
+from PIL import Image
 
 import fuelrail as fr
 from fuelrail.loaders.integrations.map_style import MapView
@@ -21,6 +24,7 @@ from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, parse_source
 from fuelrail.sharding.verify.dataset import verify
 from support.batches import batches, load
+from support.source_world import samples_of
 
 JPEG = simplejpeg.encode_jpeg(np.zeros((24, 32, 3), np.uint8))
 MATRICES = {"intrinsics", "cam2ego", "cam2keyego", "ego2img", "lidar2img", "ego2global"}
@@ -204,3 +208,107 @@ def test_one_image_is_a_dataset(tmp_path):
         tmp_path / "out", 1, shuffle=True, select=["cls"], image={"height": 24, "width": 32}
     )
     assert (batch["sample_token"], batch["cls"].tolist()) == (["cat/only.jpg"], [0])
+
+
+@pytest.mark.parametrize("splits", ["", "train/"])
+def test_what_systems_and_editors_leave_is_no_image_and_no_class(tmp_path, splits):
+    root = write(tmp_path / "source", [f"{splits}{name}/{at}.jpg" for name in "ab" for at in "12"])
+    folders = [".ipynb_checkpoints", "__MACOSX", "a/.thumbs"]
+    files = ["a/._1.jpg", "a/.DS_Store", "b/Thumbs.db", ".DS_Store"]
+    for name in [f"{folder}/1.jpg" for folder in folders] + files:
+        for place in {splits, ""}:
+            if place == splits or not name.startswith(("a/", "b/")):
+                (root / place / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / place / name).write_bytes(b"\0\5\x16\7")
+    info = scan(root)
+    assert [clip.clip_name for clip in info.clips] == [
+        f"{splits}{name}/{at}.jpg" for name in "ab" for at in "12"
+    ]
+    (hidden,) = [text for text in info.report.noted if text.startswith("hidden files and folders")]
+    assert info.report.noted[hidden] == (7 if not splits else 10)
+    assert not [text for text in info.report.noted if "no JPEG" in text]
+
+
+TRAILERS = {
+    "line feed": b"\n",
+    "zeros": bytes(9),
+    "film": b"MotionPhoto_Data\0\0\0\x18ftypmp42" + bytes(range(255)) * 1200,
+    "second picture": JPEG,
+}
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png"])
+def test_bytes_behind_the_end_of_an_image_are_kept(tmp_path, ending):
+    picture = np.random.default_rng(0).integers(0, 255, (24, 32, 3), np.uint8)
+    encoded = cv2.imencode(f".{ending}", picture)[1].tobytes()
+    root = write(tmp_path / "source", ["a/other.jpg"])
+    for name, trailer in TRAILERS.items():
+        (root / "a" / f"{name}.{ending}").write_bytes(encoded + trailer)
+    for check_images in ("head", "ends", "pixels"):
+        assert scan(root, check_images=check_images).num_samples == 5
+    fr.shard(f"imagefolder:{root}", tmp_path / "out", workers=1)
+    assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+    expected = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
+    for decoder in ("turbo", "pillow"):
+        for batch in batches(
+            tmp_path / "out", 1, shuffle=False, image={"height": 24, "width": 32}, decoder=decoder
+        ):
+            if batch["sample_token"] != ["a/other.jpg"]:
+                loaded = batch["img"][0, 0].permute(1, 2, 0).numpy()
+                assert np.abs(loaded.astype(int) - expected).max() <= 2
+
+    (root / "a" / f"cut.{ending}").write_bytes(encoded[:-1] + b"\n")
+    with pytest.raises(SourceError, match=rf"cut.{ending}': a truncated"):
+        scan(root, check_images="ends")
+
+
+def odd_pngs() -> dict[str, Image.Image]:
+    """PNGs that decoders of 8 bits do not take, and that lose nothing when they become such."""
+    rng = np.random.default_rng(3)
+    palette = Image.fromarray(rng.integers(0, 255, (24, 32, 3), np.uint8)).quantize(200)
+    small = Image.fromarray(rng.integers(0, 255, (24, 33, 3), np.uint8)).quantize(11)
+    clear = palette.copy()
+    clear.info["transparency"] = 3
+    bits = Image.fromarray((rng.random((24, 31)) > 0.5).astype(np.uint8) * 255).convert("1")
+    return {"palette": palette, "small palette": small, "clear": clear, "bits": bits}
+
+
+@pytest.mark.parametrize("form", ["imagefolder", "tar", "tar.gz"])
+def test_pngs_with_a_palette_or_of_few_bits_become_pngs_of_8_bits(tmp_path, form):
+    root = tmp_path / "source"
+    (root / "a").mkdir(parents=True)
+    for name, image in odd_pngs().items():
+        image.save(root / "a" / f"{name}.png")
+    source = f"imagefolder:{root}"
+    if form != "imagefolder":
+        (tmp_path / "tars").mkdir()
+        mode = "w:gz" if form.endswith("gz") else "w"
+        with tarfile.open(tmp_path / "tars" / f"x.{form}", mode) as tar:
+            for name in odd_pngs():
+                tar.add(root / "a" / f"{name}.png", f"a/{name}.png")
+        source = f"webdataset:{tmp_path / 'tars'}"
+    report = fr.shard(source, tmp_path / "out", workers=1)
+    if form != "tar.gz":
+        assert sum(n for text, n in report.scan.noted.items() if "with a palette" in text) == 4
+    assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
+    for sample in samples_of(tmp_path / "out").values():
+        name = sample.meta.sample_token.rpartition("/")[2].removesuffix(".png")
+        stored = Image.open(io.BytesIO(bytes(sample.images["image"]))).convert("RGBA")
+        assert np.array_equal(stored, odd_pngs()[name].convert("RGBA")), name
+    batches(tmp_path / "out", 1, shuffle=False, image={"height": 24, "width": 32})
+
+    if form == "imagefolder":
+        whole = (root / "a" / "palette.png").read_bytes()
+        (root / "a" / "palette.png").write_bytes(whole[:-200])
+        with pytest.raises(SourceError, match=r"palette.png'"):
+            scan(root, check_images="ends")
+
+
+def test_a_folder_too_high_or_too_low_is_named(tmp_path):
+    root = write(tmp_path / "source", ["set/a/1.jpg", "set/b/1.jpg"])
+    with pytest.raises(
+        SourceError, match=rf"below them, such as 'set/a': .*imagefolder:{root}/set"
+    ):
+        scan(root)
+    with pytest.raises(SourceError, match=rf"is it imagefolder:{root}/set\?"):
+        scan(root / "set" / "a")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from typing import ClassVar
 
 import cv2
@@ -13,7 +15,7 @@ import pytest
 import simplejpeg
 
 import fuelrail as fr
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.adapter.videos import Videos
 from fuelrail.sharding.sources.registry import SourceSpec, parse_source
@@ -376,3 +378,56 @@ def test_frames_are_those_that_the_library_reads(tmp_path):
             abs(picture - 255 * item["observation.images.top"].permute(1, 2, 0).numpy()).mean() < 2
         )
     assert not own
+
+
+def test_a_length_that_no_episode_has_is_named(tmp_path):
+    """Nothing of that length is made."""
+    root = write_lerobot(tmp_path / "episodes", pictures_of(), "v2.1", stored=True)
+    lines = (root / "meta" / "episodes.jsonl").read_text()
+    (root / "meta" / "episodes.jsonl").write_text(
+        lines.replace('"length": 3', '"length": 99999999999')
+    )
+    with pytest.raises(SourceError, match="episode 0 has 3 rows, expected 99999999999"):
+        scan(root)
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_a_set_of_images_or_of_none_needs_no_decoder_of_videos(tmp_path, version, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    root = write_lerobot(tmp_path / "episodes", pictures_of(), version, stored=True)
+    assert fr.shard(f"lerobot:{root}", tmp_path / "images", workers=1).num_samples == 10
+    info = json.loads((root / "meta" / "info.json").read_text())
+    info["features"] = {
+        name: feature
+        for name, feature in info["features"].items()
+        if feature["dtype"] not in ("image", "video")
+    }
+    (root / "meta" / "info.json").write_text(json.dumps(info))
+    assert fr.shard(f"lerobot:{root}", tmp_path / "states", workers=1).num_samples == 10
+    info["features"]["observation.images.top"] = {"dtype": "video", "shape": [48, 64, 3]}
+    (root / "meta" / "info.json").write_text(json.dumps(info))
+    with pytest.raises(ConfigError, match=r"is video, which needs av, .*fuelrail\[video\]"):
+        fr.shard(f"lerobot:{root}", tmp_path / "videos", workers=1)
+
+
+def test_tens_of_thousands_of_features_are_read_in_seconds(tmp_path):
+    root = write_lerobot(tmp_path / "episodes", pictures_of(), "v2.1", stored=True)
+    info = json.loads((root / "meta" / "info.json").read_text())
+    info["features"] |= {
+        f"more.{number}": {"dtype": "float32", "shape": [1]} for number in range(30_000)
+    }
+    (root / "meta" / "info.json").write_text(json.dumps(info))
+    start = time.process_time()
+    with pytest.raises(SourceError, match="has no column 'more"):
+        scan(root)
+    assert time.process_time() - start < 5
+
+
+def test_numbers_that_contradict_what_was_read_are_counted(tmp_path):
+    root = write_lerobot(tmp_path / "episodes", pictures_of(), "v2.1", stored=True)
+    info = json.loads((root / "meta" / "info.json").read_text())
+    for total, is_noted in ((3, False), (4, True)):
+        info |= {"total_episodes": total, "total_frames": 10}
+        (root / "meta" / "info.json").write_text(json.dumps(info))
+        noted = scan(root).report.noted
+        assert any("states the total_episodes 4" in text for text in noted) == is_noted

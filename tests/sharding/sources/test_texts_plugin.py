@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import random
 from pathlib import Path
 
@@ -294,3 +295,23 @@ def test_a_counter_that_is_none_is_refused(texts, base, tmp_path):
     for name in ("nothing", "builtins:nothing", "nowhere:count"):
         with pytest.raises(fr.ConfigError, match="must be MODULE:FUNCTION that can be imported"):
             texts.import_texts(dataset, tmp_path / "out", [tmp_path / "a.json"], count=name)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'[{"token": "a", "q": "\xff"}]', b"\xff\xfe", b"[" * 100_000, b'{"a": ' * 100_000, b"[{}, "],
+    ids=["not UTF-8", "UTF-16", "deep list", "deep object", "cut"],
+)
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+def test_odd_files_are_named(texts, base, tmp_path, content, ending):
+    file = tmp_path / f"odd.{ending}"
+    file.write_bytes(content)
+    with pytest.raises(fr.SourceError, match=rf"odd\.{ending}'"):
+        texts.import_texts(base[0], tmp_path / "layer", [file])
+
+
+def test_what_is_no_file_is_not_waited_for(texts, base, tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    for file in (tmp_path / "pipe.json", Path("/dev/zero"), tmp_path, tmp_path / "nowhere.json"):
+        with pytest.raises(fr.SourceError, match=str(file)):
+            texts.import_texts(base[0], tmp_path / "layer", [file])

@@ -495,3 +495,84 @@ def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):
             assert bytes(source.open(member.ref)) == theirs
             num_images += 1
     assert num_images == len(images)
+
+
+@pytest.mark.parametrize("ending", ["tar", "tar.gz"])
+def test_members_of_a_sample_that_do_not_follow_each_other(tmp_path, ending):
+    """First all images, then all captions, as `tar cf` of two folders has them."""
+    blob = io.BytesIO()
+    with tarfile.open(fileobj=blob, mode="w") as tar:
+        for extension in ("jpg", "txt"):
+            for number in range(4):
+                data = labelled(number)["jpg"] if extension == "jpg" else b"caption %d" % number
+                info = tarfile.TarInfo(f"{number:04d}.{extension}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    root = tmp_path / "tars"
+    root.mkdir()
+    data = gzip.compress(blob.getvalue()) if ending.endswith("gz") else blob.getvalue()
+    (root / f"shard.{ending}").write_bytes(data)
+    for missing in ("error", "mask", "drop"):
+        with pytest.raises(SourceError, match=r"key '0000' comes again, with .txt.*gather=true"):
+            scan(root, missing_camera=missing)
+    spec = SourceSpec("webdataset", str(root), {"gather": True})
+    TestTars().make(spec, tmp_path / "out")
+    (batch,) = batches(tmp_path / "out", 4, channels=["txt"], shuffle=False)
+    pairs = dict(zip(batch["sample_token"], batch["txt"], strict=True))
+    assert pairs == {f"{number:04d}": f"caption {number}" for number in range(4)}
+    assert "gather" not in scan_options({}) and scan_options({"gather": True})["gather"] is True
+
+
+def scan_options(options):
+    """The options that a recipe records."""
+    return webdataset.WebDataset("nowhere", options).options
+
+
+def test_joined_tars_are_refused_or_read_by_an_option(tars):
+    first, second = sorted(tars.glob("*.tar"))
+    first.write_bytes(first.read_bytes() + second.read_bytes())
+    second.unlink()
+    with pytest.raises(SourceError, match=r"another member follows.*ignore_zeros=true"):
+        scan(tars)
+    info = scan(tars, ignore_zeros=True)
+    assert sum(clip.num_samples for clip in info.clips) == 8
+    assert [count for text, count in info.report.noted.items() if "further tars" in text] == [1]
+
+
+def test_what_is_left_out_of_a_folder_of_tars_is_counted(tars):
+    (tars / "._drive-0.tar").write_bytes(b"\0\5\x16\7")
+    (tars / "more.tar.bz2").write_bytes(b"BZh")
+    with tarfile.open(tars / "mac.tar", "w") as tar:
+        for name in ("__MACOSX/1.jpg", "a/.ipynb_checkpoints/1.jpg", "./1.jpg", "./._1.jpg"):
+            data = labelled(1)["jpg"]
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    info = scan(tars, images={"image": "jpg"}, missing_camera="drop")
+    assert [clip.num_samples for clip in info.clips if clip.clip_name == "mac"] == [1]
+    assert info.report.noted["hidden members left out"] == 3
+    counts = {text.partition(",")[0]: count for text, count in info.report.noted.items()}
+    assert counts["hidden files and folders left out"] == 1
+    assert counts["files and folders beside the tars left out"] == 1
+
+
+@pytest.mark.parametrize("ending", ["tar", "tar.gz"])
+def test_what_python_writes_for_numbers_that_json_has_not_is_unknown(tmp_path, ending):
+    """Python's `json` writes NaN, Infinity and -Infinity; some editors write a byte order mark."""
+    texts = [
+        '{"score": 0.25, "caption": "a", "action": [1.5, 2]}',
+        '{"score": NaN, "caption": "NaN \\" Infinity", "action": [NaN, -Infinity]}',
+        '\ufeff{"score": 1, "caption": "c", "action": [3, 4]}',
+        '{"score": -Infinity, "caption": "d", "deep": {"x": [0, NaN]}, "action": [5, 6]}',
+    ]
+    jpeg = labelled(0)["jpg"]
+    write_labelled(
+        tmp_path / "tars", ending, 4, make=lambda at: {"jpg": jpeg, "json": texts[at].encode()}
+    )
+    report = fr.shard(f"webdataset:{tmp_path / 'tars'}", tmp_path / "out", workers=1)
+    rows = fr.open(tmp_path / "out").table.to_pylist()
+    assert [row["score"] for row in rows] == [0.25, None, 1.0, None]
+    assert [row["caption"] for row in rows] == ["a", 'NaN " Infinity', "c", "d"]
+    (batch,) = batches(tmp_path / "out", 4, channels=["action"], shuffle=False)
+    np.testing.assert_array_equal(batch["action"], [[1.5, 2], [np.nan, -np.inf], [3, 4], [5, 6]])
+    assert report.scan.noted["NaN and infinities in JSON, read as null outside of lists"] == 5

@@ -24,9 +24,9 @@ from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
 from fuelrail.sharding.sources.shared.points import read_pcd
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
     from fuelrail.sharding.sources.nuscenes.tables import Tables
-    from fuelrail.sharding.sources.shared.joins import Database
 
 FIELDS: Final = {
     "x": "m",
@@ -101,11 +101,9 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
 class Radars:
     """All radars that have keyframes, by name."""
 
-    def __init__(
-        self, tables: Tables, database: Database, keyframes: Keyframes, num_sweeps: int
-    ) -> None:
+    def __init__(self, tables: Tables, disk: Disk, keyframes: Keyframes, num_sweeps: int) -> None:
         """Take the number of earlier sweeps of each radar that come with a keyframe's own (``num_sweeps``)."""
-        self._sweeps = SensorSweeps(tables, database, "radar", keyframes, num_sweeps)
+        self._sweeps = SensorSweeps(tables, disk, "radar", keyframes, num_sweeps)
         self.channels = tuple(map(radar_channel, keyframes.radars))
 
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:

@@ -21,9 +21,9 @@ from fuelrail.sharding.sources.adapter.trajectories import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.boxes import Annotations
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
-    from fuelrail.sharding.sources.shared.joins import Database
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 AGENTS: Final = Channel(
@@ -46,12 +46,10 @@ AGENTS: Final = Channel(
 class Trajectories:
     """Trajectories of the ego vehicle and, where the tables have annotations, of the boxes."""
 
-    def __init__(self, database: Database, keyframes: Keyframes, annotations: Annotations) -> None:
+    def __init__(self, disk: Disk, keyframes: Keyframes, annotations: Annotations) -> None:
         self._annotations, self._links = annotations, keyframes.joined["sample"].links
         self.channels = (EGO, AGENTS) if len(annotations) else (EGO,)
-        self._frame: NDArray[np.int32] = database.filled(
-            -1, len(keyframes.joined["sample"]), np.int32
-        )
+        self._frame: NDArray[np.int32] = disk.filled(-1, len(keyframes.joined["sample"]), np.int32)
         for _, samples in keyframes.scenes():
             self._frame[samples] = np.arange(len(samples))
 

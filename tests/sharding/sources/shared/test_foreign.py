@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from xml.etree.ElementTree import TreeBuilder
 
 import pytest
@@ -75,6 +76,23 @@ def test_what_is_wrong_is_named_with_the_file(read, data, says):
 def test_a_pointer_of_git_lfs_is_named(read):
     with pytest.raises(SourceError, match="file 'x' is a git-LFS pointer"):
         read(POINTER, "file 'x'")
+
+
+NOT_NUMBERS = b'\xef\xbb\xbf{"a": NaN, "b": "NaN", "c": [1, -Infinity], "d": {"e": Infinity}}'
+
+
+def test_nan_and_infinities_are_null_and_counted_or_named():
+    noted: Counter[str] = Counter()
+    value = read_json(NOT_NUMBERS, "file 'x'", noted=noted)
+    assert value == {"a": None, "b": "NaN", "c": [1, float("-inf")], "d": {"e": None}}
+    assert list(noted.values()) == [3]
+    kind = dict[str, float | None]
+    assert read_json(b'{"a": NaN}', "file 'x'", kind, noted=noted) == {"a": None}
+    with pytest.raises(SourceError, match=r"file 'x' .*3 values are NaN or infinite: write null"):
+        read_json(NOT_NUMBERS, "file 'x'")
+    for data in (b'{"a": NaNa}', b'{"a": NaN', b'{"a": "NaN" NaN}'):
+        with pytest.raises(SourceError, match="file 'x'"):
+            read_json(data, "file 'x'", noted=noted)
 
 
 def test_sound_text_is_read():

@@ -51,7 +51,10 @@ BAD_WIDE = {
         r"row 2, column timestamp_ns: \"noon\" is not int64",
     ),
     "fraction": (put(0, timestamp_ns=1.5), r"row 0, column timestamp_ns: 1.5 is not int64"),
-    "NaN": (put(1, cam__cam_left__cam2ego__t=[0, float("nan"), 0]), r"row 1: not a JSON object"),
+    "NaN": (
+        put(1, cam__cam_left__cam2ego__t=[0, float("nan"), 0]),
+        r"row 1, column cam.cam_left.cam2ego: .*not finite",
+    ),
     "no unit quaternion": (
         put(1, cam__cam_left__cam2ego__q_wxyz=[1, 1, 0, 0]),
         r"row 1, column cam.cam_left.cam2ego",
@@ -124,7 +127,7 @@ BAD_WIDE = {
         put(0, ego2gobal=[1.0]),
         r"ego2gobal.*attributes are numbers.*did you mean.*ego2global",
     ),
-    "attribute of ours": (put(0, speed_mps=3.0), r"speed_mps"),
+    "attribute of ours": (put(0, num_boxes=3), r"every dataset has a column num_boxes"),
     "a struct for boxes": (
         lambda rows: [{**row, "boxes": {"yaw": 1.0}} for row in rows],
         "expected a list of structs",

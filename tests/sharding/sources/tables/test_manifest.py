@@ -340,3 +340,90 @@ def test_a_root_may_be_a_url(wide, tmp_path):
     )
     options = {**OPTIONS, "root": "memory://bucket/drive"}
     assert scan_source(SourceSpec("manifest", str(tmp_path / "tables"), options)).num_samples == 8
+
+
+def test_nan_in_json_lines_is_null_and_counted(wide):
+    """Python's `json` writes it for what pandas does not have."""
+    rows = [json.loads(line) for line in (wide / "frames.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"score": number / 2, "note": "a NaN, or -Infinity"}
+    rows[2]["score"], rows[5]["score"] = float("nan"), float("-inf")
+    (wide / "frames.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    report = fr.shard(f"manifest:{wide}", wide / "out", options=OPTIONS, workers=1)
+    table = fr.open(wide / "out").table.to_pylist()
+    scores = {row["timestamp_ns"]: row["score"] for row in table}
+    missing = {rows[number]["timestamp_ns"] for number in (2, 5)}
+    assert {time for time, score in scores.items() if score is None} == missing
+    assert {row["note"] for row in table} == {"a NaN, or -Infinity"}
+    assert report.scan.noted["NaN and infinities in JSON, read as null outside of lists"] == 2
+
+
+def test_columns_that_all_datasets_have(wide):
+    """Those that are worked out may be given; those of the index are refused, with advice."""
+    given = {"weather": "rain", "speed_mps": 3, "hour_utc": 7.5, "vehicle": "v", "log_id": "l"}
+    edit(wide, lambda rows: [{**row, **given} for row in rows])
+    edit(wide, put(3, speed_mps=None))
+    fr.shard(f"manifest:{wide}", wide / "out", options=OPTIONS, workers=1)
+    rows = fr.open(wide / "out").table.to_pylist()
+    assert all(
+        row[name] == value for row in rows for name, value in given.items() if "speed" not in name
+    )
+    assert sum(row["speed_mps"] != 3.0 for row in rows) == 1
+    assert all(isinstance(row["speed_mps"], float) for row in rows)
+    for name, advice in {
+        "clip": "name it clip_id",
+        "frame": "frame_number",
+        "key": "source_key",
+    }.items():
+        edit(wide, lambda rows, name=name: [{**row, name: "a"} for row in rows])
+        with pytest.raises(SourceError, match=f"every dataset has a column {name} .*{advice}"):
+            scan(wide)
+        edit(wide, without(name))
+    edit(wide, put(0, hour_utc="noon"))
+    edit(wide, lambda rows: [{**row, "hour_utc": "noon"} for row in rows])
+    with pytest.raises(SourceError, match="the column hour_utc is string; all datasets have it"):
+        scan(wide)
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_texts_that_look_like_other_values_stay_texts(tmp_path, form):
+    """Codes with leading zeros, numbers of many digits, dates."""
+    (tmp_path / "1.jpg").write_bytes(cv2.imencode(".jpg", np.zeros((24, 32, 3)))[1].tobytes())
+    free = {
+        "code": ["007", "010", "1"],
+        "serial": ["12345678901234567890", "1", "2"],
+        "day": ["2020-01-31", "2020-02-01", "2020-02-02"],
+        "number": [1, -2, 30],
+        "share": [0.5, 1.0, -2.25],
+        "night": [True, False, True],
+        "word": ["a", "b", None],
+    }
+    rows = []
+    for at in range(3):
+        row = {
+            "clip_id": "c",
+            "timestamp_ns": 1_600_000_000_000_000_000 + at,
+            "cam.f.path": "1.jpg",
+        }
+        rows.append(row | {name: values[at] for name, values in free.items()})
+    if form == "jsonl":
+        text = "\n".join(map(json.dumps, rows))
+    else:
+        cells = [["" if one is None else str(one).lower() for one in row.values()] for row in rows]
+        text = "\n".join(map(",".join, [[*rows[0]], *cells])) + "\n"
+    (tmp_path / f"frames.{form}").write_text(text)
+    fr.shard(f"manifest:{tmp_path}", tmp_path / "out", workers=1)
+    table = fr.open(tmp_path / "out").table.to_pylist()
+    table.sort(key=lambda row: row["timestamp_ns"])
+    for name, values in free.items():
+        assert [row[name] for row in table] == values, name
+
+
+def test_a_column_of_csv_that_becomes_another_type_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_BLOCK_BYTES", 200)
+    lines = [f"c,{1_600_000_000_000_000_000 + at},1.jpg,{at}" for at in range(1, 40)]
+    lines[-1] = lines[-1].rpartition(",")[0] + ",007"
+    text = "\n".join(["clip_id,timestamp_ns,cam.f.path,code", *lines])
+    (tmp_path / "frames.csv").write_text(text)
+    with pytest.raises(SourceError, match="column code is int64 in the first rows, and has a text"):
+        scan(tmp_path)

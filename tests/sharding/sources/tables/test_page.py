@@ -52,4 +52,4 @@ def test_the_options_of_the_page_are_options():
     for name, value in options:
         number = {"tolerance_ms": "50", "max_gap_s": "0.5"}
         assert options_of_texts("manifest", [f"{name}={value or number[name]}"])
-    assert len(options) == 8
+    assert len(options) == 9
