@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.files.log_file import Locator
+from fuelrail.sharding.sources.logs.files.log_file import NOT_DESCRIBED, Locator
 from fuelrail.sharding.sources.logs.geometry.transforms import FrameTree
 from fuelrail.sharding.sources.logs.messages.pictures import (
     EncodedHead,
@@ -78,7 +78,8 @@ class Series(NamedTuple):
 class LogIndex:
     """One log: files in the order of recording; ``topics`` says which of its topics count. Raises SourceError.
 
-    ``noted`` counts what was found odd on the way, ``videos`` the packets of video and their bytes by topic. By topic,
+    ``noted`` counts what was found odd on the way, ``num_read`` the messages by topic. By topic,
+    ``videos`` are the packets of video and their bytes,
     ``signals`` are stamps [ns] and numbers in time order, also those of the position; ``columns`` are their names.
     """
 
@@ -87,7 +88,7 @@ class LogIndex:
         self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
         self._clock_jumps, self._latest = options.clock_jumps, dict[str, tuple[int, int]]()
         self._only_keyframes, self._levels = options.frames == "keyframes", topics.levels
-        self.noted = Counter[str]()
+        self.noted, self.num_read = Counter[str](), Counter[str]()
         self.videos = dict[str, tuple[int, int]]()
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[tuple[int, CameraInfo]]] = {}
@@ -132,8 +133,10 @@ class LogIndex:
         heads, num_lost = readers.keys() & (cameras | lidars), 0
         pending: dict[str, list[Message]] = {name: [] for name in readers.keys() - heads}
         num_pending = 0
+        num_read = dict.fromkeys(readers, 0)
         for message in file.walk(heads, pending.keys()):
             name = message.topic
+            num_read[name] += 1
             if name in cameras:
                 if file.lost and sum(file.lost.values()) != num_lost:
                     num_lost = sum(file.lost.values())
@@ -154,7 +157,15 @@ class LogIndex:
                     self._take(topics, readers, pending, poses)
                     num_pending = 0
         self._take(topics, readers, pending, poses)
-        self.noted.update(file.lost)
+        for name, number in file.num_stated.items():
+            num_lacking = number - num_read.get(name, 0 if name == NOT_DESCRIBED else number)
+            if num_lacking > 0:
+                self.noted[f"{name}: messages that the file counts and does not have"] += (
+                    num_lacking
+                )
+        self.num_read.update(num_read)
+        self.noted.update(+file.lost)
+        self.noted.update(file.noted)
 
     def _take(
         self,

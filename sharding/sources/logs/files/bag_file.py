@@ -6,12 +6,14 @@ import heapq
 import io
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import (
+    NOT_DESCRIBED,
     Locator,
     LogFile,
     Message,
@@ -72,6 +74,16 @@ class BagFile(LogFile):
     def topics(self) -> dict[str, Topic]:
         """Topics by name."""
         return {topic.name: topic for topic in self._topics.values()}
+
+    @property
+    def num_stated(self) -> dict[str, int]:
+        """Messages by topic, as the chunks' summaries at the end count them."""
+        counts = Counter[str]()
+        for chunk in self._bag.chunk_infos:
+            for number, count in chunk.connection_counts.items():
+                topic = self._topics.get(number)
+                counts[NOT_DESCRIBED if topic is None else topic.name] += count
+        return counts
 
     def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
         for place in self._places({*heads, *whole}):
