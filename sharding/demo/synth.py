@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError
+from fuelrail.pipeline.runtime.host import num_usable_cpus
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
@@ -64,7 +65,7 @@ def synth(
     plain = msgspec.structs.replace(chosen, workers=0)
     report = _report_of(folder, plain)
     if report is None:
-        num_workers = chosen.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        num_workers = chosen.workers or min(MOST_WORKERS, num_usable_cpus())
         report = _build(folder, plain, num_workers, progress)
     return msgspec.structs.replace(report, folder=os.fspath(out))
 

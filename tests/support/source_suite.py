@@ -30,7 +30,9 @@ FAULTS = {
     "cut": lambda data: data[: len(data) - 9],
     "half": lambda data: data[: len(data) // 2],
     "not an image": lambda data: b"\x93NUMPY" + bytes(200),
-    "LFS pointer": lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n",
+    "LFS pointer": lambda data: (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n"
+    ),
     "HTML page": lambda data: b"<!DOCTYPE html><html><head><title>404</title></head></html>",
     "of another size": lambda data: smaller(data),
 }
@@ -212,7 +214,9 @@ class SourceSuite:
                 assert sum(report.dropped_samples.values()) + sum(
                     number for reasons in report.masked.values() for number in reasons.values()
                 )
-                images = [sample.images.get(camera) for sample in samples_of(folder / "out").values()]
+                images = [
+                    sample.images.get(camera) for sample in samples_of(folder / "out").values()
+                ]
                 assert image.jpeg not in [data and bytes(data) for data in images], name
 
     def test_every_matrix_is_a_rotation(self, made):

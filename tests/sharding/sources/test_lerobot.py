@@ -325,7 +325,7 @@ def test_damaged_pictures_of_the_tables_are_left_out(tmp_path):
     pq.write_table(damaged, path)
     report = scan(root, damaged_image="drop", max_damaged=0.2).report
     assert (report.samples, report.damaged) == (5, {"top": 2})
-    with pytest.raises(SourceError, match="more than the share of max_damaged=0.01"):
+    with pytest.raises(SourceError, match=r"more than the share of max_damaged=0\.01"):
         scan(root, damaged_image="drop")
     with pytest.raises(SourceError, match=r"row=0&observation\.images\.top': image is empty"):
         scan(root, check_images="ends")
