@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import struct
 import tempfile
 import threading
 import weakref
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
 T = TypeVar("T")
+_HEAD: Final = struct.Struct(">16xH6xII60xI")
+"""Of the head of a database: bytes of a page, changes of the file, pages, and the change that counted them."""
 READ_WITH_WAL: Final = "files read with the -wal beside them, as a killed recorder leaves it"
 
 
@@ -58,6 +62,7 @@ class SqliteFile(LogFile):
         check_no_journal(path, self._where)
         wal = wal_of(path)
         if wal is None:
+            self._check_end(path)
             database = _connected(path)
         else:
             with tempfile.TemporaryDirectory(prefix="fuelrail-") as folder:
@@ -71,6 +76,28 @@ class SqliteFile(LogFile):
         )  # one that goes unclosed is a warning from Python 3.13 on
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         return database
+
+    def _check_end(self, path: Path) -> None:
+        """Note bytes behind the last page that the head of the file counts, or raise SourceError if not all are 0."""
+        with parsing(self._where), path.open("rb") as file:
+            head = file.read(_HEAD.size)
+            if len(head) < _HEAD.size:
+                return
+            page_bytes, change, num_pages, valid_for = _HEAD.unpack(head)
+            page_bytes = 1 << 16 if page_bytes == 1 else page_bytes
+            if not num_pages or change != valid_for:
+                return  # as SQLite has it, the size of the file counts then
+            end = num_pages * page_bytes
+            size = file.seek(0, os.SEEK_END)
+            file.seek(end)
+            has_more = any(file.read(1 << 16))
+        if has_more:
+            raise SourceError(
+                f"{self._where} has {size - end} bytes behind its end: two files were joined, or it was written over "
+                "a longer one"
+            )
+        if size > end:
+            self.noted["bytes of 0 behind the end of a database"] += size - end
 
     def _rows(self, kind: type[T], query: str, values: Sequence[Any] = ()) -> list[T]:
         with parsing(self._where, "is not a rosbag2 database, or it is damaged"):

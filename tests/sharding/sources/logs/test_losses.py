@@ -166,6 +166,26 @@ def test_two_mcap_files_in_one_are_refused(tmp_path, sent):
         scan("mcap", path)
 
 
+@pytest.mark.parametrize("kind", ["rosbag1", "rosbag2"])
+def test_bytes_behind_the_end_of_a_bag_are_refused(tmp_path, sent, kind):
+    path = tmp_path / "log.bag"
+    if kind == "rosbag1":
+        write_bag(path, sent)
+    else:
+        write_rosbag2(tmp_path / "bag", sent)
+        path = tmp_path / "bag/bag.db3"
+    data = path.read_bytes()
+    path.write_bytes(data * 2)
+    with pytest.raises(SourceError, match=rf"has {len(data)} bytes behind its end: two files"):
+        scan(kind, path)
+    path.write_bytes(data + bytes(4096))
+    if kind == "rosbag1":
+        with pytest.raises(SourceError, match="has 4096 bytes behind its end"):
+            scan(kind, path)
+    else:
+        assert scan(kind, path).report.noted["bytes of 0 behind the end of a database"] == 4096
+
+
 def without_a_chunk(data):
     """An MCAP whose summary lacks the index of its last chunk, and has no checksum."""
     end = len(data) - len(MAGIC)
