@@ -101,6 +101,29 @@ def test_no_more_than_twenty_faults_of_one_table_are_listed(tmp_path):
     assert "and 10 more of images" in str(caught.value)
 
 
+def test_sweeps_without_a_pose_are_one_finding_with_the_remedy(tmp_path, monkeypatch):
+    write_neutral(make_world(2, 30), tmp_path)
+    frames, poses = Neutral.frames, Neutral.poses
+
+    def posed(one, trajectory):
+        (pose,) = trajectory.at(np.array([one.timestamp_ns]))
+        return msgspec.structs.replace(one, ego2global=pose)
+
+    def with_poses_but_of_sweeps(self, clip):
+        trajectory = poses(self, clip)
+        for frame in frames(self, clip):
+            images = {name: posed(image, trajectory) for name, image in frame.images.items()}
+            yield msgspec.structs.replace(posed(frame, trajectory), images=images)
+
+    monkeypatch.setattr(Neutral, "frames", with_poses_but_of_sweeps)
+    monkeypatch.setattr(Neutral, "poses", lambda self, clip: None)
+    with pytest.raises(SourceError) as caught:
+        scan(tmp_path)
+    text = str(caught.value)
+    assert text.count("has a sweep of lidar_top without an ego pose") == 1
+    assert "and so 59 more times; the pose of each sweep" in text
+
+
 def test_missing_images_of_a_camera_are_one_finding(tmp_path):
     write_neutral(make_world(1, 30), tmp_path)
     for file in tmp_path.glob("drive-0/cam_left/*.jpg"):
