@@ -7,6 +7,7 @@ have put into a text is printed with control characters escaped, and never at fu
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -119,3 +120,50 @@ def _code(char: str) -> str:
 def _json_code(char: str) -> str:
     units = char.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+
+
+_KINDS: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "nothing",
+    "bytes": "bytes",
+}
+"""Words for the names that msgspec has for kinds of values."""
+_EXPECTED: Final = re.compile(r"(Expected|, got) `([^`]+)`")
+_FIELD: Final = re.compile(r"Object (missing required|contains unknown) field `([^`]+)`")
+_PLACE: Final = re.compile(r" - at (`key` in )?`\$([^`]*)`")
+_STEP: Final = re.compile(r"\[(\d+)\]|\[\.\.\.\]|([^.\[\]]+)")
+
+
+def fault_in_words(error: msgspec.ValidationError) -> str:
+    """Return what msgspec says is wrong with a value in words: what it must be, what it is, and where it is."""
+    text = " ".join(str(error).split())
+    text = _EXPECTED.sub(_expected_in_words, text)
+    text = _FIELD.sub(_field_in_words, text)
+    text = re.sub(r"Invalid enum value (.+?)(?= - at |\Z)", r"\1 is not allowed", text)
+    return _PLACE.sub(_place_in_words, text)
+
+
+def _expected_in_words(match: re.Match[str]) -> str:
+    words = " or ".join(_KINDS.get(name, name) for name in match[2].split(" | "))
+    return f"it must be {words}" if match[1] == "Expected" else f", not {words}"
+
+
+def _field_in_words(match: re.Match[str]) -> str:
+    is_missing = match[1] == "missing required"
+    return f"the field '{match[2]}' is {'missing' if is_missing else 'unknown'}"
+
+
+def _place_in_words(match: re.Match[str]) -> str:
+    steps = []
+    for step in _STEP.finditer(match[2]):
+        if step[2]:
+            steps.append(f"'{step[2]}'")
+        else:
+            steps.append("an entry" if step[1] is None else f"entry {step[1]}")
+    place = ", ".join(steps) or "the value itself"
+    return f" (a key of {place})" if match[1] else f" (at {place})"

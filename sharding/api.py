@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.host import num_usable_cpus
 from fuelrail.pipeline.runtime.workers import check_main_guard
 from fuelrail.pipeline.settings import Settings, convert, flag
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
@@ -291,7 +292,7 @@ def verify(
         )
     if repair:
         parse_source(SEPARATOR.join(repair), {})  # a mistake must not show after hours of reading
-    num_threads = options.workers or len(os.sched_getaffinity(0))
+    num_threads = options.workers or num_usable_cpus()
     report = verify_dataset(dataset, deep=deep, num_threads=num_threads, checked=progress)
     if not (report.faults and repair):
         return report

@@ -9,7 +9,6 @@ loader's memory.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import statistics
 import threading
@@ -28,6 +27,7 @@ from fuelrail.loaders.serving.server import RankServer
 from fuelrail.loaders.storage.buffers import Buffers, pageable
 from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.runtime.clusters import connect_ray
+from fuelrail.pipeline.runtime.host import num_usable_cpus
 from fuelrail.pipeline.runtime.workers import pickled_error
 from fuelrail.pipeline.settings import CheckedSettings, must_be
 
@@ -140,7 +140,7 @@ class StepClient:
         connect_ray(
             self._ray,
             options.address,
-            max(options.num_workers * options.cpus, len(os.sched_getaffinity(0))),
+            max(options.num_workers * options.cpus, num_usable_cpus()),
         )
         self._is_stopped = threading.Event()
         return self._items(walk, self._is_stopped)

@@ -181,7 +181,7 @@ class RemoteShards:
                 row, StorageError, f"'{shown_url(self._url)}': the shard is not there; {fault.text}"
             )
         reason = {
-            "refused": "access is refused: check credentials, profile and endpoint (environment or storage_options)",
+            "refused": f"access is refused: {fault.advice}",
             "invalid": "the request was rejected",
         }.get(
             fault.kind, f"no answer after {error.num_attempts} attempts in {error.elapsed_s:.0f} s"

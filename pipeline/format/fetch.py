@@ -253,7 +253,7 @@ class RemoteFolder:
             ) from None
         reason = {
             "missing": "is not there",
-            "refused": "may not be read: check credentials, profile and endpoint (environment or storage_options)",
+            "refused": f"may not be read: {fault.advice}",
             "invalid": "cannot be read",
         }.get(fault.kind, f"could not be read for {self.retry.deadline_s:g} s")
         raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None

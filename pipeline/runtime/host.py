@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
+_OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
 _MEMORY_SHARE: Final = 0.25
 
@@ -17,13 +18,35 @@ def usable_cpus(cgroup: Path = _CGROUP) -> float:
     allowed = float(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    stated = _read(cgroup / "cpu.max")
-    if stated is not None:
-        quota, period = stated.split()
-    else:
-        quota = _read(cgroup / "cpu" / "cpu.cfs_quota_us") or "max"
-        period = _read(cgroup / "cpu" / "cpu.cfs_period_us") or "100000"
-    return allowed if quota in ("max", "-1") else min(allowed, int(quota) / int(period))
+    for folder in _cgroups(cgroup, ""):
+        quota, period = (_read(folder / "cpu.max") or "max 100000").split()
+        if quota != "max":
+            allowed = min(allowed, int(quota) / int(period))
+    for folder in _cgroups(cgroup / "cpu", "cpu"):
+        quota = _read(folder / "cpu.cfs_quota_us") or "-1"
+        period = _read(folder / "cpu.cfs_period_us") or "100000"
+        if quota != "-1":
+            allowed = min(allowed, int(quota) / int(period))
+    return allowed
+
+
+def num_usable_cpus() -> int:
+    """Return how many workers have a CPU of their own: :func:`usable_cpus`, a part of a CPU counted as one."""
+    return max(1, math.ceil(usable_cpus()))
+
+
+def _cgroups(root: Path, controller: str) -> list[Path]:
+    """Return the folders of this process's control groups below ``root``, from the innermost to ``root``.
+
+    ``controller`` is one of version 1; "" is for version 2. In a container the innermost one mostly is ``root``.
+    """
+    for line in (_read(_OWN_CGROUPS) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(",") and ".." not in path:
+            innermost = root / path.lstrip("/")
+            inner = [folder for folder in innermost.parents if root in folder.parents]
+            return list(dict.fromkeys([innermost, *inner, root]))
+    return [root]
 
 
 def memory_limit_bytes(cgroup: Path = _CGROUP) -> int | None:
@@ -56,7 +79,7 @@ def ranks_on_host() -> int:
 
 def default_num_workers() -> int:
     """Return the number of decoding threads for this rank: its share of the CPUs that the process may use."""
-    return max(1, math.ceil(usable_cpus()) // ranks_on_host())
+    return max(1, num_usable_cpus() // ranks_on_host())
 
 
 def default_memory_bytes() -> int:

@@ -46,6 +46,24 @@ _ON_THE_WAY: Final = frozenset(
     {"ClientError", "BotoCoreError", "HTTPClientError", "HTTPError", "RequestError", "BaseError"}
 )
 """Base classes of what can go wrong on a connection: aiohttp's, botocore's, urllib3's, gcsfs's, obstore's."""
+_CODE_IN_TEXT: Final = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
+_OF_CODE: Final[dict[str, FaultKind]] = {
+    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"), "refused"),
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), "refused"),
+    "RequestTimeout": "transient",
+    "SlowDown": "throttled",
+}
+"""Kinds by the storage's own code, where its HTTP status says another or no kind."""
+_ADVICE: Final = {
+    **dict.fromkeys(
+        ("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"),
+        "set the clock of this machine, which differs from the storage's (`timedatectl`, NTP)",
+    ),
+    **dict.fromkeys(
+        ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"),
+        "the credentials have expired: get new ones",
+    ),
+}
 _STATUS_IN_TEXT: Final = re.compile(
     r"\b(?:status|code|error|http)\D{0,24}([45]\d\d)\b", re.IGNORECASE
 )
@@ -78,6 +96,15 @@ class Fault(NamedTuple):
 
     kind: FaultKind
     text: str
+    code: str = ""
+    """The storage's own word for it, such as ``AccessDenied``; "" where it says none."""
+
+    @property
+    def advice(self) -> str:
+        """What to do about a request that was refused."""
+        return _ADVICE.get(
+            self.code, "check credentials, profile and endpoint (environment or storage_options)"
+        )
 
     @property
     def is_final(self) -> bool:
@@ -87,13 +114,32 @@ class Fault(NamedTuple):
 
 def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = None) -> Fault:
     """Classify an exception of any storage library."""
-    return Fault(_kind(error), redacted(_text(error), storage_options))
+    code = _code(error)
+    return Fault(
+        kind=_OF_CODE.get(code) or _kind(error),
+        text=redacted(_text(error, code), storage_options),
+        code=code,
+    )
 
 
-def _text(error: BaseException) -> str:
+def _text(error: BaseException, code: str) -> str:
+    """Return the start of an error's text, with the storage's own code, which may be far behind it."""
     text = " ".join(str(error).split())
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
+    start = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
+    return start if code in start else f"{code}: {start}"
+
+
+def _code(error: BaseException) -> str:
+    """Return the code that the storage answered with: of an error or its cause, or in the text of its answer."""
+    for raised in (error, error.__cause__):
+        response = getattr(raised, "response", None)
+        about = response.get("Error") if isinstance(response, dict) else None
+        code = about.get("Code") if isinstance(about, dict) else None
+        if isinstance(code, str) and code.isalnum() and not code.isdigit():
+            return code
+    match = _CODE_IN_TEXT.search(str(error))
+    return match[1] if match else ""
 
 
 def _kind(error: BaseException) -> FaultKind:

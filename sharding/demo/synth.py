@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError
-from fuelrail.pipeline.runtime.host import usable_cpus
+from fuelrail.pipeline.runtime.host import num_usable_cpus
 from fuelrail.pipeline.runtime.workers import in_processes, in_threads
 from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
@@ -71,7 +71,7 @@ def synth(
     plain = msgspec.structs.replace(chosen, workers=0)
     report = _report_of(folder, plain)
     if report is None:
-        num_workers = chosen.workers or min(MOST_WORKERS, max(1, int(usable_cpus())))
+        num_workers = chosen.workers or min(MOST_WORKERS, num_usable_cpus())
         report = _build(folder, plain, num_workers, progress)
     return msgspec.structs.replace(report, folder=os.fspath(out))
 

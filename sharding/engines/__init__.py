@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
 
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.host import num_usable_cpus
 from fuelrail.pipeline.settings import Settings, flag
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class EngineOptions(Settings, frozen=True, kw_only=True):
     @property
     def num_workers(self) -> int:
         """The number of workers, one per core where none is given."""
-        return self.workers or len(os.sched_getaffinity(0))
+        return self.workers or num_usable_cpus()
 
 
 class Engine(Protocol):

@@ -13,7 +13,6 @@ import dataclasses
 import fcntl
 import hashlib
 import itertools
-import os
 import pickle
 import shutil
 import time
@@ -26,6 +25,7 @@ from typing import Any, Final
 from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, SourceError, needs
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.runtime.clusters import connect_ray
+from fuelrail.pipeline.runtime.host import num_usable_cpus
 from fuelrail.pipeline.runtime.workers import pickled_error
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url
 from fuelrail.sharding.output.folder import open_output
@@ -185,9 +185,7 @@ class RayEngine:
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
         """Be connected to the cluster, which is started where there is no address; raise ConfigError otherwise."""
-        is_ours = connect_ray(
-            self._ray, self._address, self._num_workers or len(os.sched_getaffinity(0))
-        )
+        is_ours = connect_ray(self._ray, self._address, self._num_workers or num_usable_cpus())
         try:
             yield
         finally:

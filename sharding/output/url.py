@@ -173,7 +173,7 @@ class UrlOutput:
             fault = fault_of(error)
             hint = {
                 "missing": "the bucket is not there",
-                "refused": "check credentials, profile and endpoint",
+                "refused": fault.advice,
                 "invalid": "the store refused it",
             }.get(fault.kind, f"{kept} are kept; run the same command again to resume")
             raise DatasetError(
@@ -188,7 +188,7 @@ class UrlOutput:
             raise
         except Exception as error:
             fault = fault_of(error)
-            hint = ": check credentials, profile and endpoint" if fault.kind == "refused" else ""
+            hint = f": {fault.advice}" if fault.kind == "refused" else ""
             raise DatasetError(
                 f"output '{self.shown}' cannot be read{hint} ({fault.text})"
             ) from error

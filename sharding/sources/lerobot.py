@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.channels.sensors import RESERVED
 from fuelrail.pipeline.channels.series import series_channel
 from fuelrail.pipeline.channels.table import DTYPES, Channel
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.adapter.channels import value_channel
-from fuelrail.sharding.sources.adapter.frame import Absent, Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.adapter.frame import FRAME, Absent, Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.adapter.rows import COMMON_COLUMNS, may_be_attribute
-from fuelrail.sharding.sources.adapter.videos import FRAME, VideoSource
+from fuelrail.sharding.sources.adapter.videos import VideoSource
 from fuelrail.sharding.sources.shared.arrow import open_parquet, read_parquet
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
@@ -44,6 +44,8 @@ _EPISODES: Final = "meta/episodes"
 _OWN: Final = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns of every dataset; all but the last say where a frame is."""
 _FIELD: Final = re.compile(r"\{(\w+)(?::0(\d)d)?\}")
+_FIRST_ROWS: Final = 16
+"""Rows whose images are tried for the size of a feature's images."""
 _ROW: Final = re.compile(r"(.+)#row=(\d{1,18})&(.+)\Z", re.DOTALL)
 _SPLIT: Final = re.compile(r"(\d{1,18}):(\d{1,18})\Z")
 _SPLITS: Final = {"validation": "val", "eval": "val"}
@@ -382,18 +384,29 @@ class LeRobot(VideoSource[VideoSettings]):
 
     @cached_property
     def _heads(self) -> dict[str, ImageInfo]:
-        """Size and format of the features of images, which all images of a feature have: from the first row's."""
+        """Size and format of the features of images, which all images of a feature have: from the first sound one."""
         first = next(iter(self._of.values())).data
         names = [
             name
             for name in self._meta.cameras.values()
             if self._meta.info.features[name].dtype == "image"
         ]
-        return {
-            name: probe(data)
-            for name in names
-            for _, data in self._stored([f"{first}#row=0&{name}"])
-        }
+        heads: dict[str, ImageInfo] = {}
+        for name in names:
+            fault: ImageError | None = None
+            for row in range(_FIRST_ROWS):
+                stored = dict(self._stored([f"{first}#row={row}&{name}"]))
+                try:
+                    heads[name] = probe(next(iter(stored.values()), b""))
+                    break
+                except ImageError as error:
+                    fault = fault or error
+            if name not in heads:
+                raise SourceError(
+                    f"table '{self.files.shown}/{first}': none of the first {_FIRST_ROWS} images of "
+                    f"'{shown(name)}' can be read: {fault}"
+                )
+        return heads
 
     def _table(self, name: str) -> pa.Table:
         """Read a file's columns but images; that of the last one is kept, for v3 has many episodes in a file."""

@@ -23,7 +23,7 @@ from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError, how_to_install
 from fuelrail.pipeline.settings import did_you_mean
-from fuelrail.pipeline.text import Printed
+from fuelrail.pipeline.text import Printed, fault_in_words
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.source import Source
@@ -269,7 +269,11 @@ def _value(text: str, kind: Any, where: str) -> Any:
             return msgspec.to_builtins(msgspec.convert(yaml.safe_load(text), kind, strict=False))
         return msgspec.to_builtins(msgspec.convert(text, kind, strict=False))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        fault = fault_in_words(error)
+        if fault.endswith("is not allowed"):
+            names = dict.fromkeys(_type_name(inspect.type_info(kind), {}))
+            fault += f"; allowed are {', '.join(names)}"
+        raise ConfigError(f"{where}: {fault}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
 

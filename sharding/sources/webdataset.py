@@ -445,11 +445,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         if sample.read is None:
             return Image(ref=_ref(sample, member), **common)
         read = sample.read[member.name]
-        if read.fault:
-            raise SourceError(f"{facts.where}: '{member.name}': {read.fault}")
         return Image(
             ref=_ref(sample, member).removeprefix(MADE),
             made=True,
+            fault=read.fault,
             width=read.width,
             height=read.height,
             num_bytes=member.length,

@@ -12,8 +12,9 @@ import msgspec
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.sharding.planning.recipe import ImageRecipe
+from fuelrail.sharding.sources.adapter.frame import FRAME
 from fuelrail.sharding.sources.adapter.members import MADE
-from fuelrail.sharding.sources.adapter.videos import FRAME, frame_of
+from fuelrail.sharding.sources.adapter.videos import frame_of
 from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.video import VideoFile
 from fuelrail.sharding.sources.source import OwnVideos, VideoStart

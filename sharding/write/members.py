@@ -16,7 +16,7 @@ The packer runs the last step (:mod:`fuelrail.sharding.write.packer`), with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fuelrail.pipeline.errors import ImageError, MemberError, SourceError
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.scan_table import Reference
     from fuelrail.sharding.write.read_buffer import ReadBuffer
 
+_LEFT_OUT: Final = "; the options check_images=pixels and damaged_image=drop find such images in the scan, and leave their frames out"
 Sizes = dict[str, tuple[int, int]]
 """Width and height [px] of the source's image of each camera of a sample."""
 Step = Callable[["Reference", "Buffer", Sizes], "Buffer"]
@@ -74,6 +75,8 @@ class Members:
         self._source, self._placed = source, source if isinstance(source, PlacedSource) else None
         self._recipe, self._lidars, self._buffer, self._place = recipe, lidars, buffer, place
         self._extra, self._extra_fields = extra, {channel.field: channel for channel in extra}
+        names = getattr(getattr(source, "settings", None), "__struct_fields__", ())
+        self._hint = _LEFT_OUT if "damaged_image" in names else ""
         self._chains: dict[str, Chain] = {}
         self._codecs: dict[str, str] = {}
 
@@ -95,7 +98,8 @@ class Members:
                 for step in chain.steps:
                     data = step(member, data, source_sizes)
             except MemberError as error:
-                raise SourceError(f"{self._where(key, member)}: {error}") from error
+                hint = self._hint if isinstance(error, ImageError) else ""
+                raise SourceError(f"{self._where(key, member)}: {error}{hint}") from error
             if chain.field in raw:
                 raise SourceError(
                     f"{self._where(key, member)}: duplicate field '{chain.field}' in the sample"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, MAX_COLUMNS
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.format.index.tables import write_tables
 from fuelrail.pipeline.format.manifest import (
@@ -45,6 +46,11 @@ def write_attributes(folder: Path, parts: Iterable[pa.Table]) -> None:
     """Write ``attributes.parquet`` into the folder: one table or more, each of at most `ROWS_PER_GROUP` rows."""
     parts = iter(parts)
     first = next(parts)
+    if first.num_columns > MAX_COLUMNS:
+        raise SourceError(
+            f"{ATTRIBUTES_FILE} of the dataset would have {first.num_columns:,} columns, at most {MAX_COLUMNS:,} are "
+            "read: leave attributes out"
+        )
     with pq.ParquetWriter(folder / ATTRIBUTES_FILE, first.schema, compression="zstd") as writer:
         writer.write_table(first)
         for part in parts:

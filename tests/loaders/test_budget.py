@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,52 @@ def files(root, **contents):
 )
 def test_a_containers_quota_bounds_the_cpus(eight, tmp_path, contents, cpus):
     assert host.usable_cpus(files(tmp_path, **contents)) == cpus
+
+
+def test_the_smallest_quota_of_the_own_groups_bounds_the_cpus(eight, tmp_path, monkeypatch):
+    (tmp_path / "cgroup").write_text("1:name=systemd:/\n0::/user.slice/job\n")
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "cgroup")
+    root = tmp_path / "root"
+    (root / "user.slice/job").mkdir(parents=True)
+    (root / "cpu.max").write_text("700000 100000\n")
+    assert host.usable_cpus(root) == 7
+    (root / "user.slice/cpu.max").write_text("150000 100000\n")
+    (root / "user.slice/job/cpu.max").write_text("max 100000\n")
+    assert host.usable_cpus(root) == 1.5
+    (tmp_path / "cgroup").write_text("3:cpu,cpuacct:/job\n")
+    (root / "cpu/job").mkdir(parents=True)
+    (root / "cpu/job/cpu.cfs_quota_us").write_text("50000")
+    assert host.usable_cpus(root) == 0.5
+
+
+def test_workers_are_as_many_as_the_quota_allows(eight, tmp_path, monkeypatch):
+    """Of shards, of a Ray cluster that is started here, and of decoding."""
+    from fuelrail.sharding.engines import EngineOptions
+
+    quota = files(tmp_path, cpu_dot_max="150000 100000\n")
+    usable_cpus = host.usable_cpus
+    monkeypatch.setattr(host, "usable_cpus", lambda: usable_cpus(quota))
+    assert host.num_usable_cpus() == EngineOptions().num_workers == host.default_num_workers() == 2
+    assert EngineOptions(workers=7).num_workers == 7
+
+
+def test_no_module_counts_the_cpus_of_the_host():
+    """But those that show the machine, or choose CPUs by number."""
+    import fuelrail
+
+    root = Path(fuelrail.__file__).parent
+    names = ("cpu_count", "len(os.sched_getaffinity")
+    counting = {
+        path.relative_to(root).as_posix()
+        for folder in ("pipeline", "sharding", "loaders", "bench")
+        for path in (root / folder).rglob("*.py")
+        if any(name in path.read_text() for name in names)
+    }
+    assert counting == {
+        "pipeline/runtime/host.py",
+        "bench/measure/machine.py",
+        "bench/studies/compare/run.py",
+    }
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+from typing import Literal
 
+import msgspec
 import pytest
 
 from fuelrail.pipeline.errors import ConfigError, MemberError, SchemaError, ShardError
-from fuelrail.pipeline.text import MAX_MESSAGE, escaped, json_text, message, shown
+from fuelrail.pipeline.text import MAX_MESSAGE, escaped, fault_in_words, json_text, message, shown
 
 TITLE = "\x1b]0;HACKED\x07"
 
@@ -61,3 +63,42 @@ def test_json_documents_print_as_themselves_and_say_the_same() -> None:
     text = json_text(value)
     assert text.replace("\n", "").isprintable()
     assert json.loads(text) == value
+
+
+class Given(msgspec.Struct, forbid_unknown_fields=True):
+    number: int
+    names: list[str] = []
+    shares: dict[str, float] = {}
+    kind: Literal["a", "b"] = "a"
+    size: tuple[int, int] = (1, 2)
+    text: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({}, "the field 'number' is missing"),
+        ({"number": "a"}, "it must be a whole number, not text (at 'number')"),
+        (
+            {"number": 1, "names": ["a", 2]},
+            "it must be text, not a whole number (at 'names', entry 1)",
+        ),
+        (
+            {"number": 1, "shares": {"k": "v"}},
+            "it must be a number, not text (at 'shares', an entry)",
+        ),
+        (
+            {"number": 1, "shares": {1: 2}},
+            "it must be text, not a whole number (a key of 'shares')",
+        ),
+        ({"number": 1, "kind": "c"}, "'c' is not allowed (at 'kind')"),
+        ({"number": 1, "size": [1]}, "it must be a list of length 2, got 1 (at 'size')"),
+        ({"number": 1, "text": [1]}, "it must be text or nothing, not a list (at 'text')"),
+        ({"number": 1, "more": 1}, "the field 'more' is unknown"),
+        ([], "it must be a mapping, not a list"),
+    ],
+)
+def test_what_is_wrong_with_a_value_is_said_in_words(value, words):
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.convert(value, Given)
+    assert fault_in_words(caught.value) == words

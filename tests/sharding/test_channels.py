@@ -291,7 +291,7 @@ def with_nan(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             lambda drive: (drive / "v1.0-mini" / "channels.json").write_text("{"),
             "is not a list of channels",
         ),
-        (lambda drive: edit_table(drive, "radar", colour="red"), "unknown field `colour`"),
+        (lambda drive: edit_table(drive, "radar", colour="red"), "the field 'colour' is unknown"),
     ],
 )
 def test_what_is_not_as_the_table_says_is_refused(copy, tmp_path, spoil, says) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import Geometry, decode_arrays, decode_meta, encode_arrays
@@ -21,9 +23,21 @@ from fuelrail.sharding.sources.registry import SourceSpec, make_source, options_
 from fuelrail.sharding.sources.source import PlacedSource
 from fuelrail.sharding.verify.dataset import verify
 from support.sharding import Interrupt, Scanned, digests, scanned
-from support.source_world import World, check_same, make_world
+from support.source_world import World, check_same, make_world, samples_of
 
 LATER = {"ignore_zeros", "gather"}
+FAULTS = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[: len(data) - 9],
+    "half": lambda data: data[: len(data) // 2],
+    "not an image": lambda data: b"\x93NUMPY" + bytes(200),
+    "LFS pointer": lambda data: (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n"
+    ),
+    "HTML page": lambda data: b"<!DOCTYPE html><html><head><title>404</title></head></html>",
+    "of another size": lambda data: smaller(data),
+}
+"""What becomes of the bytes of a damaged image."""
 OF_DAMAGED = {"damaged_image", "max_damaged", "check_images"}
 MATRICES = ("cam2ego", "cam_ego2global", "ego2global", "lidar2ego", "lidar_ego2global")
 
@@ -50,12 +64,14 @@ class SourceSuite:
     """Inherit, and define :meth:`write`. ``compare`` are arguments of `check_same`; None: samples are not compared.
 
     ``reads_heads`` False: images are in one file with the tables, or the scan must read what holds them.
+    ``damaged`` is what the options on damaged images do: "left out", "refused" by name, or "no option".
     """
 
     kind: str
     options: ClassVar[dict] = {}
     compare: ClassVar[dict | None] = {}
     reads_heads = True
+    damaged = "left out"
 
     def world(self, **changes) -> World:
         """The world, as far as the format has it."""
@@ -169,6 +185,41 @@ class SourceSuite:
         with pytest.raises(ConfigError, match=f"has no camera 'cam_x'.*; it has: .*{rig[0]}"):
             scan_source(made.spec._replace(options=made.spec.options | {"cameras": ["cam_x"]}))
 
+    @pytest.mark.parametrize("policy", ["drop", "mask"])
+    @pytest.mark.parametrize("fault", ["empty", pytest.param("all", marks=pytest.mark.costly)])
+    def test_damaged_images_are_left_out_or_the_option_is_refused(self, fault, policy, tmp_path):
+        if self.damaged == "no option":
+            pytest.skip("this kind has no option for damaged images")
+        for name in FAULTS if fault == "all" else [fault]:
+            folder = tmp_path / name.replace(" ", "-")
+            folder.mkdir()
+            world = self.world()
+            if self.damaged == "left out":
+                camera, image = next(iter(world.clips[0].frames[1].images.items()))
+                image.jpeg = FAULTS[name](image.jpeg)
+            spec = self.spec(folder, world)
+            spec = spec._replace(
+                options={**spec.options, "damaged_image": policy, "max_damaged": 0.5}
+            )
+            if self.damaged == "refused":
+                with pytest.raises(SourceError, match=f"damaged_image={policy} is not for"):
+                    scan_source(spec)
+                return
+            self.make(spec, folder / "out")
+            assert not verify(folder / "out", deep=True, num_threads=1).faults
+            report = scan_source(spec).report
+            num_damaged = sum(report.damaged.values())
+            is_kept = name == "of another size" and not num_damaged  # no size was stated
+            assert num_damaged == (0 if is_kept else 1), name
+            if not is_kept:
+                assert sum(report.dropped_samples.values()) + sum(
+                    number for reasons in report.masked.values() for number in reasons.values()
+                )
+                images = [
+                    sample.images.get(camera) for sample in samples_of(folder / "out").values()
+                ]
+                assert image.jpeg not in [data and bytes(data) for data in images], name
+
     def test_every_matrix_is_a_rotation(self, made):
         for geometry in made.geometries():
             for name in MATRICES:
@@ -249,6 +300,15 @@ class SourceSuite:
             len(image.jpeg) for _, _, frame in world.frames() for image in frame.images.values()
         )
         assert bytes_read() - before < num_bytes / 4
+
+
+def smaller(data: bytes) -> bytes:
+    """An image of half the width and height."""
+    with Image.open(io.BytesIO(data)) as picture:
+        half = picture.resize((picture.width // 2, picture.height // 2))
+        out = io.BytesIO()
+        half.save(out, picture.format)
+    return out.getvalue()
 
 
 def bytes_read() -> int:

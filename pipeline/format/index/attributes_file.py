@@ -27,9 +27,12 @@ _TYPES: Final = (pa.bool_(), pa.int64(), pa.float64(), pa.string())
 """The types of columns; `frame` is int32."""
 MAX_TEXT_BYTES: Final = 4 << 10
 """Cap on one text in it."""
+MAX_COLUMNS: Final = 4096
+"""Cap on its columns."""
+NUM_OF_SAMPLES: Final = 5
+"""Its columns that are no attributes: key, clip_id, split, frame and timestamp_ns."""
 
 _MAX_FILE_BYTES: Final = 16 << 30
-_MAX_COLUMNS: Final = 4096
 _MAX_GROUP_BYTES: Final = 256 << 20
 _ROWS_AT_ONCE: Final = 1 << 12
 
@@ -130,9 +133,9 @@ class AttributesFile:
         return self._blocks.stream()
 
     def _check(self, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
-        if metadata.num_columns > _MAX_COLUMNS:
+        if metadata.num_columns > MAX_COLUMNS:
             raise IndexFileError(
-                f"'{self._path}' has {metadata.num_columns} columns, at most {_MAX_COLUMNS} are read"
+                f"'{self._path}' has {metadata.num_columns} columns, at most {MAX_COLUMNS} are read"
             )
         for name, count in Counter(schema.names).items():
             if count > 1:

@@ -12,7 +12,7 @@ such a file, which go to the shard as they are; or, of an image that is ``made``
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,6 +25,8 @@ from fuelrail.sharding.sources.source import Camera
 F64: TypeAlias = NDArray[np.float64]
 Vectors: TypeAlias = Any
 """What numpy makes an array of numbers from."""
+FRAME: Final = "#frame="
+"""What a reference has between a video and the number of a frame."""
 
 
 class Sensors(NamedTuple):
@@ -67,6 +69,9 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         height: [px].
         num_bytes: of the image; None: those of the file or range. Of a made image about as many, and it is needed.
         made: the source makes the bytes (:meth:`make_images`); ``extension`` is needed then.
+        encoded_of: what the source encodes the image of, "raw" pixels or a frame of "video"; empty: its bytes are
+            stored, so that a look at them can find damage.
+        fault: why its bytes are no image, where the source knows that; the option damaged_image is for it.
         extension: ``jpg`` or ``png``; empty: that of the file.
         dist: lens coefficients in OpenCV's order, of ``dist_model``.
         dist_model: a name of :data:`fuelrail.pipeline.transforms.lens.MODELS`, or "none".
@@ -88,6 +93,8 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     height: int = 0
     num_bytes: int | None = None
     made: bool = False
+    encoded_of: Literal["", "raw", "video"] = ""
+    fault: str = ""
     extension: str = ""
     dist: tuple[float, ...] = ()
     dist_model: str = "none"

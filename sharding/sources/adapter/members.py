@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.sharding.sources.adapter.frame import Frame, Sensors, Sweep
     from fuelrail.sharding.sources.shared.files import FileFacts, SourceFiles
@@ -107,7 +108,10 @@ def image_heads(
 
     def look(part: Part) -> ImageInfo | str:
         there = facts[part.name]
-        length = part.length if part.length is not None else 0 if there is None else there.num_bytes
+        file_bytes = 0 if there is None else there.num_bytes
+        length = file_bytes if part.length is None else part.length
+        if part.offset + length > file_bytes:
+            return f"{length} bytes in a file of {file_bytes}, from byte {part.offset} on"
         try:
             return examined(
                 lambda at, most: files.read(part.name, part.offset + at, most), length, depth
@@ -118,6 +122,22 @@ def image_heads(
             return str(error)
 
     return looks(look, parts)
+
+
+def made_heads(
+    make: Callable[[Sequence[str]], Iterator[tuple[str, Buffer]]], refs: Sequence[str], depth: Depth
+) -> Iterator[tuple[str, ImageInfo | str]]:
+    """Yield references and heads of images that the source makes, after a look as of :func:`image_heads`."""
+    for ref, data in make(refs):
+        view = memoryview(data).cast("B")
+
+        def read(offset: int, length: int, view: memoryview = view) -> memoryview:
+            return view[offset : offset + length]
+
+        try:
+            yield ref, examined(read, len(view), depth)
+        except ImageError as error:
+            yield ref, error.message
 
 
 class Found(msgspec.Struct, frozen=True, gc=False):
@@ -131,8 +151,8 @@ class Found(msgspec.Struct, frozen=True, gc=False):
 class MemberFinder:
     """Finds the files of a clip's frames: images, sweeps, other members; notes what is wrong with them.
 
-    ``points`` and ``policy`` are options of the source. The first image of each camera and those whose size or form is
-    not stated are looked at in any case.
+    ``points`` and ``policy`` are options of the source, ``make_images`` is its method. The first image of each camera
+    and those whose size or form is not stated are looked at in any case, but for those that the source makes.
     """
 
     files: SourceFiles
@@ -141,6 +161,7 @@ class MemberFinder:
     report: ScanReport
     points: bool
     policy: ImagePolicy
+    make_images: Callable[[Sequence[str]], Iterator[tuple[str, Buffer]]]
 
     def find(
         self, where: str, frames: Sequence[Frame], has_pose: NDArray[np.bool_]
@@ -153,12 +174,21 @@ class MemberFinder:
         seen: set[str] = set()
         parts: dict[str, Part] = {}
         looked_at: dict[str, str] = {}
+        made: dict[str, str] = {}
         others: dict[str, None] = {}
         are_all_looked_at = self.policy.depth != "head"
         for frame in frames:
             in_clip.update(frame.images)
             for channel, own in frame.images.items():
-                if isinstance(own, Absent) or own.made or own.absent:
+                if isinstance(own, Absent) or own.absent or own.fault:
+                    continue
+                if own.made:
+                    if own.encoded_of == "video":
+                        self._check_video(channel)
+                    elif own.encoded_of == "raw":
+                        self.findings.tolerate(1, [])  # its fault would be known
+                    elif self.policy.looks_at_made:
+                        made[own.ref] = channel
                     continue
                 ref = own.ref
                 parts[ref] = Part.of(ref)
@@ -176,7 +206,12 @@ class MemberFinder:
         for name in names:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)
-        known = _Known(parts, facts, self._heads(where, looked_at, parts, facts))
+        heads = self._heads(where, looked_at, parts, facts)
+        if made:
+            looks_at_made = made_heads(self.make_images, list(made), self.policy.depth)
+            by_ref = ((MADE + ref, head) for ref, head in looks_at_made)
+            heads |= self._judged(where, {MADE + ref: name for ref, name in made.items()}, by_ref)
+        known = _Known(parts, facts, heads)
         found: list[dict[str, Found | str]] = []
         members: list[list[Found]] = []
         channels = [camera.channel for camera in self.sensors.cameras]
@@ -246,30 +281,60 @@ class MemberFinder:
         parts: Mapping[str, Part],
         facts: Mapping[str, FileFacts | None],
     ) -> dict[str, ImageInfo | None]:
-        """Return the heads of images of these channels by reference; None for a damaged one that is left out."""
+        """Return the heads of images of these channels by reference; None for a damaged one."""
         wanted = {ref: parts[ref] for ref in channels if facts[parts[ref].name]}
-        heads: dict[str, ImageInfo | None] = {}
-        damaged: list[str] = []
-        found = image_heads(self.files, list(wanted.values()), facts, self.policy.depth)
-        for ref, head in zip(wanted, found, strict=True):
-            if not isinstance(head, str):
-                heads[ref] = head
-                self.report.note_image(channels[ref], head)
-            elif self.policy.damaged == "error":
-                self.findings.add(
-                    "images", f"{where}: image '{self.files.shown}/{ref}': {head}{LEFT_OUT}"
-                )
+        heads = image_heads(self.files, list(wanted.values()), facts, self.policy.depth)
+        return self._judged(where, channels, zip(wanted, heads, strict=True))
+
+    def _judged(
+        self,
+        where: str,
+        channels: Mapping[str, str],
+        heads: Iterable[tuple[str, ImageInfo | str]],
+    ) -> dict[str, ImageInfo | None]:
+        """Return heads by reference, None for a damaged image, which is noted as the policy says."""
+        judged: dict[str, ImageInfo | None] = {}
+        for ref, head in heads:
+            if isinstance(head, str):
+                judged[ref] = None
+                made = ref.startswith(MADE)
+                name = ref.removeprefix(MADE) if made else f"{self.files.shown}/{ref}"
+                self._note_damage(f"{where}: image '{name}'", f": {head}")
             else:
-                heads[ref] = None
-                damaged.append(f"'{ref}' ({head})")
-        self.findings.tolerate(len(wanted), damaged)
-        return heads
+                judged[ref] = head
+                self.report.note_image(channels[ref], head)
+        self.findings.tolerate(len(judged), [])
+        return judged
+
+    def _note_damage(self, image: str, fault: str) -> str:
+        """Note a damaged image, as the policy says; return why there is none."""
+        if self.policy.damaged == "error":
+            self.findings.add("images", f"{image}{fault}{LEFT_OUT}")
+            return NOTED
+        self.findings.tolerate(0, [f"{image}{fault}"])
+        return DAMAGED
+
+    def _check_video(self, channel: str) -> None:
+        """Raise SourceError where the policy cannot hold: frames of video are decoded when shards are written."""
+        if self.policy.damaged != "error":
+            raise SourceError(
+                f"damaged_image={self.policy.damaged} is not for the images of {channel}, which are frames of video: "
+                "they are decoded when shards are written, after the scan, and a damaged one is an error then; leave "
+                "the option out, or leave the camera out by the option cameras"
+            )
 
     def _image(self, place: str, channel: str, image: Image, known: _Known) -> Found | str:
         if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
             stated = f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 for unknown"
             return self._note(place, channel, f"image '{image.ref}' is stated to have {stated}")
-        head = known.heads.get(image.ref)
+        if image.fault:
+            self.findings.tolerate(1, [])
+            name = image.ref if image.made else f"{self.files.shown}/{image.ref}"
+            return self._note_damage(f"{place}: image '{name}' of {channel}", f": {image.fault}")
+        key = MADE + image.ref if image.made else image.ref
+        head = known.heads.get(key)
+        if head is None and key in known.heads:
+            return NOTED if self.policy.damaged == "error" else DAMAGED
         size, extension = (image.width, image.height), _extension(image)
         if image.made and not extension:
             listed = ", ".join(EXTENSION_OF)
@@ -286,10 +351,9 @@ class MemberFinder:
                 text = (
                     f"has {size[0]} x {size[1]} px, stated are {stated_size[0]} x {stated_size[1]}"
                 )
-                return self._note(
-                    place,
-                    channel,
-                    f"image '{image.ref}' {text}; state the file's, with K of that size",
+                return self._note_damage(
+                    f"{place}, {channel}: image '{image.ref}' {text}",
+                    "; state the file's, with K of that size",
                 )
         name = f"{channel}.{extension}"
         if image.made:
@@ -308,20 +372,16 @@ class MemberFinder:
         end = there.num_bytes if part.length is None else part.offset + part.length
         num_bytes = there.num_bytes if part.length is None else part.length
         if not there.num_bytes:
-            return self._note(
-                place, channel, f"image '{self.files.shown}/{part.name}' is empty (0 bytes)"
+            image_file = f"'{self.files.shown}/{part.name}'"
+            return self._note_damage(
+                f"{place}, {channel}: image {image_file}", " is empty (0 bytes)"
             )
         if end > there.num_bytes or not num_bytes or image.num_bytes not in (None, num_bytes):
             stated = "" if image.num_bytes is None else f", stated are {image.num_bytes}"
-            return self._note(
-                place,
-                channel,
-                f"image '{image.ref}' has {num_bytes} bytes in a file of {there.num_bytes}{stated}",
+            return self._note_damage(
+                f"{place}, {channel}: image '{image.ref}'",
+                f" has {num_bytes} bytes in a file of {there.num_bytes}{stated}",
             )
-        if image.ref in known.heads and head is None:
-            return DAMAGED
-        if 0 in size or not extension:
-            return NOTED  # with the heads
         if isinstance(head, ConvertiblePng):
             self.report.note(CONVERTED, 1)
             estimate = size[0] * size[1] * head.num_components

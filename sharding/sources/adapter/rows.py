@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +20,7 @@ from fuelrail.sharding.sources.adapter.arrays import clip_arrays, stacked_geomet
 from fuelrail.sharding.sources.adapter.boxes import clip_boxes
 from fuelrail.sharding.sources.adapter.channels import clip_series, image_boxes, value_members
 from fuelrail.sharding.sources.adapter.classes import count_column
-from fuelrail.sharding.sources.adapter.frame import Image, thinned
+from fuelrail.sharding.sources.adapter.frame import FRAME, Absent, Image, thinned
 from fuelrail.sharding.sources.adapter.members import (
     DAMAGED,
     NO_POSE,
@@ -35,6 +35,7 @@ from fuelrail.sharding.sources.shared.scan_table import frame_key
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.adapter.arrays import ClipArrays
     from fuelrail.sharding.sources.adapter.boxes import ClipBoxes
     from fuelrail.sharding.sources.adapter.classes import ClassMap
@@ -106,8 +107,8 @@ def clip_id(name: str, token: str = "", *, is_taken: bool = False) -> str:
 class ClipRows:
     """Writes the rows of one clip after the other.
 
-    ``columns`` are the names of all attributes; ``policy`` and ``points`` are options of the source; ``sync`` says how
-    images were matched.
+    ``columns`` are the names of all attributes; ``policy`` and ``points`` are options of the
+    source, ``make_images`` is its method; ``sync`` says how images were matched.
     """
 
     out: ScanWriter
@@ -122,6 +123,7 @@ class ClipRows:
     points: bool
     has_poses: bool
     is_unix: bool
+    make_images: Callable[[Sequence[str]], Iterator[tuple[str, Buffer]]]
     channels: Sequence[Channel] = ()
 
     def add(
@@ -141,10 +143,17 @@ class ClipRows:
         arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
         stamp = self._stamp(clip)
         finder = MemberFinder(
-            self.files, self.sensors, self.findings, self.report, self.points, self.policy
+            files=self.files,
+            sensors=self.sensors,
+            findings=self.findings,
+            report=self.report,
+            points=self.points,
+            policy=self.policy,
+            make_images=self.make_images,
         )
         found, others = finder.find(where, frames, ~np.isnan(arrays.cam_ego2global[..., 0, 0]))
         kept = self._kept(where, frames, found, arrays)
+        self._check_sweep_poses(where, found, kept, arrays)
         boxes = self._boxes(where, frames, kept, arrays)
         order = np.flatnonzero(kept)
         if not len(order):
@@ -272,14 +281,39 @@ class ClipRows:
                         if image is not None and image.ref
                         else ""
                     )
-                    self.findings.add(
+                    video = image.ref.partition(FRAME)[0] if isinstance(image, Absent) else ""
+                    self.findings.add_cause(
                         channel,
-                        f"{where}: frame {at} has no image of {channel}{named} ({why}); the option missing_camera=mask "
-                        "leaves the member out, missing_camera=drop the whole frame",
+                        cause=f"{why} {video}",
+                        place=f"{where}: frame {at}",
+                        fault=f"has no image of {channel}{named} ({why})",
+                        remedy="; the option missing_camera=mask leaves the member out, missing_camera=drop the whole "
+                        "frame",
                     )
             for channel, why in lacking.items() if kept[at] else ():
                 self.report.mask(channel, why)
         return kept
+
+    def _check_sweep_poses(
+        self,
+        where: str,
+        found: Sequence[Mapping[str, Found | str]],
+        kept: NDArray[np.bool_],
+        arrays: ClipArrays,
+    ) -> None:
+        """Note the sweeps of samples that have no ego pose."""
+        is_unplaced = np.isnan(arrays.lidar_ego2global[..., 0, 0]) & kept[:, None]
+        for number, lidar in enumerate(self.sensors.lidars):
+            for at in np.flatnonzero(is_unplaced[:, number]).tolist():
+                if isinstance(found[at].get(lidar.channel), Found):
+                    self.findings.add_cause(
+                        lidar.channel,
+                        cause=NO_POSE,
+                        place=f"{where}: frame {at}",
+                        fault=f"has a sweep of {lidar.channel} without an ego pose at its time",
+                        remedy="; the pose of each sweep, or poses before and after it, are needed; the option "
+                        "points=false leaves sweeps out",
+                    )
 
     def _boxes(
         self, where: str, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays

@@ -210,7 +210,12 @@ class FrameSource(Generic[S]):
     def _scan(self, out: ScanWriter) -> ScanInfo:
         given = self.given
         self.depth = out.depth(given.check_images, given.damaged_image)
-        policy = ImagePolicy(given.missing_camera, given.damaged_image, self.depth)
+        policy = ImagePolicy(
+            missing=given.missing_camera,
+            damaged=given.damaged_image,
+            depth=self.depth,
+            looks_at_made=given.damaged_image != "error" or given.check_images != "head",
+        )
         self.files.listed()  # the root must be there
         sensors, classes, report = self.sensors(), self._classes(), ScanReport()
         findings = Findings(given.max_damaged)
@@ -238,6 +243,7 @@ class FrameSource(Generic[S]):
             points=self.given.points,
             has_poses=self.has_poses,
             is_unix=self.time_base == "unix",
+            make_images=self.make_images,
             channels=channels,
         )
         splits: dict[str, list[str]] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 import msgspec
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.frame import Absent, Image
+from fuelrail.sharding.sources.adapter.frame import FRAME, Absent, Image
 from fuelrail.sharding.sources.adapter.members import check_inside
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.shared.pictures import JpegForm
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.source import Reads
 
-FRAME: Final = "#frame="
-"""What a reference has between a video and the number of a frame."""
 _FRAME: Final = re.compile(r"(.+)#frame=([0-9]{1,18})\Z", re.DOTALL)
 _KEPT: Final = 256
 _KEPT_ORDERS: Final = 8
@@ -91,6 +89,7 @@ class Videos:
             height=height,
             num_bytes=max(width * height // 5, 1),
             made=True,
+            encoded_of="video",
             extension="jpg",
         )
 

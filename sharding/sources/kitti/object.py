@@ -94,12 +94,13 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             if "image_2" not in inside:
                 raise SourceError(f"'{self.files.shown}/{folder}' has no folder image_2")
             has = {name: name in inside for name in ("velodyne", "label_2")}
+            scans = set(self.files.listed(f"{prefix}velodyne")) if has["velodyne"] else set()
             for name in numbers_of(self.files.listed(f"{prefix}image_2"), ["png", "jpg"]).values():
                 stem = name.rpartition(".")[0]
                 labels = (f"{prefix}label_2/{stem}.txt",) if has["label_2"] else ()
                 scan = (
                     (f"{prefix}velodyne/{stem}.bin",)
-                    if has["velodyne"] and self.given.points
+                    if f"{stem}.bin" in scans and self.given.points
                     else ()
                 )
                 yield Clip(

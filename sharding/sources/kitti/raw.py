@@ -25,6 +25,7 @@ from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
 from fuelrail.sharding.sources.adapter.channels import signals, signals_channel
 from fuelrail.sharding.sources.adapter.frame import (
     NO_BOXES,
+    Absent,
     BoxRows,
     Clip,
     Frame,
@@ -57,6 +58,8 @@ COLOUR: Final = ("image_02", "image_03")
 GRAY: Final = ("image_00", "image_01")
 EARTH_M: Final = 6378137.0
 EDGE_NS: Final = 100_000_000
+_NO_TIME: Final = -(1 << 63)
+"""Stands for the time of an empty line, as NaT is stored."""
 """The period of oxts: as far beyond its first and last row as a sensor's own time can be."""
 _DATE: Final = re.compile(r"[0-9]{4}_[0-9]{2}_[0-9]{2}")
 _DRIVE: Final = re.compile(r"[0-9]{4}_[0-9]{2}_[0-9]{2}_drive_[0-9]{4}_sync\Z")
@@ -183,8 +186,13 @@ class Kitti(FrameSource[KittiSettings]):
         numbers = numbers_of(names_in(self.files, folder, "oxts", "data"), ["txt"])
         if not numbers:
             raise SourceError(f"'{self.files.shown}/{name}' has no rows of oxts")
-        times = self._times(f"{folder}/oxts/timestamps.txt", max(numbers))[sorted(numbers)]
-        return times, np.array(looks(lambda n: self._oxts(f"{name}/{numbers[n]}"), sorted(numbers)))
+        stated = self._times(f"{folder}/oxts/timestamps.txt", max(numbers))
+        rows = [number for number in sorted(numbers) if stated[number] != _NO_TIME]
+        if not rows:
+            raise SourceError(f"'{self.files.shown}/{name}' has no row with a time")
+        if len(rows) < len(numbers):
+            self.noted["rows of oxts without a time, left out"] += len(numbers) - len(rows)
+        return stated[rows], np.array(looks(lambda n: self._oxts(f"{name}/{numbers[n]}"), rows))
 
     def _oxts(self, name: str) -> list[float]:
         text = read_file(self.files, name)
@@ -199,7 +207,10 @@ class Kitti(FrameSource[KittiSettings]):
         return found
 
     def _times(self, name: str, last: int) -> NDArray[np.int64]:
-        """Read a file of times [ns]; raise SourceError where one is invalid, or the file ends before ``last``."""
+        """Read a file of times [ns], ``_NO_TIME`` for an empty line, as some published drives have.
+
+        Raises SourceError where one is invalid, or the file ends before ``last``.
+        """
         where = f"file '{self.files.shown}/{name}'"
         lines = read_text(read_file(self.files, name), where).splitlines()
         try:
@@ -212,8 +223,6 @@ class Kitti(FrameSource[KittiSettings]):
             raise SourceError(
                 f"{where} has {len(found)} rows, the sensor has a file of number {last}"
             )
-        if np.isnat(found[: last + 1]).any():
-            raise SourceError(f"{where}: line {int(np.argmax(np.isnat(found))) + 1} is empty")
         return found.astype(np.int64)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -244,28 +253,39 @@ class Kitti(FrameSource[KittiSettings]):
             raise SourceError(
                 f"drive '{self.files.shown}/{folder}' has no time of frame {numbers[-1]}"
             )
+        without_time = {number for number in numbers if reference[number] == _NO_TIME}
+        for number in without_time:
+            timed = [of_camera[number] for of_camera in times.values() if number < len(of_camera)]
+            reference[number] = next((time for time in timed if time != _NO_TIME), _NO_TIME)
+        lacking = [number for number in numbers if reference[number] == _NO_TIME]
+        if lacking:
+            self.noted["frames without any time, left out"] += len(lacking)
+            numbers = [number for number in numbers if reference[number] != _NO_TIME]
+        if num_replaced := len(without_time) - len(lacking):
+            self.noted["frames without a time of their own, which have a camera's"] += num_replaced
         boxes = self._tracklets(folder, invert_rigid(rig.lidar2ego))
         members: list[list[Reference]] = [[] for _ in numbers]
         if self.given.oxts:
             members = signals(CAN, *self._oxts_of(folder), reference[numbers].tolist())
         for at, number in enumerate(numbers):
-            time = int(reference[number])
+            images: dict[str, Image | Absent] = {}
+            for name, found in files.items():
+                if number not in found:
+                    continue
+                ref = f"{folder}/{name}/data/{found[number]}"
+                image_ns = int(times[name][number])
+                images[name] = Absent("no time", ref)
+                if image_ns != _NO_TIME:
+                    images[name] = replace(rig.cameras[name], ref=ref, timestamp_ns=image_ns)
             sweep = Sweep(
                 ref=f"{folder}/velodyne_points/data/{scans.get(number)}",
-                timestamp_ns=time,
+                timestamp_ns=int(reference[number]),
                 lidar2ego=rig.lidar2ego,
+                absent="no time" if number in without_time else "",
             )
             yield Frame(
-                timestamp_ns=time,
-                images={
-                    name: replace(
-                        rig.cameras[name],
-                        ref=f"{folder}/{name}/data/{found[number]}",
-                        timestamp_ns=int(times[name][number]),
-                    )
-                    for name, found in files.items()
-                    if number in found
-                },
+                timestamp_ns=int(reference[number]),
+                images=images,
                 sweeps={LIDAR: sweep} if number in scans else {},
                 boxes=None if boxes is None else boxes.get(number, NO_BOXES),
                 members=members[at],

@@ -248,14 +248,13 @@ class FrameMaker:
             )
         shot, stamp_ns = self._index.series[topic].items[row], stamps[row]
         assert isinstance(shot, Shot), "a topic of pictures"
-        if shot.kind == "video" and shot.key is None:
+        if shot.kind == "video" and shot.key is None and not shot.fault:
             return Absent("no keyframe before it")
         model = models[-1]
         if model.stamp_ns > stamp_ns:
             model = next(
                 (model for model in reversed(models) if model.stamp_ns <= stamp_ns), models[0]
             )
-        model.check_size(shot.width, shot.height)
         log = self._index.name if shot.kind == "video" else ""
         ref = Job(shot.kind, topic, shot.place, shot.key, log).ref
         if shot.offset >= 0:
@@ -271,6 +270,8 @@ class FrameMaker:
             height=shot.height,
             num_bytes=max(num_bytes, 1),
             made=shot.offset < 0,
+            encoded_of="" if shot.kind == "bytes" else shot.kind,
+            fault=shot.fault or model.size_fault(shot.width, shot.height),
             extension=shot.extension,
             dist=model.dist,
             dist_model=model.dist_model,

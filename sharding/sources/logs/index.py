@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.logs.files.log_file import Locator
+from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.sharding.sources.logs.files.log_file import NOT_DESCRIBED, Locator
 from fuelrail.sharding.sources.logs.geometry.transforms import FrameTree
 from fuelrail.sharding.sources.logs.messages.pictures import (
     EncodedHead,
     check_encoding,
+    check_no_depth,
     encoded_head,
+    raw_fault,
 )
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.logs.messages.records import (
@@ -48,7 +50,7 @@ class Shot(msgspec.Struct, frozen=True, gc=False):
     """A picture: its message, size [px] and bytes; ``offset`` is in its file, -1 where they are not in it as they are.
 
     ``kind`` is that of the job which makes it: "bytes", "raw", or "video", whose ``key`` is the keyframe to decode
-    from: None if there is none.
+    from: None if there is none. ``fault`` is why its bytes are no picture.
     """
 
     place: Locator
@@ -57,8 +59,9 @@ class Shot(msgspec.Struct, frozen=True, gc=False):
     width: int
     height: int
     extension: str = "jpg"
-    kind: str = "bytes"
+    kind: Literal["bytes", "raw", "video"] = "bytes"
     key: Locator | None = None
+    fault: str = ""
 
 
 class LogSweep(NamedTuple):
@@ -78,7 +81,8 @@ class Series(NamedTuple):
 class LogIndex:
     """One log: files in the order of recording; ``topics`` says which of its topics count. Raises SourceError.
 
-    ``noted`` counts what was found odd on the way, ``videos`` the packets of video and their bytes by topic. By topic,
+    ``noted`` counts what was found odd on the way, ``num_read`` the messages by topic. By topic,
+    ``videos`` are the packets of video and their bytes,
     ``signals`` are stamps [ns] and numbers in time order, also those of the position; ``columns`` are their names.
     """
 
@@ -87,7 +91,7 @@ class LogIndex:
         self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
         self._clock_jumps, self._latest = options.clock_jumps, dict[str, tuple[int, int]]()
         self._only_keyframes, self._levels = options.frames == "keyframes", topics.levels
-        self.noted = Counter[str]()
+        self.noted, self.num_read = Counter[str](), Counter[str]()
         self.videos = dict[str, tuple[int, int]]()
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[tuple[int, CameraInfo]]] = {}
@@ -132,8 +136,10 @@ class LogIndex:
         heads, num_lost = readers.keys() & (cameras | lidars), 0
         pending: dict[str, list[Message]] = {name: [] for name in readers.keys() - heads}
         num_pending = 0
+        num_read = dict.fromkeys(readers, 0)
         for message in file.walk(heads, pending.keys()):
             name = message.topic
+            num_read[name] += 1
             if name in cameras:
                 if file.lost and sum(file.lost.values()) != num_lost:
                     num_lost = sum(file.lost.values())
@@ -154,7 +160,15 @@ class LogIndex:
                     self._take(topics, readers, pending, poses)
                     num_pending = 0
         self._take(topics, readers, pending, poses)
-        self.noted.update(file.lost)
+        for name, number in file.num_stated.items():
+            num_lacking = number - num_read.get(name, 0 if name == NOT_DESCRIBED else number)
+            if num_lacking > 0:
+                self.noted[f"{name}: messages that the file counts and does not have"] += (
+                    num_lacking
+                )
+        self.num_read.update(num_read)
+        self.noted.update(+file.lost)
+        self.noted.update(file.noted)
 
     def _take(
         self,
@@ -245,15 +259,21 @@ class LogIndex:
             )
         where = f"topic '{topic.name}', message {message.place}"
         if not is_whole:
-            raise SourceError(
-                f"{where}: a picture of {length} bytes in a message of {message.length}"
-            )
+            fault = f"a picture of {length} bytes in a message of {message.length}"
+            self._keys.pop(topic.name, None)  # of a video, which cannot be decoded on from here
+            return stamp_ns, Shot(message.place, -1, length, 0, 0, fault=fault)
         if topic.type in VIDEOS:
             return stamp_ns, self._frame(file, topic, message, picture, where)
         if topic.type in RAWS:
             check_encoding(picture.encoding, where, has_levels=topic.name in self._levels)
             return stamp_ns, Shot(
-                message.place, -1, picture.length, picture.width, picture.height, kind="raw"
+                message.place,
+                -1,
+                picture.length,
+                picture.width,
+                picture.height,
+                kind="raw",
+                fault=raw_fault(picture),
             )
 
         def first_bytes(number: int) -> memoryview:
@@ -262,7 +282,11 @@ class LogIndex:
                 data = file.read(message.place, start + number).data
             return memoryview(data)[start : start + number]
 
-        head = encoded_head(first_bytes, length, where)
+        try:
+            head = encoded_head(first_bytes, length)
+        except ImageError as error:
+            check_no_depth(topic.name, picture.encoding, first_bytes(64))
+            return stamp_ns, Shot(message.place, -1, length, 0, 0, fault=error.message)
         if head.text:
             self._heads[topic.name] = head
         return stamp_ns, Shot(

@@ -17,7 +17,7 @@ from fuelrail.sharding.sources.adapter.members import MADE, POINTS
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.logs import sync
-from fuelrail.sharding.sources.logs.files.recordings import Recordings
+from fuelrail.sharding.sources.logs.files.recordings import METADATA, Recordings
 from fuelrail.sharding.sources.logs.frames import FIX_COLUMNS, FrameMaker
 from fuelrail.sharding.sources.logs.geometry.transforms import edges_trajectory
 from fuelrail.sharding.sources.logs.index import LogIndex
@@ -97,6 +97,7 @@ class LogSource(FrameSource[LogSettings]):
         """Yield the parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
         given = self.given
         reference = self.topics.reference
+        self.noted.update(self.recordings.noted)
         for name, files in self.recordings.logs:
             index = self._indexed(name)
             if self._is_unix(index) != (self.time_base == "unix"):
@@ -208,6 +209,11 @@ class LogSource(FrameSource[LogSettings]):
             self._index = LogIndex(
                 log, [self.recordings.log_file(name) for name in files], self.topics
             )
+            num_read = self._index.num_read
+            for topic, number in self.recordings.num_stated.get(log, {}).items():
+                if topic in num_read and num_read[topic] < number:
+                    text = f"{topic}: messages that {METADATA} counts and no file has"
+                    self._index.noted[text] += number - num_read[topic]
         return self._index
 
     @cached_property

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import choose_cameras
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.text import fault_in_words
 from fuelrail.sharding.sources.adapter.poses import are_unit
 from fuelrail.sharding.sources.shared.files import check_most, check_no_pointer
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json, without_nan
@@ -175,7 +176,7 @@ class Tables:
                     count += len(records)
             except msgspec.ValidationError as error:
                 raise SourceError(
-                    f"table '{path}', counted from record {count}: {error}"
+                    f"table '{path}', counted from record {count}: {fault_in_words(error)}"
                 ) from error
 
     def all(self, table: str, of: type[R]) -> list[R]:

@@ -22,6 +22,10 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 
 _FORM: Final = re.compile(r"b1|[iu][1248]|f[248]|[SU]\d{1,4}")
 
+_LAST_POINT: Final = 0x10FFFF
+_SURROGATES: Final = 0xD800, 0xDFFF
+"""Code points that are no characters, of which no text in UTF-8 can be made."""
+
 
 def read_pickle(data: bytes, where: str) -> Any:
     """Read a pickle of protocol 3 to 5; an array may come as an object that ``np.asarray`` takes.
@@ -64,6 +68,14 @@ def _filled(
 ) -> NDArray[Any]:
     if len(data) != math.prod(shape) * form.dtype.itemsize:
         raise ValueError(f"an array {list(shape)} of {form.dtype} has {len(data)} bytes")
+    if form.dtype.kind == "U":
+        points = np.frombuffer(bytes(data), f"{form.dtype.str[0]}u4")
+        is_wrong = (points > _LAST_POINT) | (
+            (points >= _SURROGATES[0]) & (points <= _SURROGATES[1])
+        )
+        if is_wrong.any():
+            code = int(points[np.argmax(is_wrong)])
+            raise ValueError(f"a text has the code point {code:#x}, which is no character")
     return np.frombuffer(bytes(data), form.dtype).reshape(shape, order=order)
 
 

@@ -403,7 +403,7 @@ class UrlFiles(_Shown):
         where = f"{self.shown}/{name}".rstrip("/")
         reason = {
             "missing": "is not there",
-            "refused": "may not be read: check credentials, profile and endpoint",
+            "refused": f"may not be read: {fault.advice}",
         }.get(fault.kind, "cannot be read")
         raise SourceError(f"'{where}' {reason} ({fault.text})") from None
 

@@ -21,6 +21,7 @@ import yaml
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import FuelrailError, SourceError
+from fuelrail.pipeline.text import fault_in_words
 from fuelrail.sharding.sources.shared.files import check_no_pointer
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def parsing(where: str, what: str = "cannot be read") -> Iterator[None]:
             EOFError: "it is cut off",
         }.get(type(error))
         text = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        if isinstance(error, msgspec.ValidationError):
+            text = fault_in_words(error)
         raise SourceError(f"{where} {what}: {why or text or type(error).__name__}") from error
 
 

@@ -62,11 +62,15 @@ class StoredJpeg(bytes):
 
 
 class ImagePolicy(NamedTuple):
-    """Options on images: what becomes of missing and of damaged ones, and how much of each the scan looks at."""
+    """Options on images: what becomes of missing and of damaged ones, and how much of each the scan looks at.
+
+    ``looks_at_made``: also at those that a source makes, for which it reads all of each.
+    """
 
     missing: str
     damaged: str
     depth: Depth
+    looks_at_made: bool
 
 
 def recorded(options: dict[str, Any]) -> dict[str, Any]:

@@ -173,6 +173,18 @@ def _plain(name: str, most: int = _MOST_CHARACTERS) -> str:
     return short if short and short.isprintable() else ascii(short)
 
 
+class _Cause:
+    """A finding of many places: the first one, what is wrong, what helps, and the number of places."""
+
+    def __init__(self, place: str, fault: str, remedy: str) -> None:
+        self.place, self.fault, self.remedy = place, fault, remedy
+        self.number = 0
+
+    def __str__(self) -> str:
+        more = f", and so {self.number - 1:,} more times" if self.number > 1 else ""
+        return f"{self.place} {self.fault}{more}{self.remedy}"
+
+
 class Findings:
     """What is wrong with a source: several findings are reported together, and the scan fails once.
 
@@ -182,7 +194,8 @@ class Findings:
     def __init__(self, max_damaged: float = 0.0) -> None:
         self._max_damaged, self._damaged = max_damaged, list[str]()
         self._num_images = self._num_damaged = 0
-        self._texts: list[str] = []
+        self._texts: list[str | _Cause] = []
+        self._causes: dict[tuple[str, str], _Cause] = {}
         self._counts: dict[str, int] = {}
 
     @property
@@ -195,6 +208,19 @@ class Findings:
         self._counts[table] = self._counts.get(table, 0) + 1
         if self._counts[table] <= MOST_FINDINGS:
             self._texts.append(text)
+
+    def add_cause(self, table: str, cause: str, place: str, fault: str, remedy: str = "") -> None:
+        """Note a finding of one ``cause``, whose places are one finding: the first is shown, with their number.
+
+        ``place``, ``fault`` and ``remedy`` make a sentence; those of the first place are used.
+        """
+        noted = self._causes.get((table, cause))
+        if noted is None:
+            noted = self._causes[table, cause] = _Cause(place, fault, remedy)
+            self._counts[table] = self._counts.get(table, 0) + 1
+            if self._counts[table] <= MOST_FINDINGS:
+                self._texts.append(noted)
+        noted.number += 1
 
     def tolerate(self, num_images: int, damaged: Sequence[str]) -> None:
         """Note images that were looked at, and the damaged ones of them, which are left out."""
@@ -221,10 +247,12 @@ class Findings:
         if not self._texts:
             return
         if self.num_found == 1:
-            raise SourceError(self._texts[0])
+            raise SourceError(str(self._texts[0]))
         more = [
             f"and {count - MOST_FINDINGS:,} more of {table}"
             for table, count in self._counts.items()
             if count > MOST_FINDINGS
         ]
-        raise SourceError(f"the source has {self.num_found:,} faults:", [*self._texts, *more])
+        raise SourceError(
+            f"the source has {self.num_found:,} faults:", [*map(str, self._texts), *more]
+        )

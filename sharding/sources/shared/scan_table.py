@@ -24,7 +24,11 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.codecs import member_cap
-from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
+from fuelrail.pipeline.format.index.attributes_file import (
+    MAX_COLUMNS,
+    MAX_TEXT_BYTES,
+    NUM_OF_SAMPLES,
+)
 from fuelrail.pipeline.format.tar import check_key
 from fuelrail.pipeline.sample.schema import (
     BOXES,
@@ -140,6 +144,12 @@ class ScanWriter:
         *,
         is_check: bool = False,
     ) -> None:
+        most = MAX_COLUMNS - NUM_OF_SAMPLES
+        if len(attributes) > most:
+            raise SourceError(
+                f"the source has {len(attributes):,} attributes, and the table of a dataset takes {most:,}: leave "
+                "columns out, or make arrays of columns that belong together"
+            )
         self._is_check = is_check
         self._attributes = tuple(attributes)
         columns = [

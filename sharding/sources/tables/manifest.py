@@ -21,6 +21,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.sharding.sources.adapter.channels import ValueForms
 from fuelrail.sharding.sources.adapter.frame import (
+    FRAME,
     Absent,
     Clip,
     FileMember,
@@ -34,7 +35,6 @@ from fuelrail.sharding.sources.adapter.members import Part
 from fuelrail.sharding.sources.adapter.poses import Trajectory
 from fuelrail.sharding.sources.adapter.rows import attribute_types
 from fuelrail.sharding.sources.adapter.source import FrameSource
-from fuelrail.sharding.sources.adapter.videos import FRAME
 from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.points import parse_points

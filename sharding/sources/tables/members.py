@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.filesystem import is_url
-from fuelrail.sharding.sources.adapter.frame import Absent, Image, Sweep
+from fuelrail.sharding.sources.adapter.frame import FRAME, Absent, Image, Sweep
 from fuelrail.sharding.sources.adapter.members import is_inside
-from fuelrail.sharding.sources.adapter.videos import FRAME, Videos
+from fuelrail.sharding.sources.adapter.videos import Videos
 from fuelrail.sharding.sources.shared.pictures import EXTENSION_OF
 from fuelrail.sharding.sources.shared.tars import Member, tar_members
 from fuelrail.sharding.sources.tables.calibration import shared

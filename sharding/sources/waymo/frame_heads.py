@@ -194,8 +194,8 @@ def _read(
 
 
 def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
-    """Return the head of an image; None for an unknown camera, or one without a picture."""
-    name, offset, num_bytes, pose = 0, 0, 0, None
+    """Return the head of an image, of 0 bytes where it is empty; None for an unknown camera, or one without all."""
+    name, offset, num_bytes, pose = 0, place.start, 0, None
     if (usual := _usual_image(window, place)) is not None:
         return usual
     times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
@@ -208,7 +208,7 @@ def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
             pose = transform(value)
         elif number in times and wire == FIXED64 and isinstance(value, bytes):
             times[number] = _DOUBLE.unpack(value)[0]
-    if name not in CAMERAS or not num_bytes:
+    if name not in CAMERAS or (not num_bytes and pose is None):
         return None
     if pose is None:
         raise ValueError(f"the image of {CAMERAS[name]} has no pose")

@@ -96,6 +96,34 @@ def test_faults_are_distinguished(error, kind):
     assert fault.is_final == (kind not in ("throttled", "transient"))
 
 
+@pytest.mark.parametrize(
+    ("code", "status", "kind", "advice"),
+    [
+        ("RequestTimeTooSkewed", 403, "refused", "set the clock"),
+        ("RequestExpired", 400, "refused", "set the clock"),
+        ("ExpiredToken", 400, "refused", "the credentials have expired"),
+        ("AccessDenied", 403, "refused", "check credentials, profile and endpoint"),
+        ("RequestTimeout", 400, "transient", ""),
+        ("SlowDown", 400, "throttled", ""),
+    ],
+)
+@pytest.mark.parametrize("library", ["botocore", "s3fs", "obstore"])
+def test_the_storages_own_code_is_kept_and_says_what_to_do(library, code, status, kind, advice):
+    head = "Error performing GET http://host/bucket/" + "a" * 300
+    answer = f"HTTP status code: {status}: <Error><Code>{code}</Code></Error>"
+    stated = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = obstore.GenericError(f"{head} {answer}")
+    if library != "obstore":
+        error = botocore.ClientError(stated, "GetObject")
+    if library == "s3fs":
+        error, cause = OSError(errno.EIO, "x" * 400), error
+        error.__cause__ = cause
+    fault = fault_of(error)
+    assert (fault.kind, fault.code) == (kind, code)
+    assert code in fault.text
+    assert fault.advice.startswith(advice) or not advice
+
+
 def test_a_cause_that_says_more_counts():
     payload = aiohttp.ClientPayloadError("Response payload is not completed")
     payload.__cause__ = aiohttp.http_exceptions.ContentLengthError(

@@ -148,7 +148,7 @@ def undecodable(root):
         (undecodable, r"cat/.*cannot be printed: rename it"),
         (lambda root: write(root, ["made:x/1.jpg"]), r"'made:x/1.jpg' begins with .* rename it"),
         (lambda root: os.mkfifo(root / "cat" / "2.jpg"), r"cat/2.jpg' is a FIFO"),
-        (lambda root: (root / "cat" / "2.jpg").write_bytes(b""), r"cat/2.jpg' is empty"),
+        (lambda root: (root / "cat" / "2.jpg").write_bytes(b""), r"cat/2.jpg': image is empty"),
         (lambda root: (root / "cat" / "2.jpg").write_bytes(b"GIF89a"), r"cat/2.jpg"),
         (
             lambda root: (root / "cat" / "1.jpg").unlink(),

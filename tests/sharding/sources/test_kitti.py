@@ -214,6 +214,54 @@ def test_holes_in_the_lidar_and_drives_without_tracklets(tmp_path):
     assert "boxes.safetensors" not in info.names
 
 
+def without_time(drive, sensor, *numbers):
+    """Empty the lines of a sensor's times, as those of some published drives are."""
+    path = drive / sensor / "timestamps.txt"
+    lines = path.read_text().splitlines()
+    for number in numbers:
+        lines[number] = ""
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize("has_scan", [False, True])
+def test_empty_times_of_the_lidar_leave_its_sweeps_out(tmp_path, has_scan):
+    drive, spec = one_drive(tmp_path)
+    without_time(drive, "velodyne_points", 1, 2)
+    for number in () if has_scan else (1, 2):
+        (drive / f"velodyne_points/data/{number:010d}.bin").unlink()
+    report = scan_source(spec).report
+    assert (report.samples, report.dropped_samples) == (4, {})
+    reason = "no time" if has_scan else "no sweep"
+    assert report.masked == {"velodyne": {reason: 2}}
+    assert report.noted["frames without a time of their own, which have a camera's"] == 2
+    fr.shard(f"kitti:{spec.location}", tmp_path / "out", workers=1, splits={"train": 1.0})
+    assert not fr.verify(tmp_path / "out", deep=True).faults
+
+
+def test_empty_times_of_a_camera_are_for_the_policy_and_of_oxts_are_left_out(tmp_path):
+    drive, spec = one_drive(tmp_path)
+    without_time(drive, "image_02", 1)
+    with pytest.raises(SourceError, match=r"image_02.*\(no time\); the option missing_camera=mask"):
+        scan_source(spec)
+    masked = scan_source(spec._replace(options={"missing_camera": "mask"})).report
+    assert masked.masked == {"image_02": {"no time": 1}}
+    for sensor in ("image_02", "image_03", "velodyne_points"):
+        without_time(drive, sensor, 1)
+    without_time(drive, "oxts", 1)
+    report = scan_source(spec).report
+    assert report.samples == 3
+    assert report.noted["frames without any time, left out"] == 1
+    assert report.noted["rows of oxts without a time, left out"] == 1
+
+
+def test_a_missing_scan_of_the_benchmark_is_counted(tmp_path):
+    spec = TestKittiObject().spec(tmp_path)
+    scan = next((tmp_path / "source").rglob("velodyne/*.bin"))
+    scan.unlink()
+    report = scan_source(spec).report
+    assert report.masked == {"velodyne": {"no sweep": 1}}
+
+
 def test_layouts_of_folders(tmp_path):
     drive, spec = one_drive(tmp_path)
     assert scan_source(spec._replace(location=str(drive.parent))).num_samples == 4, (

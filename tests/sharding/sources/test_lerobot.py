@@ -169,6 +169,7 @@ class _Suite(SourceSuite):
     kind = "lerobot"
     compare: ClassVar = None
     reads_heads = False
+    damaged = "refused"
     version: ClassVar = "v3.0"
 
     def write(self, world, root):
@@ -314,6 +315,24 @@ def test_an_info_that_leads_nowhere_is_named(tmp_path, name):
         scan(root)
 
 
+def test_damaged_pictures_of_the_tables_are_left_out(tmp_path):
+    root = write_lerobot(tmp_path / "episodes", pictures_of((3, 2, 2)), stored=True)
+    path = root / "data" / "chunk-000" / "file-000.parquet"
+    table = pq.read_table(path)
+    column = table.column_names.index("observation.images.top")
+    pictures = table.column(column).to_pylist()
+    pictures[0]["bytes"] = b""  # also the first one, by which the size of all is known
+    pictures[4]["bytes"] = pictures[4]["bytes"][:-9]
+    damaged = table.set_column(column, table.field(column), pa.array(pictures))
+    pq.write_table(damaged, path)
+    report = scan(root, damaged_image="drop", max_damaged=0.2).report
+    assert (report.samples, report.damaged) == (5, {"top": 2})
+    with pytest.raises(SourceError, match=r"more than the share of max_damaged=0\.01"):
+        scan(root, damaged_image="drop")
+    with pytest.raises(SourceError, match=r"row=0&observation\.images\.top': image is empty"):
+        scan(root, check_images="ends")
+
+
 def test_tables_that_do_not_fit_are_named(tmp_path):
     root = write_lerobot(tmp_path / "episodes", pictures_of((2, 2, 1)))
     path = root / "data" / "chunk-000" / "file-000.parquet"
@@ -336,7 +355,9 @@ def test_tables_that_do_not_fit_are_named(tmp_path):
     pq.write_table(whole, path)
     video = root / "videos" / "observation.images.top" / "chunk-000" / "file-000.mp4"
     video.unlink()
-    with pytest.raises(SourceError, match="no file"):
+    with pytest.raises(
+        SourceError, match=r"top '.*file-000\.mp4' \(no file\), and so 4 more times"
+    ):
         scan(root)
     assert scan(root, missing_camera="mask").report.masked["top"] == {"no file": 5}
 

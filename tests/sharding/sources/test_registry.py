@@ -142,8 +142,8 @@ def test_options_as_text():
     [
         ("sweeps", "must be KEY=VALUE"),
         ("sweep=1", r"no option 'sweep'; allowed: .*did you mean 'sweeps'"),
-        ("sweeps=many", r"-o sweeps=many: Expected `int`"),
-        ("missing_camera=hold", "Invalid enum value 'hold'"),
+        ("sweeps=many", r"-o sweeps=many: it must be a whole number, not text"),
+        ("missing_camera=hold", "hold: 'hold' is not allowed; allowed are drop, error, mask"),
         ("classes={car", "not YAML"),
     ],
 )

@@ -19,6 +19,7 @@ from support.source_suite import SourceSuite
 
 class TestFuelrail(SourceSuite):
     kind = "fuelrail"
+    damaged = "no option"
 
     @pytest.fixture(autouse=True)
     def plugin(self, tmp_path_factory, monkeypatch):

@@ -6,12 +6,14 @@ import heapq
 import io
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import (
+    NOT_DESCRIBED,
     Locator,
     LogFile,
     Message,
@@ -54,7 +56,13 @@ class BagFile(LogFile):
             "is not a ROS 1 bag, or it is damaged (`rosbag reindex` makes its index again)",
         ):
             bag.open()
+            num_after = _num_bytes_after(bag)
         weakref.finalize(self, bag.close)
+        if num_after:
+            raise SourceError(
+                f"{self._where} has {num_after} bytes behind its end: two files were joined, or it was written over a "
+                "longer one"
+            )
         return bag
 
     @cached_property
@@ -72,6 +80,16 @@ class BagFile(LogFile):
     def topics(self) -> dict[str, Topic]:
         """Topics by name."""
         return {topic.name: topic for topic in self._topics.values()}
+
+    @property
+    def num_stated(self) -> dict[str, int]:
+        """Messages by topic, as the chunks' summaries at the end count them."""
+        counts = Counter[str]()
+        for chunk in self._bag.chunk_infos:
+            for number, count in chunk.connection_counts.items():
+                topic = self._topics.get(number)
+                counts[NOT_DESCRIBED if topic is None else topic.name] += count
+        return counts
 
     def _walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
         for place in self._places({*heads, *whole}):
@@ -114,3 +132,21 @@ class BagFile(LogFile):
                 inflated(read_bytes(file, read_uint32(file)), compression, size, self._where),
             )
         return self._chunk[1]
+
+
+def _num_bytes_after(bag: Reader) -> int:
+    """Return how many bytes come after the index of a bag, with which it ends."""
+    from rosbags.rosbag1.reader import Header, RecordType, read_uint32
+
+    file: Any = bag.bio
+    file.seek(0)
+    file.readline()
+    head = Header.read(file, RecordType.BAGHEADER)
+    num_records = head.get_uint32("conn_count") + head.get_uint32("chunk_count")
+    file.seek(head.get_uint64("index_pos"))
+    for _ in range(num_records):
+        file.seek(read_uint32(file), io.SEEK_CUR)  # the head of a record, then its data
+        file.seek(read_uint32(file), io.SEEK_CUR)
+    end: int = file.tell()
+    size: int = file.seek(0, io.SEEK_END)
+    return size - end

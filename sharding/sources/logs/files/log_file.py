@@ -5,7 +5,7 @@ from __future__ import annotations
 import bz2
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 HEAD_BYTES: Final = 1024
 """How much of a message is read for its stamp and its layout; the headers of most JPEGs are in it too."""
+NOT_DESCRIBED: Final = "(a topic that the file does not describe)"
+"""Stands for the topic of messages whose number of a topic the file does not explain."""
 _MOST_PENDING: Final = 256 << 20
 
 
@@ -71,6 +73,8 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 class LogFile:
     """A file of a log. ``lost`` is what could not be read, and was left out: kind to bytes or messages.
 
+    ``noted`` is what else is odd about the file, for the report.
+
     The messages of one that ``is_packed`` are compressed one by one, by zstd, as rosbag2 does it
     (``compression_mode: MESSAGE``); they are decompressed as they are read. Errors are SourceError naming the file.
     """
@@ -78,11 +82,17 @@ class LogFile:
     def __init__(self, files: SourceFiles, name: str, *, is_packed: bool = False) -> None:
         self._files, self._name, self._where = files, name, f"file '{files.shown}/{name}'"
         self._is_packed, self.lost = is_packed, Counter[str]()
+        self.noted = Counter[str]()
 
     @property
     def topics(self) -> dict[str, Topic]:
         """Topics by name."""
         raise NotImplementedError
+
+    @property
+    def num_stated(self) -> Mapping[str, int]:
+        """Messages by topic, as the file counts them; empty where it does not."""
+        return {}
 
     @property
     def reads_in_order(self) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import cached_property
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import (
     HEAD_BYTES,
+    NOT_DESCRIBED,
     Locator,
     LogFile,
     Message,
@@ -27,6 +28,7 @@ from fuelrail.sharding.sources.logs.files.mcap_records import (
     CHUNK,
     CHUNK_OP,
     DATA_END_OP,
+    FOOTER_OP,
     MAGIC,
     MESSAGE,
     MESSAGE_OP,
@@ -47,7 +49,11 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.shared.windows import FileWindow
 
-_HEAD = MESSAGE.size - RECORD.size
+_HEAD: Final = MESSAGE.size - RECORD.size
+_MOST_AHEAD: Final = 1 << 20
+"""Bytes of short records that are read at once."""
+_MOST_EMPTY: Final = 1 << 16
+"""Records of 0 bytes, which no kind of the format has."""
 
 
 class McapFile(LogFile):
@@ -93,6 +99,11 @@ class McapFile(LogFile):
             pass
         return {topic.name: topic for topic in self._channels.topics.values()}
 
+    @property
+    def num_stated(self) -> dict[str, int]:
+        """Messages by topic, as the statistics of the file have them."""
+        return {} if self._summary is None else self._summary.num_messages
+
     @cached_property
     def reads_in_order(self) -> bool:
         """Whether chunks or messages are compressed."""
@@ -109,6 +120,7 @@ class McapFile(LogFile):
         summary = self._summary
         wanted = frozenset(heads) | frozenset(whole)
         self.lost.clear()
+        self.noted.clear()
         if summary is None:
             yield from self._walk_records(wanted, frozenset(whole))
             return
@@ -203,14 +215,19 @@ class McapFile(LogFile):
                 raise
             self.lost["bytes in damaged chunks"] += chunk.length
             return
-        position = 0
+        position = num_empty = 0
         while position + RECORD.size <= len(data):
             op, size = RECORD.unpack_from(data, position)
             start, end = position + MESSAGE.size, position + RECORD.size + size
-            if op == MESSAGE_OP and start <= len(data):
+            if end > len(data):
+                break
+            if op == MESSAGE_OP:
+                self._check_message(chunk.at, size)
                 _, _, channel, _, log_ns, _ = MESSAGE.unpack_from(data, position)
                 topic = self._channels.topics.get(channel)
-                if topic is not None and topic.name in wanted:
+                if topic is None:
+                    self.noted[f"{NOT_DESCRIBED}: messages"] += 1
+                elif topic.name in wanted:
                     offset = chunk.data_at + start if chunk.is_plain else -1
                     most = end if topic.name in whole else min(end, start + HEAD_BYTES)
                     yield Message(
@@ -221,45 +238,94 @@ class McapFile(LogFile):
                         end - start,
                         offset,
                     )
-            else:
+            elif op in (SCHEMA_OP, CHANNEL_OP):
                 self._channels.take(op, bytes(data[position + RECORD.size : end]))
+            elif not size:
+                num_empty += 1
+                self._check_empty(num_empty)
             position = end
+        if position < len(data):
+            self.lost["bytes of chunks that are no whole records"] += len(data) - position
 
     def _walk_records(self, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
         """Yield the messages of a file without a summary, perhaps cut off; note its schemas and channels."""
-        end = len(MAGIC)
+        end, num_empty, has_data_end = len(MAGIC), 0, False
         for at, op, length, head in self._records(MESSAGE.size + HEAD_BYTES):
-            if op == DATA_END_OP:
-                return
-            if op == CHUNK_OP:
+            if op == CHUNK_OP and not CHUNK.unpack_from(head, RECORD.size)[2]:
+                num_empty += 1
+                self._check_empty(num_empty)
+            elif op == CHUNK_OP:
                 yield from sorted(
                     self._walk_chunk(self._chunk_at(at, head), wanted, whole),
                     key=attrgetter("log_ns"),
                 )
             elif op == MESSAGE_OP:
+                self._check_message(at, length)
                 _, _, channel, _, log_ns, _ = MESSAGE.unpack_from(head)
                 topic, start = self._channels.topics.get(channel), at + MESSAGE.size
-                if topic is not None and topic.name in wanted:
+                if topic is None:
+                    self.noted[f"{NOT_DESCRIBED}: messages"] += 1
+                elif topic.name in wanted:
                     data = self._files.read(self._name, start, length - _HEAD)
                     yield Message(
                         topic.name, log_ns, Locator(self._name, -1, at), data, length - _HEAD, start
                     )
             elif op in (SCHEMA_OP, CHANNEL_OP):
                 self._channels.take(op, self._files.read(self._name, at + RECORD.size, length))
+            elif op == DATA_END_OP:
+                has_data_end = True
+            elif op == FOOTER_OP and has_data_end:
+                num_after = self._size - (at + RECORD.size + length + len(MAGIC))
+                if num_after > 0:
+                    raise SourceError(
+                        f"{self._where} has {num_after} bytes behind its end: two files were "
+                        "joined, or it was written over a longer one. `mcap merge` joins files"
+                    )
+                return
             end = at + RECORD.size + length
+        if has_data_end:
+            return
+        self.noted["files without an end, as a killed recorder leaves them"] = 1
         if end < self._size:
             self.lost["bytes after a cut"] = self._size - end
 
     def _records(self, num_bytes: int) -> Iterator[tuple[int, int, int, bytes]]:
         """Yield place, kind and length of each whole record, with the first bytes from there on."""
-        at = len(MAGIC)
-        while at < self._size:
-            head = self._files.read(self._name, at, num_bytes)
-            op, length = RECORD.unpack_from(head) if len(head) >= RECORD.size else (0, 0)
-            if not op or at + RECORD.size + length > self._size:
+        position, num_ahead, num_empty = len(MAGIC), num_bytes, 0
+        start, block = 0, b""
+        while position < self._size:
+            offset = position - start
+            if offset + num_bytes > len(block) and start + len(block) < self._size:
+                # Short records are read many at once, long ones by their heads.
+                is_near = offset <= len(block)
+                num_ahead = min(num_ahead * 4, _MOST_AHEAD) if is_near else num_bytes
+                start, offset = position, 0
+                block = self._files.read(self._name, position, max(num_ahead, num_bytes))
+            if offset + RECORD.size > len(block):
                 return
-            yield at, op, length, head
-            at += RECORD.size + length
+            op, length = RECORD.unpack_from(block, offset)
+            end = position + RECORD.size + length
+            if not op or end > self._size:
+                return
+            if not length:
+                num_empty += 1
+                self._check_empty(num_empty)
+            yield position, op, length, block[offset : offset + num_bytes]
+            position = end
+
+    def _check_message(self, position: int, length: int) -> None:
+        if length < _HEAD:
+            raise SourceError(
+                f"{self._where}: the message at byte {position} has {length} bytes, and its head "
+                f"alone has {_HEAD}"
+            )
+
+    def _check_empty(self, number: int) -> None:
+        """Raise SourceError for so many records of 0 bytes that the file is not one of messages."""
+        if number > _MOST_EMPTY:
+            raise SourceError(
+                f"{self._where} has over {_MOST_EMPTY} records without content: is it damaged?"
+            )
 
     @staticmethod
     def _chunk_at(at: int, head: bytes) -> Chunk:

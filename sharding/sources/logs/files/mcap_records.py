@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import (
+    NOT_DESCRIBED,
     Topic,
     check_compression,
     inflated,
@@ -34,7 +36,8 @@ _INDEX: Final = struct.Struct("<BQHI")
 _PAIR: Final = struct.Struct("<QQ")
 _INDEX_OP: Final = 0x07
 _FOOTER: Final = struct.Struct("<BQQQI")
-SCHEMA_OP, CHANNEL_OP, MESSAGE_OP, CHUNK_OP, DATA_END_OP = 0x03, 0x04, 0x05, 0x06, 0x0F
+FOOTER_OP, SCHEMA_OP, CHANNEL_OP, MESSAGE_OP, CHUNK_OP = 0x02, 0x03, 0x04, 0x05, 0x06
+DATA_END_OP: Final = 0x0F
 _DAMAGED: Final = "is damaged (the option damaged=skip leaves it out)"
 
 
@@ -60,10 +63,11 @@ class Chunk(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Channels by number, and chunks in the order of their first times."""
+    """Channels by number, chunks in the order of their first times, and messages by topic, as counted there."""
 
     channels: dict[int, Topic]
     chunks: list[Chunk]
+    num_messages: dict[str, int]
 
 
 class Channels:
@@ -117,6 +121,7 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
     if crc and zlib.crc32(summary[: -len(MAGIC) - 4]) != crc:
         return None
     channels, chunks, num_messages = Channels(where), [], -1
+    of_channels: dict[int, int] = {}
     with parsing(where, "has a damaged summary"):
         for record in StreamReader(io.BytesIO(summary), skip_magic=True).records:
             if isinstance(record, Schema | Channel):
@@ -129,8 +134,15 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
                 )
             elif isinstance(record, Statistics):
                 num_messages = record.message_count
+                of_channels = record.channel_message_counts
     is_whole = chunks and channels.topics and all(chunk.index_length for chunk in chunks)
-    return Summary(channels.topics, sorted(chunks)) if is_whole or not num_messages else None
+    if num_messages and not is_whole:
+        return None
+    counts = Counter[str]()
+    for number, count in of_channels.items():
+        topic = channels.topics.get(number)
+        counts[NOT_DESCRIBED if topic is None else topic.name] += count
+    return Summary(channels.topics, sorted(chunks), counts)
 
 
 def message_offsets(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Final
@@ -26,10 +27,20 @@ _GENERIC: Final = re.compile(
 )
 
 
+class _TopicMetadata(msgspec.Struct):
+    name: str
+
+
+class _TopicCount(msgspec.Struct):
+    topic_metadata: _TopicMetadata
+    message_count: int
+
+
 class _Information(msgspec.Struct):
     relative_file_paths: list[str]
     compression_mode: str | None = None
     compression_format: str | None = None
+    topics_with_message_count: list[_TopicCount] = []
 
 
 class _Metadata(msgspec.Struct):
@@ -40,6 +51,8 @@ class Recordings:
     """The logs at a location: ``file`` alone, or those of a folder whose names end with ``suffixes``.
 
     A folder with ``metadata.yaml`` is one log, whose files that names. Errors are SourceError.
+    ``noted`` counts files and folders of logs that are not read; ``num_stated`` are the messages of
+    a log by topic, as its metadata has them.
     """
 
     def __init__(
@@ -54,6 +67,7 @@ class Recordings:
         self._files, self._file, self._suffixes = files, file, suffixes
         self._skip_damaged, self._check_all = skip_damaged, check_all
         self._packed: set[str] = set()
+        self.noted, self.num_stated = Counter[str](), dict[str, dict[str, int]]()
         self.log_file = cache(self._open)
         """Return the file of a log that has this name; open it once."""
 
@@ -64,14 +78,21 @@ class Recordings:
             return [(_stem(self._file), [self._file])]
         names = self._files.listed()
         if METADATA in names:
-            return [(self._files.shown.rstrip("/").rpartition("/")[2], self._split_files(""))]
+            log = self._files.shown.rstrip("/").rpartition("/")[2]
+            return [(log, self._split_files("", log))]
         found = [(_stem(name), [name]) for name in names if name.endswith(self._suffixes)]
-        found += [
-            (name, self._split_files(f"{name}/"))
-            for name in names
-            if not name.endswith(self._suffixes)
-            and self._files.facts(f"{name}/{METADATA}") is not None
-        ]
+        for name in names:
+            if name.endswith(self._suffixes):
+                continue
+            if self._files.facts(f"{name}/{METADATA}") is not None:
+                found.append((name, self._split_files(f"{name}/", name)))
+        for name in self._files.folders():
+            is_read = name.endswith(self._suffixes) or any(log == name for log, _ in found)
+            if not is_read and any(map(self._is_log, self._files.listed(name))):
+                self.noted[
+                    f"folders of logs without {METADATA}, which are not read (`ros2 bag reindex` "
+                    "writes it, or name one as the source)"
+                ] += 1
         if not found:
             if ".bag" not in self._suffixes and any(name.endswith(".bag") for name in names):
                 raise SourceError(
@@ -137,7 +158,10 @@ class Recordings:
                 names[channel] = topic
         return names
 
-    def _split_files(self, folder: str) -> list[str]:
+    def _is_log(self, name: str) -> bool:
+        return name.endswith(self._suffixes)
+
+    def _split_files(self, folder: str, log: str) -> list[str]:
         """Return the files of a rosbag2 folder by its metadata; raise SourceError where one is missing."""
         where = f"file '{self._files.shown}/{folder}{METADATA}'"
         data = self._files.read(f"{folder}{METADATA}")
@@ -163,6 +187,14 @@ class Recordings:
                 raise SourceError(f"{where} names the file '{name}', which is not there")
             found.append(inside)
         self._packed.update(found if mode == "message" else ())
+        self.num_stated[log] = {
+            count.topic_metadata.name: count.message_count
+            for count in facts.topics_with_message_count
+        }
+        names = self._files.listed(folder.rstrip("/"))
+        num_other = sum(self._is_log(name) and f"{folder}{name}" not in found for name in names)
+        if num_other:
+            self.noted[f"files of logs that the {METADATA} beside them does not name"] += num_other
         return found
 
 

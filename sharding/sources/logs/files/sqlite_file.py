@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import struct
+import tempfile
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.files.log_file import (
     HEAD_BYTES,
+    NOT_DESCRIBED,
     Locator,
     LogFile,
     Message,
     Topic,
     plain_type,
 )
+from fuelrail.sharding.sources.logs.files.sqlite_wal import check_no_journal, merge_wal, wal_of
 from fuelrail.sharding.sources.shared.files import MOST_BYTES
 from fuelrail.sharding.sources.shared.foreign import parsing
 
@@ -28,10 +34,13 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
 T = TypeVar("T")
+_HEAD: Final = struct.Struct(">16xH6xII60xI")
+"""Of the head of a database: bytes of a page, changes of the file, pages, and the change that counted them."""
+READ_WITH_WAL: Final = "files read with the -wal beside them, as a killed recorder leaves it"
 
 
 class SqliteFile(LogFile):
-    """One ``.db3`` file. It is opened for reading only, and nothing is written beside it."""
+    """One ``.db3`` file, with its write-ahead log. Nothing is written beside it."""
 
     def __init__(self, files: SourceFiles, name: str, *, is_packed: bool = False) -> None:
         super().__init__(files, name, is_packed=is_packed)
@@ -49,13 +58,46 @@ class SqliteFile(LogFile):
 
     @cached_property
     def _database(self) -> sqlite3.Connection:
-        uri = f"{self._path.absolute().as_uri()}?mode=ro&immutable=1"
-        database = sqlite3.connect(uri, uri=True, check_same_thread=False)
+        path = self._path.resolve()
+        check_no_journal(path, self._where)
+        wal = wal_of(path)
+        if wal is None:
+            self._check_end(path)
+            database = _connected(path)
+        else:
+            with tempfile.TemporaryDirectory(prefix="fuelrail-") as folder:
+                copy = Path(folder) / "log.db3"
+                num_lost = merge_wal(path, wal, copy, self._where)
+                database = _connected(copy)  # which is gone where this process is killed
+            self.noted[READ_WITH_WAL] = 1
+            self.lost["bytes of an unfinished write in a -wal"] += num_lost
         weakref.finalize(
             self, database.close
         )  # one that goes unclosed is a warning from Python 3.13 on
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         return database
+
+    def _check_end(self, path: Path) -> None:
+        """Note bytes behind the last page that the head of the file counts, or raise SourceError if not all are 0."""
+        with parsing(self._where), path.open("rb") as file:
+            head = file.read(_HEAD.size)
+            if len(head) < _HEAD.size:
+                return
+            page_bytes, change, num_pages, valid_for = _HEAD.unpack(head)
+            page_bytes = 1 << 16 if page_bytes == 1 else page_bytes
+            if not num_pages or change != valid_for:
+                return  # as SQLite has it, the size of the file counts then
+            end = num_pages * page_bytes
+            size = file.seek(0, os.SEEK_END)
+            file.seek(end)
+            has_more = any(file.read(1 << 16))
+        if has_more:
+            raise SourceError(
+                f"{self._where} has {size - end} bytes behind its end: two files were joined, or it was written over "
+                "a longer one"
+            )
+        if size > end:
+            self.noted["bytes of 0 behind the end of a database"] += size - end
 
     def _rows(self, kind: type[T], query: str, values: Sequence[Any] = ()) -> list[T]:
         with parsing(self._where, "is not a rosbag2 database, or it is damaged"):
@@ -101,23 +143,26 @@ class SqliteFile(LogFile):
         }
         if not most:
             return
-        listed = ", ".join(map(str, most))
-        after = -1
+        after, counts = -(1 << 63), Counter[int]()
         query = (
-            "SELECT timestamp, id, topic_id FROM messages "
-            f"WHERE topic_id IN ({listed}) AND id > ? ORDER BY id LIMIT 4096"
+            "SELECT timestamp, rowid, topic_id FROM messages "
+            "WHERE rowid > ? ORDER BY rowid LIMIT 4096"
         )
         while rows := self._rows(tuple[int, int, int], query, (after,)):
             for log_ns, row, topic in rows:
-                data, length = self._bytes(row, most[topic])
-                yield Message(
-                    self._ids[topic].name, log_ns, Locator(self._name, 0, row), data, length
-                )
+                counts[topic] += 1
+                if topic in most:
+                    data, length = self._bytes(row, most[topic])
+                    place = Locator(self._name, 0, row)
+                    yield Message(self._ids[topic].name, log_ns, place, data, length)
             after = rows[-1][1]
+        num_unknown = sum(count for topic, count in counts.items() if topic not in self._ids)
+        if num_unknown:
+            self.noted[f"{NOT_DESCRIBED}: messages"] = num_unknown
 
     def places(self, topic: str) -> list[Locator]:
         """Return where the messages of a topic are, in the order of their rows."""
-        query = "SELECT id FROM messages WHERE topic_id = ? ORDER BY id"
+        query = "SELECT rowid FROM messages WHERE topic_id = ? ORDER BY rowid"
         numbers = [number for number, found in self._ids.items() if found.name == topic]
         return [
             Locator(self._name, 0, row)
@@ -127,7 +172,7 @@ class SqliteFile(LogFile):
 
     def _read(self, place: Locator, most: int | None = None) -> Message:
         rows = self._rows(
-            tuple[int, int], "SELECT timestamp, topic_id FROM messages WHERE id = ?", (place.at,)
+            tuple[int, int], "SELECT timestamp, topic_id FROM messages WHERE rowid = ?", (place.at,)
         )
         if not rows:
             raise SourceError(
@@ -145,3 +190,8 @@ class SqliteFile(LogFile):
             self._database.blobopen("messages", "data", row, readonly=True) as blob,
         ):
             return blob.read(-1 if most is None else most), len(blob)
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    uri = f"{path.as_uri()}?mode=ro&immutable=1"
+    return sqlite3.connect(uri, uri=True, check_same_thread=False)

@@ -40,12 +40,12 @@ class CameraModel(NamedTuple):
     width: int
     height: int
 
-    def check_size(self, width: int, height: int) -> None:
-        """Raise SourceError for a picture of another size."""
-        if (width, height) != (self.width, self.height) and self.width and self.height:
-            raise SourceError(
-                f"{self.where} is for pictures of {self.width}x{self.height} px, and a picture has {width}x{height}"
-            )
+    def size_fault(self, width: int, height: int) -> str:
+        """Return why a picture is not one of this calibration; "" where it is."""
+        if (width, height) == (self.width, self.height) or not (self.width and self.height):
+            return ""
+        stated = f"{self.width}x{self.height} px"
+        return f"{self.where} is for pictures of {stated}, and a picture has {width}x{height}"
 
 
 def camera_models(

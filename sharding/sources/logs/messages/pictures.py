@@ -41,6 +41,9 @@ _DEEP: Final = {"mono16": "mono8", "16UC1": "mono8"} | {
     f"bayer_{order}16": f"bayer_{order}8" for order in _ORDERS
 }
 """Encodings of 16 bits, and what they are with 8."""
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
+_DEPTH_HEAD_BYTES: Final = 12
+"""What compressedDepth has before its PNG."""
 ENCODINGS: Final = (*_PLAIN, *_CONVERTED, *_DEEP)
 
 
@@ -53,24 +56,33 @@ class EncodedHead(NamedTuple):
     height: int
 
 
-def encoded_head(read: Callable[[int], Buffer], length: int, where: str) -> EncodedHead:
+def encoded_head(read: Callable[[int], Buffer], length: int) -> EncodedHead:
     """Read the head of an encoded picture; ``read`` gives its first bytes.
 
-    Raises SourceError, naming ``where``, for another format than JPEG or PNG.
+    Raises ImageError for what is no JPEG or PNG that can be read.
     """
-    text = ""
     for most in (896, 4 << 10, 64 << 10, 1 << 20):
         head = read(min(most, length))
         try:
             info = probe(head)
-        except ImageError as error:
-            text = error.message
-            if most >= length:
-                break
+        except ImageError:
+            if most >= min(length, 1 << 20):
+                raise
         else:
             extension = "png" if info.format == "png" else "jpg"
             return EncodedHead(bytes(head[: info.scan_at]), extension, info.width, info.height)
-    raise SourceError(f"{where} is not a JPEG or PNG that can be read: {text}")
+    raise AssertionError("the last part is the whole picture or the longest")
+
+
+def check_no_depth(topic: str, form: str, head: Buffer) -> None:
+    """Raise SourceError for a picture that is compressed depth, by its format or its bytes."""
+    has_png = bytes(head[_DEPTH_HEAD_BYTES:][: len(_PNG)]) == _PNG
+    if has_png or any(name in form for name in ("compressedDepth", "16UC1", "32FC1")):
+        raise SourceError(
+            f"topic '{topic}' has compressed depth ('{form}'), which is no image of a camera: name the topics of "
+            "cameras without it, by the option cameras={CHANNEL: TOPIC, ...}; depth is written as a layer of the "
+            "dataset (docs/layers.md)"
+        )
 
 
 def check_encoding(encoding: str, where: str, *, has_levels: bool) -> None:
@@ -82,8 +94,25 @@ def check_encoding(encoding: str, where: str, *, has_levels: bool) -> None:
         )
     if encoding not in ENCODINGS:
         raise SourceError(
-            f"{where} has the encoding '{encoding}'; raw pictures are read of {', '.join(ENCODINGS)}"
+            f"{where} has the encoding '{encoding}'; raw pictures are read of {', '.join(ENCODINGS)}; the option "
+            "cameras={CHANNEL: TOPIC, ...} leaves a topic out, as of depth"
         )
+
+
+def raw_fault(picture: Picture) -> str:
+    """Return why the pixels of a raw picture are not as many as it states; "" where they are."""
+    encoding = _DEEP.get(picture.encoding, picture.encoding)
+    _, channels = _PLAIN.get(encoding, ("RGB", 0))
+    _, in_channels = _CONVERTED.get(encoding, (0, channels))
+    row_bytes = picture.width * in_channels * (1 + (encoding != picture.encoding))
+    if not picture.width or not picture.height:
+        return f"a picture of {picture.width}x{picture.height} pixels"
+    if picture.step >= row_bytes and picture.length >= picture.step * picture.height:
+        return ""
+    return (
+        f"{picture.width}x{picture.height} pixels of {picture.encoding} in rows of {picture.step} bytes do not fit "
+        f"into {picture.length} bytes"
+    )
 
 
 def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int] = FULL) -> bytes:
@@ -97,11 +126,8 @@ def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int]
     code, in_channels = _CONVERTED.get(encoding, (0, channels))
     row_bytes = width * in_channels * (1 + (encoding != picture.encoding))
     pixels = memoryview(data)[picture.offset : picture.offset + picture.length]
-    if step < row_bytes or len(pixels) < step * height:
-        raise SourceError(
-            f"{where}: {width}x{height} pixels of {picture.encoding} in rows of {step} bytes do not fit into "
-            f"{len(pixels)} bytes"
-        )
+    if fault := raw_fault(picture):
+        raise SourceError(f"{where}: {fault}")
     rows = np.frombuffer(pixels, np.uint8, step * height).reshape(height, step)[:, :row_bytes]
     if encoding != picture.encoding:
         black, white = levels

@@ -46,7 +46,8 @@ CLOUDS: Final = frozenset({"sensor_msgs/PointCloud2", "foxglove.PointCloud"})
 class Picture(msgspec.Struct, frozen=True, gc=False):
     """The head of a picture: its bytes are ``length`` from ``offset`` on in the message.
 
-    ``encoding``, ``width``, ``height`` and ``step`` are of a raw one: "", 0, 0 and 0 of others;
+    ``width``, ``height`` and ``step`` are of a raw one: 0 of others. ``encoding`` is that of a raw one, or
+    the format as the message states it;
     ``big_endian`` are its pixels of 16 bits.
     """
 

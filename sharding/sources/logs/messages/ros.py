@@ -95,10 +95,11 @@ class Ros:
             return Picture(
                 stamp_ns, frame_id, cdr.at, length, encoding, width, height, step, big_endian
             )
+        form = b""
         if self._topic.type == "sensor_msgs/CompressedImage":
-            cdr.chars()  # the format: free text that is often wrong
+            form = bytes(cdr.chars()).rstrip(b"\0")  # free text that is often wrong
         length = cdr.u32()
-        return Picture(stamp_ns, frame_id, cdr.at, length)
+        return Picture(stamp_ns, frame_id, cdr.at, length, str(form, "utf-8", "replace"))
 
     def video_format(self, data: Buffer) -> str:
         """Read the codec of a video."""

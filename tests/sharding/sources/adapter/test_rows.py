@@ -94,11 +94,47 @@ def test_a_size_that_is_half_stated_is_read_from_the_head(root, monkeypatch):
 def test_no_more_than_twenty_faults_of_one_table_are_listed(tmp_path):
     write_neutral(make_world(1, 30), tmp_path)
     for file in tmp_path.glob("drive-0/cam_left/*.jpg"):
-        file.unlink()
+        file.write_bytes(b"")
     with pytest.raises(SourceError, match=r"30 faults") as caught:
         scan(tmp_path)
     assert str(caught.value).count("drive-0/cam_left") == 20
-    assert "and 10 more of cam_left" in str(caught.value)
+    assert "and 10 more of images" in str(caught.value)
+
+
+def test_sweeps_without_a_pose_are_one_finding_with_the_remedy(tmp_path, monkeypatch):
+    write_neutral(make_world(2, 30), tmp_path)
+    frames, poses = Neutral.frames, Neutral.poses
+
+    def posed(one, trajectory):
+        (pose,) = trajectory.at(np.array([one.timestamp_ns]))
+        return msgspec.structs.replace(one, ego2global=pose)
+
+    def with_poses_but_of_sweeps(self, clip):
+        trajectory = poses(self, clip)
+        for frame in frames(self, clip):
+            images = {name: posed(image, trajectory) for name, image in frame.images.items()}
+            yield msgspec.structs.replace(posed(frame, trajectory), images=images)
+
+    monkeypatch.setattr(Neutral, "frames", with_poses_but_of_sweeps)
+    monkeypatch.setattr(Neutral, "poses", lambda self, clip: None)
+    with pytest.raises(SourceError) as caught:
+        scan(tmp_path)
+    text = str(caught.value)
+    assert text.count("has a sweep of lidar_top without an ego pose") == 1
+    assert "and so 59 more times; the pose of each sweep" in text
+
+
+def test_missing_images_of_a_camera_are_one_finding(tmp_path):
+    write_neutral(make_world(1, 30), tmp_path)
+    for file in tmp_path.glob("drive-0/cam_left/*.jpg"):
+        file.unlink()
+    (tmp_path / "drive-0/cam_back/3.jpg").unlink()
+    with pytest.raises(SourceError, match="2 faults") as caught:
+        scan(tmp_path)
+    text = str(caught.value)
+    assert text.count("missing_camera=mask") == 2
+    assert "cam_left/0.jpg' (no file), and so 29 more times; the option" in text
+    assert "cam_back/3.jpg' (no file); the option" in text
 
 
 @pytest.mark.parametrize(
@@ -148,7 +184,7 @@ def test_bad_input_is_named(root, edit, match):
 @pytest.mark.parametrize(
     ("name", "data", "match"),
     [
-        ("cam_left/1.jpg", b"", r"frame 1, cam_left: image '.*1.jpg' is empty"),
+        ("cam_left/1.jpg", b"", r"image '.*1.jpg': image is empty"),
         (
             "cam_left/1.jpg",
             b"\xff\xd8\xff\xdb\0\x43",

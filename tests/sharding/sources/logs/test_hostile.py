@@ -145,13 +145,16 @@ DATABASES = {
         "DROP TABLE topics; CREATE VIRTUAL TABLE topics USING fts5(id, name, type, serialization_format)",
         "'topics' is not a table",
     ),
-    "a type that is bytes": ("UPDATE topics SET type = x'ff00'", "Expected `str`, got `bytes`"),
+    "a type that is bytes": ("UPDATE topics SET type = x'ff00'", "it must be text, not bytes"),
     "a definition that is bytes": (
         "UPDATE message_definitions SET encoded_message_definition = x'ff'",
-        "Expected `str`, got `bytes`",
+        "it must be text, not bytes",
     ),
-    "a time that is text": ("UPDATE messages SET timestamp = 'noon'", "Expected `int`, got `str`"),
-    "a time that is 1e300": ("UPDATE messages SET timestamp = 1e300", "Expected `int`"),
+    "a time that is text": (
+        "UPDATE messages SET timestamp = 'noon'",
+        "it must be a whole number, not text",
+    ),
+    "a time that is 1e300": ("UPDATE messages SET timestamp = 1e300", "it must be a whole number"),
     "text that is not UTF-8": (
         "UPDATE topics SET name = CAST(x'ff' AS TEXT)",
         "Could not decode to UTF-8",

@@ -106,6 +106,7 @@ class TestRosbag1Video(TestRosbag1):
     """A type that is none of ROS's own: its text is in the bag."""
 
     options: ClassVar = {"cameras": {name: f"/{name}/video" for name in CAMERAS}}
+    damaged = "refused"
     compare: ClassVar = {"labelled": False, "same_bytes": False}
 
     def write(self, world, root):
@@ -119,6 +120,7 @@ class TestVideo(TestUncompressed):
 
     reads_heads = False
     options: ClassVar = {"cameras": {name: f"/{name}/video" for name in CAMERAS}}
+    damaged = "refused"
     compare: ClassVar = {"labelled": False, "same_bytes": False}
 
     def write(self, world, root):

@@ -87,6 +87,18 @@ HOSTILE = {
     "an attribute of a name": (build(DTYPE, b"N}X\x04\x00\x00\x00makeK\x01s\x86"), "attribute"),
     "attributes of a list": (build(b"]", b"}X\x01\x00\x00\x00aK\x01s"), "attribute"),
     "an array of objects": (pickle.dumps(np.array([{}, None])), r"dtype 'O8'"),
+    "a text beyond the last character": (
+        pickle.dumps(np.array([0x110000], "<u4").view("<U1")),
+        "code point 0x110000, which is no character",
+    ),
+    "a text of half a character": (
+        pickle.dumps(np.array([65, 0xD800], "<u4").view("<U2")),
+        "code point 0xd800",
+    ),
+    "such a text in the other order": (
+        pickle.dumps(np.array([0x110000], ">u4").view(">U1")),
+        "code point 0x110000",
+    ),
     "records": (pickle.dumps(np.zeros(2, "i4,f8")), "dtype 'V12'"),
     "another class": (pickle.dumps(io.BytesIO()), r"'_io\.BytesIO'"),
     "a set of a class": (b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.", r"'builtins\.eval'"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+import fuelrail as fr
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.shared import arrow
 from support.manifest_edits import edit, put, scan, without
 from support.manifest_world import write_wide
@@ -349,3 +353,20 @@ def test_a_table_of_another_form_is_named(wide):
         SourceError, match=r"frames.json' must end with .parquet, .jsonl, .csv \(JSON lines"
     ):
         scan(wide / "frames.json")
+
+
+def test_more_attributes_than_a_dataset_takes_are_refused_by_the_scan(tmp_path):
+    write_wide(make_world(1, 2, lidars=()), tmp_path, "jsonl")
+    path = tmp_path / "frames.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    spec = SourceSpec("manifest", str(tmp_path), {})
+    own = len(make_source(spec).attribute_types)
+    for number, is_allowed in ((4096 - 5 - own, True), (4096 - 4 - own, False)):
+        columns = {f"a{column}": 1 for column in range(number)}
+        path.write_text("".join(json.dumps({**row, **columns}) + "\n" for row in rows))
+        if is_allowed:
+            fr.shard(f"manifest:{tmp_path}", tmp_path / "out", workers=1)
+            assert not fr.verify(tmp_path / "out").faults
+        else:
+            with pytest.raises(SourceError, match=r"has 4,092 attributes, .* takes 4,091"):
+                scan_source(spec)

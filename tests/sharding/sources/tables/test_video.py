@@ -47,6 +47,7 @@ class TestWide(SourceSuite):
         "lidar_columns": ["x", "y", "z", "intensity", "ring"],
     }
     compare: ClassVar = {"same_bytes": False}
+    damaged = "refused"
 
     def write(self, world, root):
         write_wide(world, root, "jsonl")
