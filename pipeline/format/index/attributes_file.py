@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from pyarrow import parquet as pq
 
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError
+from fuelrail.pipeline.limits import ATTRIBUTES
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.text import shown
 
@@ -30,7 +31,6 @@ MAX_TEXT_BYTES: Final = 4 << 10
 
 _MAX_FILE_BYTES: Final = 16 << 30
 _MAX_COLUMNS: Final = 4096
-_MAX_GROUP_BYTES: Final = 256 << 20
 _ROWS_AT_ONCE: Final = 1 << 12
 
 
@@ -150,10 +150,8 @@ class AttributesFile:
             num_bytes = max(
                 group.total_byte_size, sum(column.total_uncompressed_size for column in columns)
             )
-            if num_bytes > _MAX_GROUP_BYTES:
-                raise IndexFileError(
-                    f"'{self._path}': row group {number} has {num_bytes} bytes, at most {_MAX_GROUP_BYTES} are read"
-                )
+            if (text := ATTRIBUTES.broken(num_bytes)) is not None:
+                raise IndexFileError(f"'{self._path}': row group {number} {text}")
 
 
 def _chunks(
