@@ -35,15 +35,16 @@ MEMBER: Final = Limit("a member of a sample", 128 * _MIB)
 SAMPLE: Final = Limit("a sample: its span, and what its compressed members decode to", 512 * _MIB)
 LOGITS: Final = Limit("the arrays of one channel of logits in a sample", 128 * _MIB)
 ATTRIBUTES: Final = Limit("a group of rows of `attributes.parquet`", 256 * _MIB)
-UNTYPED: Final = Limit("a text of JSON or YAML: settings, recipes, a channel of texts", 16 * _MIB)
+UNTYPED: Final = Limit(
+    "a text of JSON or YAML: settings, states, setups of a ledger, a channel of texts", 16 * _MIB
+)
 YAML_VALUES: Final = Limit("a text of YAML, aliases counted each time", _MIB, "values")
 YAML_DEPTH: Final = Limit("a text of YAML, aliases followed", 64, "levels")
-NAMES: Final = Limit("a file of keys, weights or costs, which an order names", 256 * _MIB)
+NAMES: Final = Limit("a file of keys or weights, which an order names", 512 * _MIB)
 LEDGER: Final = Limit("a ledger", 256 * _MIB)
-CHECKPOINT: Final = Limit("the manifest of a checkpoint, or a file of loaders' states", 64 * _MIB)
 
 LIMITS: Final = (
     *(MEMBER, SAMPLE, LOGITS, ATTRIBUTES, UNTYPED),
-    *(YAML_VALUES, YAML_DEPTH, NAMES, LEDGER, CHECKPOINT),
+    *(YAML_VALUES, YAML_DEPTH, NAMES, LEDGER),
 )
 """All of them, in the order of the table."""
