@@ -172,9 +172,9 @@ def test_what_is_no_regular_file_is_not_stated_and_not_waited_for(ledger, tmp_pa
     assert len(fr.attest(ledger, checkpoint, (0, 4))["subject"]) == 2
     os.mkfifo(tmp_path / "fifo")
     for place in (tmp_path / "fifo", "/dev/zero", tmp_path / "gone"):
-        with pytest.raises(ConfigError, match="not a regular file|No such file"):
+        with pytest.raises(ConfigError, match=r"not a regular file|No such file"):
             fr.attest(ledger, place, (0, 4))
-        with pytest.raises(ConfigError, match="not a regular file|No such file"):
+        with pytest.raises(ConfigError, match=r"not a regular file|No such file"):
             fr.attest(ledger, checkpoint, (0, 4), key=place)
     os.mkfifo(checkpoint / "fifo")
     with pytest.raises(ConfigError, match="is not a regular file"):
