@@ -77,12 +77,13 @@ def expanded_bytes(array: pa.Array) -> int:
     if not pa.types.is_dictionary(array.type) or not is_text(array.type.value_type):
         return int(array.nbytes)
     lengths = pc.binary_length(array.dictionary).cast(pa.int64())
-    return len(array) * _NUMBER_BYTES + (pc.sum(lengths.take(array.indices)).as_py() or 0)
+    text_bytes: int | None = pc.sum(lengths.take(array.indices)).as_py()
+    return len(array) * _NUMBER_BYTES + (text_bytes or 0)
 
 
 def _encoded_bytes(metadata: pq.FileMetaData, names: Sequence[str]) -> int:
     """Return what columns take before their dictionaries are expanded: a number a row, and what is stored."""
-    num_bytes = metadata.num_rows * _NUMBER_BYTES * len(names)
+    num_bytes: int = metadata.num_rows * _NUMBER_BYTES * len(names)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for column in map(group.column, range(group.num_columns)):
