@@ -158,7 +158,9 @@ class RunHistory:
         others = sorted(
             file for file in path.parent.iterdir() if file.name.startswith(f"{path.name}.rank")
         )
-        num_bytes = self.ledger.size + sum(file.stat().st_size for file in others)
+        # A link that leads nowhere is refused when it is read.
+        sizes = [file.stat().st_size for file in others if file.exists()]
+        num_bytes = self.ledger.size + sum(sizes)
         if (text := LEDGER.broken(num_bytes)) is not None:
             raise ConfigError(f"ledger '{self.path}' with its {len(others)} files of ranks {text}")
         records = list(self.ledger.records)

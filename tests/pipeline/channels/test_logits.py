@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuelrail.pipeline.channels import selection
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.channels.selection import broken_table
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import SchemaError
-from fuelrail.pipeline.limits import LOGITS
+from fuelrail.pipeline.limits import LOGITS, LOGITS_OF_SAMPLE
 
 
 def channel(
@@ -296,6 +297,20 @@ def test_the_limit_is_of_the_arrays_and_not_of_what_is_stored() -> None:
     # A sample without a value gets as many zeros, where the table says the length.
     (text,) = broken_table([channel("logits_topk", 4, 10, most + 1)])
     assert text and f"at most {LOGITS.most} are read" in text
+
+
+def test_all_logits_of_a_sample_are_limited_together(monkeypatch) -> None:
+    most = 3 * (2 * 37)
+    monkeypatch.setattr(selection, "LOGITS_OF_SAMPLE", LOGITS_OF_SAMPLE._replace(most=most))
+    table = [channel("logits_topk", 4, 10, name=f"c{n}", field=f"c{n}.lgt") for n in range(4)]
+    member = np.array([2, 0], "<u4").tobytes() + bytes(1)
+    members = {entry.field: member for entry in table}
+    assert len(selection.decode_values(members, table[:3], "k")) == 3
+    assert not list(selection.check_members(members, table[:3], {}))
+    with pytest.raises(SchemaError, match=f"'c3' what the sample has of logits .* {most} are read"):
+        selection.decode_values(members, table, "k")
+    ((field, text),) = selection.check_members(members, table, {})
+    assert field == "c3.lgt" and f"at most {most} are read" in text
 
 
 def test_a_head_that_promises_more_than_memory_is_refused() -> None:

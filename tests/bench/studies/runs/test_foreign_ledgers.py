@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pyarrow as pa
@@ -17,7 +18,7 @@ from fuelrail import OrderSpec
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, LedgerError
 from fuelrail.pipeline.format.ledger import LedgerFile, RunSetup, read_ledger
-from fuelrail.pipeline.limits import NAMES, UNTYPED
+from fuelrail.pipeline.limits import LEDGER, NAMES, UNTYPED
 from support.batches import load, unlike
 from support.datasets import build_dataset
 
@@ -185,6 +186,22 @@ def test_what_is_no_regular_file_is_not_stated_and_not_waited_for(ledger, tmp_pa
         with pytest.raises(ConfigError, match="is a link that leads out of"):
             fr.attest(ledger, checkpoint, (0, 4))
         (checkpoint / "loop").unlink()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_files_of_ranks_are_read_as_the_ledger_is(ledger, tmp_path, make):
+    path = rewritten(ledger, tmp_path / "a.ledger")
+    assert fr.run_history(path).num_steps
+    rank = tmp_path / "a.ledger.rank00001"
+    for broken in (make, lambda path: path.symlink_to("nowhere"), Path.mkdir):
+        broken(rank)
+        with pytest.raises(LedgerError, match=r"rank00001' cannot be read"):
+            fr.run_history(path)
+        rank.rmdir() if rank.is_dir() else rank.unlink()
+    with rank.open("wb") as stream:
+        stream.truncate(LEDGER.most)
+    with pytest.raises(ConfigError, match=f"its 1 files of ranks .* {LEDGER.most} are read"):
+        fr.run_history(path)
 
 
 def test_states_of_checkpoints_are_those_of_a_regular_file(ledger, tmp_path):
