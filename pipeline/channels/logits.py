@@ -366,20 +366,21 @@ def _decoded(
     odds = after[:, -1]
     if code.dtype == "uint8":
         steps = after[:, :1]
+        words = f"steps from 0 to {_LARGEST_STEP:g}, and 0 for the likeliest token"
         is_sound = not rows.size or bool(
             (values.min(axis=1) == 0).all() and 0 <= steps.min() <= steps.max() <= _LARGEST_STEP
         )
-        words = f"steps from 0 to {_LARGEST_STEP:g}, and 0 for the likeliest token"
-        logs = values * -steps
     else:
         logs = np.ascontiguousarray(values).view("<f2").astype(np.float32)
-        is_sound = not rows.size or bool((logs.max(axis=1) == 0).all() and logs.min() >= _LEAST_LOG)
         words = f"logarithms from {_LEAST_LOG:g} to 0, and 0 for the likeliest token"
+        is_sound = not rows.size or bool((logs.max(axis=1) == 0).all() and logs.min() >= _LEAST_LOG)
     if not (is_sound and (not rows.size or odds.max() < np.inf)):
         raise SchemaError(
             f"channel '{code.name}' has values that are no probabilities at a position: allowed are {words}, and a "
             "tail below 1, all without NaN"
         )
+    if code.dtype == "uint8":
+        logs = values * -steps
     weights: NDArray[np.float32] = np.exp(logs)
     weights *= (np.exp(-np.logaddexp(0, odds)) / weights.sum(axis=1))[:, None]
     return weights, np.exp(-np.logaddexp(0, -odds))
