@@ -37,7 +37,7 @@ else:
 _MERGE: Final = "tag:yaml.org,2002:merge"
 _TEXT: Final = "tag:yaml.org,2002:str"
 _LONGEST: Final = 1000
-"""Characters of a YAML value that is no text: PyYAML takes the square of them for a number such as 1:1:1."""
+"""Characters of a YAML value that is no text: for 1:1:1 PyYAML takes time in their square."""
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -391,9 +391,10 @@ def _check_yaml(number: int, limit: Limit) -> None:
 def _expanded_nodes(
     node: yaml.Node, sizes: dict[int, tuple[int, int] | None], *, takes_merges: bool
 ) -> tuple[int, int]:
-    """Return the nodes below one, aliases counted each time, and its levels; raise ValueError over the limits.
+    """Return the nodes from one on, aliases counted each time, and its levels.
 
-    ``sizes`` are those of the nodes that were visited; None: of one that is not finished, and so holds itself.
+    ``sizes`` are those of the nodes that were visited; None: of one that is not finished, and so
+    holds itself. Raises ValueError over the limits.
     """
     import yaml
 

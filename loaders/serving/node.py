@@ -4,8 +4,9 @@ The ranks find it by an abstract Unix socket, whose name is made of the user, th
 states it, and the number of this loader among those of its process: all ranks make theirs in the same order. The first
 local rank starts it, in a session of its own; it ends with the last rank. Only processes of the same user are served.
 
-A connection says first which local rank it is, and the process begins when each local rank has one that lives: a job
-that was killed as it began leaves a process whose connections are dead, and the same job, started again, finds it.
+A connection says first which local rank it is, and the process begins when each local rank has one
+that lives: a job that was killed as it began leaves a process whose connections are dead, and the
+same job, started again, finds it.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def connect_node() -> Callable[[], tuple[None, Connection]]:
 
 
 def _connect(names: Sequence[str]) -> Connection | None:
-    """Connect to the process at the first of these names at which one of this user listens; None: none does.
+    """Connect to this user's process at the first of these names that has one; None: none has.
 
     Any user may take a name, as the kernel shows them to all.
     """
@@ -131,7 +132,7 @@ def _start(names: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _peer(channel: socket.socket) -> tuple[int, int]:
-    """Return the process at the other end of a connection, when it connected or listened, and its user."""
+    """Return the process at the other end, as of when it connected or listened, and its user."""
     size = struct.calcsize("3i")
     process, user, _ = struct.unpack(
         "3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
@@ -140,7 +141,7 @@ def _peer(channel: socket.socket) -> tuple[int, int]:
 
 
 def _start_time(process: int) -> str | None:
-    """Return when a process started, in ticks since the machine did; None where it is gone, or not to be seen."""
+    """Return when a process started, in ticks since the machine did; None where it is gone."""
     try:
         facts = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -182,7 +183,7 @@ class _Host:
         self.threads: list[threading.Thread] = []
 
     def admit(self, connection: Connection, process: int) -> None:
-        """Read a rank's number and setup, and make it a client of its data-parallel rank's server."""
+        """Read a rank's number and setup, and make it a client of its rank's server."""
         try:
             local_rank = int(connection.recv_bytes(_RANK_BYTES))
             content = connection.recv_bytes()
@@ -213,7 +214,7 @@ class _Host:
             return not any(rank.is_alive() for rank in self._ranks.values())
 
     def _forget(self, numbers: Collection[int]) -> None:
-        """Forget local ranks before the servers begin, and servers that are left without a client."""
+        """Forget local ranks before the servers begin, and servers that have no client then."""
         if self.has_begun.is_set():
             return
         for number in numbers:
@@ -264,7 +265,7 @@ def _plain(setup: Setup) -> tuple[object, object]:
 
 
 def main(num_ranks: int, names: Sequence[str]) -> None:
-    """Serve this number of ranks at the first of these names that is free, until the last of them is gone."""
+    """Serve this number of ranks at the first name that is free, until the last of them is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     started_s = time.monotonic()
     with _listen(names) as listening:
@@ -289,7 +290,10 @@ def main(num_ranks: int, names: Sequence[str]) -> None:
 
 
 def _listen(names: Sequence[str]) -> socket.socket:
-    """Return a socket that listens at the first of these names that is free; end where this user has such a process."""
+    """Return a socket that listens at the first name that is free.
+
+    Ends the process where this user has such a process already.
+    """
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     for name in names:
         try:
@@ -302,8 +306,8 @@ def _listen(names: Sequence[str]) -> socket.socket:
         listening.settimeout(1.0)
         return listening
     raise SystemExit(
-        f"where='node': other users have taken all {len(names)} names of this job's socket, such as '@{names[0]}': "
-        "start the job with another MASTER_PORT"
+        f"where='node': other users have taken all {len(names)} names of this job's socket, such "
+        f"as '@{names[0]}': start the job with another MASTER_PORT"
     )
 
 

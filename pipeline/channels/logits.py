@@ -115,7 +115,10 @@ def broken(channel: Channel) -> Iterator[str]:
 
 
 def decoded_bytes(positions: int, k: int) -> int:
-    """Return the bytes of the arrays of a `Logits`: tokens and weights of k tokens, tail and mark of each position."""
+    """Return the bytes of the arrays of a `Logits`.
+
+    A position has k tokens and weights, a tail and a mark.
+    """
     return positions * (k * 8 + 5)
 
 
@@ -376,8 +379,8 @@ def _decoded(
         is_sound = not rows.size or bool((logs.max(axis=1) == 0).all() and logs.min() >= _LEAST_LOG)
     if not (is_sound and (not rows.size or odds.max() < np.inf)):
         raise SchemaError(
-            f"channel '{code.name}' has values that are no probabilities at a position: allowed are {words}, and a "
-            "tail below 1, all without NaN"
+            f"channel '{code.name}' has values that are no probabilities at a position: allowed are "
+            f"{words}, and a tail below 1, all without NaN"
         )
     if code.dtype == "uint8":
         logs = values * -steps

@@ -143,7 +143,7 @@ def check_members(
 
 
 def _with_logits(value: Logits, num_bytes: int, channel: Channel) -> int:
-    """Return the bytes of a sample's logits with those of one more channel; few of them may be stored.
+    """Return the bytes of a sample's logits with those of one more channel.
 
     Raises SchemaError where they are over the limit.
     """

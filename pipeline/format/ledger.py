@@ -134,8 +134,8 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
                 digest = _digest(digest, body)
                 if line[: _DIGEST_CHARS + 1] != digest.encode() + b" ":
                     wrong = (
-                        "does not have the digest that follows from it and the record before it: one of them was "
-                        "changed"
+                        "does not have the digest that follows from it and the record before it: "
+                        "one of them was changed"
                     )
                     raise LedgerError(
                         f"ledger '{path}': record {number} {wrong}; take the file from a backup",
@@ -191,8 +191,8 @@ class _Checks:
         elif isinstance(record, PlaceReached) and not self._may_reach(record.place):
             # Every end of an epoch is noted.
             wrong = (
-                f"reaches {record.place}, which is before the place reached last, or more than an epoch "
-                "behind it"
+                f"reaches {record.place}, which is before the place reached last, or more than an "
+                "epoch behind it"
             )
         else:
             self._follows_setup = isinstance(record, RunSetup)
@@ -211,7 +211,7 @@ def _digest(before: str, body: bytes) -> str:
 
 
 class LedgerFile:
-    """A ledger to append to; another process, or another loader, that writes meanwhile is noticed."""
+    """A ledger to append to; another process or loader that writes meanwhile is noticed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read the ledger, or take an empty one where there is no file. Raises LedgerError."""

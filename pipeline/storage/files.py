@@ -77,7 +77,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file that a user named, wherever links lead; raise OSError for what is none, as :func:`open_file`.
+    """Open a regular file that a user named, wherever links lead; raise OSError for what is none.
 
     Nothing is waited for, as the writer of a FIFO would be.
     """

@@ -1,7 +1,7 @@
 """Columns of a ``.parquet`` or ``.csv`` file that a user named, limited by what they decode to.
 
-A dictionary, or runs of one value, in a Parquet file make gigabytes of a few kilobytes. So texts are read as numbers of
-dictionary entries, and their expanded size is computed before they are expanded.
+A dictionary, or runs of one value, in a Parquet file make gigabytes of a few kilobytes. So texts are
+read as numbers of dictionary entries, and their expanded size is computed before they are expanded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fuelrail.pipeline.limits import NAMES
 SUFFIXES: Final = (".parquet", ".csv")
 _NUMBER_BYTES: Final = 8
 _GROWING: Final = "DELTA_BYTE_ARRAY"
-"""An encoding of texts by the length of what they share with the text before: rows of a byte may be of megabytes."""
+"""An encoding by what a text shares with the one before: a row of a byte may be of megabytes."""
 
 
 class TableError(ValueError):
@@ -29,10 +29,10 @@ class TableError(ValueError):
 
 
 def read_named_columns(file: str, names: Sequence[str]) -> pa.Table:
-    """Return some columns of a file whose name ends with one of :data:`SUFFIXES`; read nothing else of it.
+    """Return some columns of a file whose name ends with one of :data:`SUFFIXES`, and nothing else.
 
-    Raises OSError, pyarrow's errors for what is no such file, and TableError for what is no regular file, lacks a
-    column, has lists in one, or is over the limit.
+    Raises OSError, pyarrow's errors for what is no such file, and TableError for what is no regular
+    file, lacks a column, has lists in one, or is over the limit.
     """
     # Before it is opened: to open a FIFO would wait for a writer.
     if not stat.S_ISREG(Path(file).stat().st_mode):
@@ -63,7 +63,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def growing_column(metadata: pq.FileMetaData, names: Sequence[str]) -> str | None:
-    """Return the first of these columns that has an encoding by which a text grows without limit; None: none has."""
+    """Return the first of these columns in whose encoding a text grows without limit, or None."""
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for column in map(group.column, range(group.num_columns)):
@@ -73,7 +73,7 @@ def growing_column(metadata: pq.FileMetaData, names: Sequence[str]) -> str | Non
 
 
 def expanded_bytes(array: pa.Array) -> int:
-    """Return the bytes of an array when the texts of its dictionary, if it has one, are written out."""
+    """Return the bytes of an array when the texts of its dictionary are written out."""
     if not pa.types.is_dictionary(array.type) or not is_text(array.type.value_type):
         return int(array.nbytes)
     lengths = pc.binary_length(array.dictionary).cast(pa.int64())
@@ -82,7 +82,7 @@ def expanded_bytes(array: pa.Array) -> int:
 
 
 def _encoded_bytes(metadata: pq.FileMetaData, names: Sequence[str]) -> int:
-    """Return what columns take before their dictionaries are expanded: a number a row, and what is stored."""
+    """Return what columns take before dictionaries are expanded: a number a row, and what is stored."""
     num_bytes: int = metadata.num_rows * _NUMBER_BYTES * len(names)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)

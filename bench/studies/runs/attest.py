@@ -79,10 +79,10 @@ def attest(
 
 
 def _checkpoint_files(root: Path) -> list[Path]:
-    """Return the files of a checkpoint, in order; raise ConfigError for what a statement cannot name.
+    """Return the files of a checkpoint, in order.
 
-    A link is another name of what it leads to, in the checkpoint's folder; elsewhere it may change behind the
-    statement.
+    A link is another name of what it leads to, in the checkpoint's folder; elsewhere it may change
+    behind the statement. Raises ConfigError for such links, and for what is no regular file.
     """
     if not root.is_dir():
         return [root]
@@ -92,7 +92,8 @@ def _checkpoint_files(root: Path) -> list[Path]:
             path.exists() and path.resolve().is_relative_to(root.resolve())
         ):
             raise ConfigError(
-                f"'{path}' is a link that leads out of the checkpoint's folder, or nowhere; put the file itself there"
+                f"'{path}' is a link that leads out of the checkpoint's folder, or nowhere; put the "
+                "file itself there"
             )
         if path.is_dir():
             continue

@@ -25,7 +25,8 @@ class SeenOptions(PrintOptions, frozen=True, kw_only=True):
     files: Annotated[
         str | None,
         flag(
-            "folder of the files of keys and weights that the run's order names (default: the ledger's)",
+            "folder of the files of keys and weights that the run's order names "
+            "(default: the ledger's)",
             metavar="FOLDER",
         ),
     ] = None

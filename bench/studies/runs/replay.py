@@ -78,8 +78,8 @@ def replay(
         loader: takes the state in the place of a new loader; of a sampler's run its `fuelrail.order` sampler.
         without: keys and clips, or a file of them: the batch is that of a run which never had them, and may be of a
             step that the run has not come to.
-        files: folder of the files of keys and weights that the run's order names; None: the ledger's. A ledger may come
-            from somebody else, so files elsewhere are not read.
+        files: folder of the files of keys and weights that the run's order names; None: the
+            ledger's. A ledger may come from somebody else, so files elsewhere are not read.
 
     Raises ConfigError for a step or rank that the run does not have and for functions that are missing,
     StateMismatchError for another dataset or other settings, LedgerError for a ledger that is not whole.
@@ -158,7 +158,8 @@ def make_loader(
 ) -> DataLoader:
     """Make a loader equal to that of a part of a run, for one rank or for all. Raises ConfigError.
 
-    ``files`` is the only folder whose files of keys and weights are read where the ledger names some.
+    ``files`` is the only folder whose files of keys and weights are read where the ledger names
+    some.
     """
     setup, start = part.stretch.setup, part.stretch.start
     if setup.loader is None:
@@ -171,7 +172,8 @@ def make_loader(
             for name in ("datasets", "functions")
         )
         options: dict[str, Any] = {name: setup.loader[name] for name in RECORDED}
-        # Settings and not dicts of them: in a dict, a text for settings would be the path of a file of them.
+        # Settings and not dicts of them: in a dict, a text in the place of settings would be the
+        # path of a file of them.
         options["transforms"] = msgspec.convert(
             {**options["transforms"], "decoder": setup.decoder}, Transforms
         )
@@ -209,7 +211,7 @@ def make_loader(
 
 
 def _check_files(order: OrderSpec, folder: Path) -> None:
-    """Raise ConfigError where an order of a ledger names a file outside of a folder, or what is no regular file."""
+    """Raise ConfigError where an order names a file outside of a folder, or no regular file."""
     files = [order.subset, *order.without]
     for weightings in (order.weights, *(stage.weights for stage in order.stages)):
         files += [one.file for one in weightings if isinstance(one, FileWeights)]
@@ -221,8 +223,8 @@ def _check_files(order: OrderSpec, folder: Path) -> None:
             path = Path(file).resolve(strict=True)
             if not path.is_relative_to(folder.resolve()):
                 raise ConfigError(
-                    f"{what}, which is not below '{folder}'; to read it, name its folder: --files FOLDER, or "
-                    "files=FOLDER in Python"
+                    f"{what}, which is not below '{folder}'; to read it, name its folder: "
+                    "--files FOLDER, or files=FOLDER in Python"
                 )
             if not path.is_file():
                 raise ConfigError(f"{what}, which is not a regular file")

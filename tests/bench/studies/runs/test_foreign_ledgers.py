@@ -40,7 +40,7 @@ def ledger(dataset, tmp_path_factory):
 
 
 def rewritten(ledger, path, **changes):
-    """A ledger with another setup of the loader, and a right chain of digests; ``changes`` by dotted names."""
+    """A ledger with another setup of the loader and right digests; ``changes`` by dotted names."""
     records = []
     for record in read_ledger(ledger).records:
         if isinstance(record, RunSetup):
@@ -140,7 +140,7 @@ def test_the_folder_of_files_may_be_named_again(dataset, ledger, tmp_path, capsy
 
 
 def peak_bytes(code, *arguments):
-    """Run code in a process of its own; returns what it printed, and its largest resident memory beside the imports."""
+    """Run code in a process of its own; returns what it printed, and the memory that it took."""
     program = (
         "import resource, sys, fuelrail as fr\n"
         "import fuelrail.bench.studies.runs.attest, fuelrail.bench.studies.runs.replay\n"
