@@ -21,17 +21,23 @@ import msgspec
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.limits import UNTYPED, YAML_DEPTH, YAML_VALUES
 from fuelrail.pipeline.text import MAX_VALUE, shown
 
 if TYPE_CHECKING:
     import yaml
+
+    from fuelrail.pipeline.limits import Limit
 
     PathText = str | os.PathLike[str]
 else:
     # A field of settings that holds a path: msgspec converts texts, `resolve_fields` makes them of path objects.
     PathText = str
 
-_MAX_TEXT_BYTES: Final = 16 << 20
+_MERGE: Final = "tag:yaml.org,2002:merge"
+_TEXT: Final = "tag:yaml.org,2002:str"
+_LONGEST: Final = 1000
+"""Characters of a YAML value that is no text: for 1:1:1 PyYAML takes time in their square."""
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -344,13 +350,80 @@ def read_pairs(
 def read_text(file: Path) -> str:
     """Read a small text file that a user named, or a pipe; raise OSError, also for too large a file."""
     with file.open("rb") as stream:
-        data = stream.read(_MAX_TEXT_BYTES + 1)
-    if len(data) > _MAX_TEXT_BYTES:
-        raise OSError(
-            errno.EFBIG,
-            f"it has more than {_MAX_TEXT_BYTES} bytes, which is all that is read of it",
-        )
+        data = stream.read(UNTYPED.most + 1)
+    if (text := UNTYPED.broken(len(data))) is not None:
+        raise OSError(errno.EFBIG, f"it {text}")
     return data.decode("utf-8").replace("\r\n", "\n")
+
+
+def parse_yaml(text: str, *, takes_merges: bool) -> tuple[yaml.Node | None, Any]:
+    """Return the nodes of a YAML text, and its value, within the limits of docs/guarantees.md.
+
+    Entries of merge keys (``<<``) may double with each line: they count each time.
+    Raises ValueError, with a clause, for what is no YAML, for more values or levels, and for merge
+    keys unless the caller ``takes_merges``.
+    """
+    import yaml  # here, so that settings made in Python do without
+
+    kind: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=kind):  # before the nodes, which are made by recursion
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            _check_yaml(depth, YAML_DEPTH)
+        root = yaml.compose(text, Loader=kind)
+        if root is not None:
+            _expanded_nodes(root, {}, takes_merges=takes_merges)
+        # From the text again, for to make values changes nodes with merge keys.
+        return root, yaml.load(text, Loader=kind)
+    except Exception as error:
+        # PyYAML lets out errors of many kinds: for a day 32, an `!!int x`, an `!!bool x`.
+        what = " ".join(str(error).split())
+        raise ValueError(what or type(error).__name__) from error
+
+
+def _check_yaml(number: int, limit: Limit) -> None:
+    if (text := limit.broken(number)) is not None:
+        raise ValueError(f"it {text}")
+
+
+def _expanded_nodes(
+    node: yaml.Node, sizes: dict[int, tuple[int, int] | None], *, takes_merges: bool
+) -> tuple[int, int]:
+    """Return the nodes from one on, aliases counted each time, and its levels.
+
+    ``sizes`` are those of the nodes that were visited; None: of one that is not finished, and so
+    holds itself. Raises ValueError over the limits.
+    """
+    import yaml
+
+    if id(node) in sizes:
+        size = sizes[id(node)]
+        if size is None:
+            raise ValueError(f"line {node.start_mark.line + 1}: an alias is in what it is of")
+        return size
+    sizes[id(node)] = None
+    line = node.start_mark.line + 1
+    number, levels = 1, 0
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag == _MERGE and not takes_merges:
+            raise ValueError(f"line {line}: it has a merge key, <<: write its entries out")
+        if node.tag != _TEXT and len(node.value) > _LONGEST:
+            raise ValueError(f"line {line}: a value of {len(node.value)} characters is no text")
+    else:
+        children = node.value
+        if isinstance(node, yaml.MappingNode):
+            children = itertools.chain.from_iterable(node.value)
+        for child in children:
+            more, deeper = _expanded_nodes(child, sizes, takes_merges=takes_merges)
+            number += more
+            levels = max(levels, deeper)
+        levels += 1
+        _check_yaml(number, YAML_VALUES)
+        _check_yaml(levels, YAML_DEPTH)
+    sizes[id(node)] = number, levels
+    return number, levels
 
 
 def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
@@ -358,8 +431,6 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
 
     Raises ConfigError naming file, line and path in the file.
     """
-    import yaml  # here, so that settings made in Python do without
-
     known = preset_files(to)
     file = known.get(str(path), Path(path))
     try:
@@ -372,13 +443,9 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
     except ValueError as error:  # no UTF-8, or a path with a null character
         raise ConfigError(f"config file '{file}' cannot be read: {error}") from error
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
-        # The last three are what PyYAML lets out for a day 32, an `!!int x` or very deep nesting.
-        raise ConfigError(
-            f"config file '{file}' is not YAML: {' '.join(str(error).split())}"
-        ) from error
+        root, value = parse_yaml(text, takes_merges=True)
+    except ValueError as error:
+        raise ConfigError(f"config file '{file}' is not YAML: {error}") from error
     _refuse_duplicates(root, file, set())
     try:
         return msgspec.convert({} if value is None else value, to)

@@ -3,6 +3,10 @@
 The ranks find it by an abstract Unix socket, whose name is made of the user, the job, as the launcher's environment
 states it, and the number of this loader among those of its process: all ranks make theirs in the same order. The first
 local rank starts it, in a session of its own; it ends with the last rank. Only processes of the same user are served.
+
+A connection says first which local rank it is, and the process begins when each local rank has one
+that lives: a job that was killed as it began leaves a process whose connections are dead, and the
+same job, started again, finds it.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import hashlib
 import itertools
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -19,8 +24,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -38,6 +44,12 @@ _JOB: Final = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 _numbers: Final = itertools.count()
+_NAMES: Final = 8
+"""Names that are tried, where other users have taken the first ones."""
+_CONNECT_S: Final = 1.0
+_BACKLOG: Final = 128
+_RANK_BYTES: Final = 20
+"""The longest number of a local rank, as text."""
 
 
 def connect_node() -> Callable[[], tuple[None, Connection]]:
@@ -52,40 +64,63 @@ def connect_node() -> Callable[[], tuple[None, Connection]]:
         )
     job = [os.environ.get(name, "") for name in _JOB]
     digest = hashlib.sha256("\n".join([*job, str(next(_numbers))]).encode()).hexdigest()
-    name = f"fuelrail-{os.getuid()}-{digest[:32]}"
-    is_first = os.environ["LOCAL_RANK"] == "0"
+    stem = f"fuelrail-{os.getuid()}-{digest[:32]}"
+    names = [stem, *(f"{stem}-{number}" for number in range(1, _NAMES))]
+    local_rank = os.environ["LOCAL_RANK"]
 
     def connect() -> tuple[None, Connection]:
         started: subprocess.Popen[bytes] | None = None
         until_s = time.monotonic() + _START_S
         while True:
-            channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                channel.connect(f"\0{name}")
-            except OSError as error:
-                channel.close()
-                if started is not None and started.poll() is not None:
-                    raise ChildProcessError(
-                        f"the process that makes this host's batches ended with exit code {started.returncode}; the "
-                        "lines above say why"
-                    ) from error
-                if time.monotonic() > until_s:
-                    raise ChildProcessError(
-                        f"no process makes this host's batches after {_START_S:g} s: the rank with LOCAL_RANK=0 starts "
-                        "it when it iterates a loader with where='node', which all ranks of a host must do"
-                    ) from error
-                if is_first and started is None:
-                    started = _start(name)
-                time.sleep(0.05)
-                continue
-            _check_peer(channel)
-            return None, Connection(channel.detach())
+            connection = _connect(names)
+            if connection is not None:
+                with contextlib.suppress(OSError):  # it begins with other ranks, and takes no more
+                    connection.send_bytes(local_rank.encode())
+                    return None, connection
+                connection.close()
+            elif started is not None and started.poll() == 0:  # there was one already
+                started = None
+            elif started is not None and started.poll() is not None:
+                raise ChildProcessError(
+                    f"the process that makes this host's batches ended with exit code {started.returncode}; the "
+                    "lines above say why"
+                )
+            if time.monotonic() > until_s:
+                raise ChildProcessError(
+                    f"no process makes this host's batches after {_START_S:g} s: the rank with LOCAL_RANK=0 starts "
+                    "it when it iterates a loader with where='node', which all ranks of a host must do"
+                )
+            if local_rank == "0" and started is None:
+                started = _start(names)
+            time.sleep(0.05)
 
     return connect
 
 
-def _start(name: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", __name__, name, str(ranks_on_host())]
+def _connect(names: Sequence[str]) -> Connection | None:
+    """Connect to this user's process at the first of these names that has one; None: none has.
+
+    Any user may take a name, as the kernel shows them to all.
+    """
+    for name in names:
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Another user's socket that accepts nothing would make the caller wait for ever.
+        channel.settimeout(_CONNECT_S)
+        try:
+            channel.connect(f"\0{name}")
+            _, user = _peer(channel)
+        except OSError:
+            channel.close()
+            continue
+        if user == os.getuid():
+            channel.setblocking(True)
+            return Connection(channel.detach())
+        channel.close()
+    return None
+
+
+def _start(names: Sequence[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __name__, str(ranks_on_host()), *names]
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
@@ -96,38 +131,77 @@ def _start(name: str) -> subprocess.Popen[bytes]:
     )
 
 
-def _check_peer(channel: socket.socket) -> None:
-    _, user, _ = struct.unpack(
-        "3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+def _peer(channel: socket.socket) -> tuple[int, int]:
+    """Return the process at the other end, as of when it connected or listened, and its user."""
+    size = struct.calcsize("3i")
+    process, user, _ = struct.unpack(
+        "3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     )
-    if user != os.getuid():
-        channel.close()
-        raise PermissionError(
-            f"the other end of this host's batches belongs to user {user}, not to {os.getuid()}"
-        )
+    return process, user
+
+
+def _start_time(process: int) -> str | None:
+    """Return when a process started, in ticks since the machine did; None where it is gone."""
+    try:
+        facts = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return facts.rpartition(")")[2].split()[19]
+
+
+class _Rank:
+    """A local rank's connection, as a client of the server of its data-parallel rank."""
+
+    def __init__(self, connection: Connection, process: int, server: RankServer) -> None:
+        self._connection, self._process = connection, process
+        self._started = _start_time(process)
+        self.server, self.client = server, server.join(connection)
+
+    def is_alive(self) -> bool:
+        """Return whether the other end is open, and its process the one that has opened it.
+
+        A child of a rank that was killed may hold the other end open.
+        """
+        if not self.client.is_connected:
+            return False
+        if self._started is not None and _start_time(self._process) != self._started:
+            return False
+        watcher = select.poll()
+        watcher.register(self._connection.fileno(), select.POLLRDHUP)
+        return not watcher.poll(0)
 
 
 class _Host:
     """The servers of a host's data-parallel ranks; they begin when all ranks are here."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, listening: socket.socket) -> None:
+        self._num_ranks, self._listening = num_ranks, listening
         self._servers: dict[int, tuple[Setup, RankServer]] = {}
+        self._ranks: dict[int, _Rank] = {}
         self._lock = threading.Lock()
-        self._count = 0
         self.has_begun = threading.Event()
         self.threads: list[threading.Thread] = []
 
-    def admit(self, connection: Connection) -> None:
-        """Read a rank's setup, and make it a client of its data-parallel rank's server."""
+    def admit(self, connection: Connection, process: int) -> None:
+        """Read a rank's number and setup, and make it a client of its rank's server."""
         try:
+            local_rank = int(connection.recv_bytes(_RANK_BYTES))
             content = connection.recv_bytes()
+        except (EOFError, OSError, ValueError):  # no rank of ours
+            connection.close()
+            return
+        try:
             with self._lock:
+                self._forget(
+                    {local_rank, *(n for n, one in self._ranks.items() if not one.is_alive())}
+                )
+                if self.has_begun.is_set() or not 0 <= local_rank < self._num_ranks:
+                    connection.close()
+                    return
                 server = self._server(content)
                 connection.send(None)
-                server.join(connection)
-                self._count += 1
-                if self._count == self._num_ranks:
+                self._ranks[local_rank] = _Rank(connection, process, server)
+                if len(self._ranks) == self._num_ranks:
                     self._begin()
         except (EOFError, OSError):
             connection.close()
@@ -135,8 +209,21 @@ class _Host:
             connection.send(pickled_error(error))
 
     def is_deserted(self) -> bool:
-        """Return whether no rank is connected."""
-        return not any(server.is_wanted() for _, server in list(self._servers.values()))
+        """Return whether no rank that lives is connected."""
+        with self._lock:
+            return not any(rank.is_alive() for rank in self._ranks.values())
+
+    def _forget(self, numbers: Collection[int]) -> None:
+        """Forget local ranks before the servers begin, and servers that have no client then."""
+        if self.has_begun.is_set():
+            return
+        for number in numbers:
+            if (rank := self._ranks.pop(number, None)) is not None:
+                rank.server.leave(rank.client)
+        for number, (_, server) in list(self._servers.items()):
+            if not server.clients:
+                del self._servers[number]
+                server.close()
 
     def _server(self, content: bytes) -> RankServer:
         try:
@@ -166,6 +253,8 @@ class _Host:
             thread.start()
             self.threads.append(thread)
         self.has_begun.set()
+        # From now on a connection is refused, so that its rank starts another process.
+        self._listening.shutdown(socket.SHUT_RDWR)
 
 
 def _plain(setup: Setup) -> tuple[object, object]:
@@ -175,32 +264,52 @@ def _plain(setup: Setup) -> tuple[object, object]:
     return msgspec.structs.replace(arguments, **functions), datasets
 
 
-def main(name: str, num_ranks: int) -> None:
-    """Serve this number of ranks, until the last of them is gone."""
+def main(num_ranks: int, names: Sequence[str]) -> None:
+    """Serve this number of ranks at the first name that is free, until the last of them is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    host = _Host(num_ranks)
     started_s = time.monotonic()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
-        listening.bind(f"\0{name}")
-        listening.listen(num_ranks)
-        listening.settimeout(1.0)
-        accepted = 0
-        while accepted < num_ranks:
-            if host.is_deserted() and time.monotonic() > started_s + _START_S:
+    with _listen(names) as listening:
+        host = _Host(num_ranks, listening)
+        while not host.has_begun.is_set():
+            if time.monotonic() > started_s + _START_S and host.is_deserted():
                 os._exit(1)
-            with contextlib.suppress(PermissionError, TimeoutError):
+            try:
                 channel, _address = listening.accept()
-                _check_peer(channel)
-                channel.setblocking(True)
-                threading.Thread(
-                    target=host.admit, args=(Connection(channel.detach()),), daemon=True
-                ).start()
-                accepted += 1
-    host.has_begun.wait(_START_S)
+            except OSError:  # nobody has come for some time, or the ranks are all here
+                continue
+            process, user = _peer(channel)
+            if user != os.getuid():
+                channel.close()
+                continue
+            channel.setblocking(True)
+            connection = Connection(channel.detach())
+            threading.Thread(target=host.admit, args=(connection, process), daemon=True).start()
     for thread in host.threads:
         thread.join()
     os._exit(0)
 
 
+def _listen(names: Sequence[str]) -> socket.socket:
+    """Return a socket that listens at the first name that is free.
+
+    Ends the process where this user has such a process already.
+    """
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    for name in names:
+        try:
+            listening.bind(f"\0{name}")
+        except OSError:
+            if _connect([name]) is not None:
+                os._exit(0)
+            continue
+        listening.listen(_BACKLOG)
+        listening.settimeout(1.0)
+        return listening
+    raise SystemExit(
+        f"where='node': other users have taken all {len(names)} names of this job's socket, such "
+        f"as '@{names[0]}': start the job with another MASTER_PORT"
+    )
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -175,17 +175,23 @@ class RankServer:
         self._done = 0
         """The last iteration that was ended."""
 
-    def join(self, connection: Any) -> None:
-        """Make a connection a client."""
+    def join(self, connection: Any) -> Client:
+        """Make a connection a client, and return that."""
         client = Client(connection, self.changed)
         with self.changed:
             self.clients.append(client)
             self._memory.limit_bytes = self._memory_bytes * len(self.clients)
         threading.Thread(target=client.listen, args=(self.tune,), daemon=True).start()
+        return client
 
-    def is_wanted(self) -> bool:
-        """Return whether a client is connected."""
-        return bool(self._connected())
+    def leave(self, client: Client) -> None:
+        """Forget a client, before any batch is made."""
+        with self.changed:
+            self.clients.remove(client)
+
+    def close(self) -> None:
+        """Let go of the loader's files and threads, before any batch is made."""
+        self._loader.close()
 
     def _note(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
         if stage != "wait":  # the trainer's own wait is what counts

@@ -33,6 +33,7 @@ from fuelrail.pipeline.channels import logits
 from fuelrail.pipeline.channels.plugins import Registry
 from fuelrail.pipeline.channels.table import Channel, check_shape, little_endian, not_finite
 from fuelrail.pipeline.errors import ImageError, SchemaError
+from fuelrail.pipeline.limits import UNTYPED
 from fuelrail.pipeline.sample.arrays import Buffer, read_npy, read_tensors, write_npy, write_tensors
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
 
@@ -86,9 +87,9 @@ class Kind:
         broken: what is wrong with an entry of the table that has this kind, as texts; no check of law or names.
         encode: value to a member's raw bytes; raises SchemaError for a value that is not as the table says.
         decode: raw bytes to the value, arrays as read-only views where they can be; raises SchemaError or ImageError
-            for bytes that are not as the table says. NaN and infinities are left to ``check``.
-        check: raises SchemaError or ImageError for raw bytes that may not be stored: all that ``decode`` refuses
-            (of an image by its header alone), and NaN and infinities where the table forbids them.
+            for bytes that may not be stored: dtype, shape, tokens beyond the vocabulary, NaN and infinities where the
+            table forbids them.
+        check: raises what ``decode`` does, of an image by its header alone.
         collate: values of a batch to what the batch holds. None among them is a missing value: in a stack it is filled
             with zeros of the others' shape, in `Packed` it is empty, in a list it is None; the loader's
             ``{name}_valid`` says which. ``shape`` is that of a value, for a batch without any.
@@ -137,11 +138,9 @@ def _encode_array(value: Value, channel: Channel) -> bytes:
 
 
 def _decode_array(data: Buffer, channel: Channel) -> NDArray[np.generic]:
-    return _checked(read_npy(data), channel)
-
-
-def _check_array(data: Buffer, channel: Channel) -> None:
-    _check_values(_decode_array(data, channel), channel)
+    array = _checked(read_npy(data), channel)
+    _check_values(array, channel)
+    return array
 
 
 def _broken_array(channel: Channel) -> Iterator[str]:
@@ -167,18 +166,20 @@ def _broken_tokens(channel: Channel) -> Iterator[str]:
         yield "vocabulary must name the vocabulary and its size, from 1"
 
 
-def _check_tokens(data: Buffer, channel: Channel) -> None:
-    tokens, words = _decode_array(data, channel), channel.vocabulary
+def _decode_tokens(data: Buffer, channel: Channel) -> NDArray[Any]:
+    tokens: NDArray[Any] = _decode_array(data, channel)
+    words = channel.vocabulary
     if words is not None and tokens.size and not (tokens.min() >= 0 and tokens.max() < words.size):
         raise SchemaError(
             f"tokens of channel '{channel.name}' are {int(tokens.min())} to {int(tokens.max())}; vocabulary "
             f"'{words.name}' has 0 to {words.size - 1}"
         )
+    return tokens
 
 
 def _encode_tokens(value: Value, channel: Channel) -> bytes:
     data = _encode_array(value, channel)
-    _check_tokens(data, channel)
+    _decode_tokens(data, channel)
     return data
 
 
@@ -272,12 +273,10 @@ def _encode_ragged(value: Value, channel: Channel) -> bytes:
 
 
 def _decode_ragged(data: Buffer, channel: Channel) -> dict[str, NDArray[np.generic]]:
-    return _ragged(read_tensors(data), channel)
-
-
-def _check_ragged(data: Buffer, channel: Channel) -> None:
-    for array in _decode_ragged(data, channel).values():
+    arrays = _ragged(read_tensors(data), channel)
+    for array in arrays.values():
         _check_values(array, channel)
+    return arrays
 
 
 def _encode_text(value: Value, channel: Channel) -> bytes:
@@ -297,9 +296,12 @@ def _encode_texts(value: Value, channel: Channel) -> bytes:
             f"channel '{channel.name}' is {value!r:.100}; kind 'texts' takes a list of str"
         )
     try:
-        return msgspec.json.encode(value)
+        data = msgspec.json.encode(value)
     except UnicodeEncodeError as error:
         raise SchemaError(f"channel '{channel.name}' cannot be stored as UTF-8: {error}") from error
+    if (text := UNTYPED.broken(len(data))) is not None:
+        raise SchemaError(f"channel '{channel.name}' {text}")
+    return data
 
 
 def _encode_bytes(value: Value, channel: Channel) -> bytes:
@@ -318,6 +320,8 @@ def _decode_text(data: Buffer, channel: Channel) -> str:
 
 
 def _decode_texts(data: Buffer, channel: Channel) -> list[str]:
+    if (text := UNTYPED.broken(len(data))) is not None:
+        raise SchemaError(f"channel '{channel.name}' {text}")
     try:
         return msgspec.json.decode(data, type=list[str])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -420,7 +424,7 @@ KINDS: Final = Registry(
             _broken_points,
             _encode_array,
             _decode_array,
-            _check_array,
+            _decode_array,
             _collate_list,
             _of_rows,
         ),
@@ -429,7 +433,7 @@ KINDS: Final = Registry(
             _broken_array,
             _encode_array,
             _decode_array,
-            _check_array,
+            _decode_array,
             _collate_array,
             _of_values,
         ),
@@ -438,7 +442,7 @@ KINDS: Final = Registry(
             _broken_ragged,
             _encode_ragged,
             _decode_ragged,
-            _check_ragged,
+            _decode_ragged,
             _collate_ragged,
             lambda _: 0,
         ),
@@ -458,8 +462,8 @@ KINDS: Final = Registry(
             ("npy",),
             _broken_tokens,
             _encode_tokens,
-            _decode_array,
-            _check_tokens,
+            _decode_tokens,
+            _decode_tokens,
             _collate_tokens,
             _of_values,
         ),

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.limits import LOGITS
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 TOPK: Final = "logits_topk"
 SAMPLED: Final = "logits_sampled"
 MAX_VOCABULARY: Final = 1 << 24
-MAX_VALUES: Final = 1 << 27
-"""Cap on the tokens of a sample, stored or left out."""
 
 _STORE: Final = re.compile(r"(topk|sampled):([1-9][0-9]{0,5})")
 _LEAST_LOG: Final = -24.0
 """Relative to the likeliest token's: what is less likely counts as this likely, 4e-11 of it."""
+_LARGEST_STEP: Final = float(np.float16(-_LEAST_LOG / 255))
+_LARGEST_ODDS: Final = 800.0
+"""Logarithm: that of any two numbers of float64 whose ratio is finite is smaller."""
 _SUM_ERROR: Final = 1e-2
 _HEAD_BYTES: Final = 8
 
@@ -101,11 +103,23 @@ def broken(channel: Channel) -> Iterator[str]:
         yield f"vocabulary must name the vocabulary and its size, from 1 to {MAX_VOCABULARY}"
     elif channel.kind == TOPK and channel.shape[1] > words.size:
         yield f"shape {list(channel.shape)} has more tokens a position than the vocabulary, {words.size}"
+    else:
+        num_bytes = decoded_bytes(channel.shape[0] or 0, channel.shape[1])
+        if (text := LOGITS.broken(num_bytes)) is not None:
+            yield f"shape {list(channel.shape)} {text}"
     allowed = ("uint8", "float16") if channel.kind == TOPK else ("",)
     if channel.dtype not in allowed:
         yield f"dtype '{channel.dtype}' must be {' or '.join(allowed) or 'left out: draws have no values'}"
     if channel.law.name != "fixed":
         yield f"law '{channel.law.name}' must be fixed: nothing moves a distribution"
+
+
+def decoded_bytes(positions: int, k: int) -> int:
+    """Return the bytes of the arrays of a `Logits`.
+
+    A position has k tokens and weights, a tail and a mark.
+    """
+    return positions * (k * 8 + 5)
 
 
 class _Code(NamedTuple):
@@ -159,6 +173,7 @@ def encode(value: Any, channel: Channel) -> bytes:
         )
     code, number = code_of(channel), len(value.indices)
     indices = _part(value.indices, code, "indices", "iu", (number, code.k))
+    _check_size(number, code)
     if code.length not in (None, number):
         raise SchemaError(
             f"channel '{code.name}' has {number} positions; the table has {code.length}"
@@ -194,7 +209,7 @@ def decode(data: Buffer, channel: Channel) -> Logits:
     number, stored = map(int, view[:_HEAD_BYTES].view("<u4"))
     start = _HEAD_BYTES + (0 if stored == number else -(-number // 8))
     if (
-        not stored <= number <= MAX_VALUES // code.k
+        stored > number
         or len(view) != start + stored * code.row_bytes
         or code.length not in (None, number)
     ):
@@ -202,8 +217,13 @@ def decode(data: Buffer, channel: Channel) -> Logits:
             f"channel '{code.name}' has {len(view)} bytes, {stored} of {number} positions; the table has "
             f"{'any number of' if code.length is None else code.length} positions of {code.row_bytes} bytes"
         )
+    _check_size(number, code)
     known = np.ones(number, bool)
     if stored < number:
+        if number % 8 and view[start - 1] >> number % 8:
+            raise SchemaError(
+                f"channel '{code.name}' marks positions behind the last one, number {number - 1}"
+            )
         known = np.unpackbits(view[_HEAD_BYTES:start], count=number, bitorder="little").view(bool)
         if known.sum() != stored:
             raise SchemaError(
@@ -239,6 +259,12 @@ def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...
     return Logits(*(None if one[0] is None else join(one) for one in columns))._replace(
         offsets=offsets
     )
+
+
+def _check_size(positions: int, code: _Code) -> None:
+    """Raise SchemaError for positions, stored or not, whose arrays are too large."""
+    if (text := LOGITS.broken(decoded_bytes(positions, code.k))) is not None:
+        raise SchemaError(f"channel '{code.name}' has {positions} positions and {text}")
 
 
 def _part(part: Any, code: _Code, name: str, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -288,6 +314,9 @@ def _unpacked(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
     high = (ones - np.arange(code.k)).astype(np.int32)
     if not code.low:
         return high
+    spare = lows * 8 - code.k * code.low
+    if spare and len(rows) and rows[:, lows - 1].max() >> (8 - spare):
+        raise SchemaError(f"channel '{code.name}' has bits behind the last token of a position")
     # Each token's bits lie in the four bytes from the one in which they begin; rows end with bytes of the high part.
     first = np.arange(code.k) * code.low
     places = np.minimum((first >> 3)[:, None] + np.arange(4), rows.shape[1] - 1)
@@ -318,9 +347,10 @@ def _coded(
             f"all, and a tail of {tail[at]:g} at stored position {at}: they must be probabilities, without NaN, that "
             "add up to 1"
         )
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         logs = np.maximum(np.log(weights / weights.max(axis=1, keepdims=True)), _LEAST_LOG)
-        odds = np.log(tail / mass).astype("<f2")[:, None].view(np.uint8)
+        odds = np.minimum(np.log(tail / mass), _LARGEST_ODDS)
+    odds = odds.astype("<f2")[:, None].view(np.uint8)
     if code.dtype == "float16":
         return [logs.astype("<f2").view(np.uint8), odds]
     step = (np.abs(logs).max(axis=1, keepdims=True) / 255).astype("<f2")
@@ -336,15 +366,24 @@ def _decoded(
         rows[:, begin:end],
         np.ascontiguousarray(rows[:, end:]).view("<f2").astype(np.float32),
     )
+    odds = after[:, -1]
     if code.dtype == "uint8":
-        logs = values * -after[:, :1]
+        steps = after[:, :1]
+        words = f"steps from 0 to {_LARGEST_STEP:g}, and 0 for the likeliest token"
+        is_sound = not rows.size or bool(
+            (values.min(axis=1) == 0).all() and 0 <= steps.min() <= steps.max() <= _LARGEST_STEP
+        )
     else:
         logs = np.ascontiguousarray(values).view("<f2").astype(np.float32)
-    odds = after[:, -1]
-    if rows.size and not (np.isfinite(logs).all() and logs.max() <= 0 and odds.max() < np.inf):
+        words = f"logarithms from {_LEAST_LOG:g} to 0, and 0 for the likeliest token"
+        is_sound = not rows.size or bool((logs.max(axis=1) == 0).all() and logs.min() >= _LEAST_LOG)
+    if not (is_sound and (not rows.size or odds.max() < np.inf)):
         raise SchemaError(
-            f"channel '{code.name}' has NaN, an infinity or a probability above the largest"
+            f"channel '{code.name}' has values that are no probabilities at a position: allowed are "
+            f"{words}, and a tail below 1, all without NaN"
         )
+    if code.dtype == "uint8":
+        logs = values * -steps
     weights: NDArray[np.float32] = np.exp(logs)
     weights *= (np.exp(-np.logaddexp(0, odds)) / weights.sum(axis=1))[:, None]
     return weights, np.exp(-np.logaddexp(0, -odds))

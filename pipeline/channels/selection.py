@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from fuelrail.pipeline.channels.kinds import KINDS, image_size
 from fuelrail.pipeline.channels.laws import LAWS
+from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.channels.table import MAX_CHANNELS, Channel, broken_entry
 from fuelrail.pipeline.errors import ConfigError, ManifestError, MemberError, SchemaError
+from fuelrail.pipeline.limits import LOGITS_OF_SAMPLE
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -85,6 +87,7 @@ def decode_values(
     ``members`` are raw bytes by field name. Raises SchemaError or ImageError with key and member.
     """
     values: dict[str, Any] = {}
+    num_bytes = 0
     for channel in channels:
         data = members.get(channel.field)
         try:
@@ -95,6 +98,8 @@ def decode_values(
             values[channel.name] = (
                 None if data is None else KINDS[channel.kind].decode(data, channel)
             )
+            if isinstance(values[channel.name], Logits):
+                num_bytes = _with_logits(values[channel.name], num_bytes, channel)
         except MemberError as error:
             raise type(error)(error.message, key=key, member=channel.field) from error
     return values
@@ -112,6 +117,7 @@ def check_members(
     ``sizes`` are width and height [px] of the stored images that the sample has, by camera. ``deep``
     decodes the pixels of images. Channels whose kind is unknown here are not looked at.
     """
+    num_bytes = 0
     for channel in channels:
         data, kind = members.get(channel.field), KINDS.find(channel.kind)
         if data is None:
@@ -124,7 +130,9 @@ def check_members(
         if kind is None:
             continue
         try:
-            kind.check(data, channel)
+            value = kind.check(data, channel)
+            if isinstance(value, Logits):
+                num_bytes = _with_logits(value, num_bytes, channel)
             text = _misfit(data, channel, sizes)
             if deep:
                 kind.decode(data, channel)
@@ -132,6 +140,17 @@ def check_members(
             text = error.message
         if text is not None:
             yield channel.field, text
+
+
+def _with_logits(value: Logits, num_bytes: int, channel: Channel) -> int:
+    """Return the bytes of a sample's logits with those of one more channel.
+
+    Raises SchemaError where they are over the limit.
+    """
+    num_bytes += sum(part.nbytes for part in value.parts.values())
+    if (text := LOGITS_OF_SAMPLE.broken(num_bytes)) is not None:
+        raise SchemaError(f"with channel '{channel.name}' what the sample has of logits {text}")
+    return num_bytes
 
 
 def _misfit(data: Buffer, channel: Channel, sizes: Mapping[str, tuple[int, int]]) -> str | None:

@@ -26,15 +26,16 @@ import zstandard
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import CodecError, ConfigError, MemberTooLargeError
+from fuelrail.pipeline.limits import MEMBER, SAMPLE
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
 
-MAX_MEMBER_BYTES: Final = 128 << 20
+MAX_MEMBER_BYTES: Final = MEMBER.most
 """Cap on one member, stored or decoded: 128 MiB."""
 
-MAX_SAMPLE_BYTES: Final = 512 << 20
+MAX_SAMPLE_BYTES: Final = SAMPLE.most
 """Cap on what a reader holds of one sample, 512 MiB: its span, and what its compressed members decode to."""
 
 MAX_MEMBERS: Final = 4096

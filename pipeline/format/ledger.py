@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -16,14 +17,16 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 
 from fuelrail.pipeline.errors import LedgerError
+from fuelrail.pipeline.limits import LEDGER, UNTYPED
 from fuelrail.pipeline.settings import Settings
-from fuelrail.pipeline.storage.files import read_file, sync_folder
+from fuelrail.pipeline.storage.files import open_file, sync_folder
 
 LEDGER_VERSION: Final = 1
 
 _FIRST: Final = hashlib.sha256(b"fuelrail ledger 1").hexdigest()
 _DIGEST_CHARS: Final = 64
-_MAX_BYTES: Final = 1 << 28
+_READING: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_WRITING: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 NotNegative = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
@@ -105,6 +108,10 @@ class Ledger(NamedTuple):
     """The digest of the last record: it says which ledger this is."""
     size: int
     """Bytes of whole records."""
+    last: int
+    """Where the last whole record begins."""
+    rest: bytes
+    """What follows the whole records: a part of one."""
 
 
 def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledger:
@@ -112,73 +119,106 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
 
     Raises LedgerError, whose ``record`` is the number of the first wrong record, and for a file that cannot be read.
     """
+    records: list[Record] = []
+    checks = _Checks(path)
+    digest, size, last, setup_bytes = _FIRST, 0, 0, 0
+    rest = b""
     try:
-        data = read_file(path, _MAX_BYTES)
+        with open_file(path, LEDGER.most) as file:
+            for line in file:
+                if size == 0 and not _begins_as_ledger(line):
+                    raise LedgerError(
+                        f"'{path}' is no ledger: its first line does not begin with a digest; give a "
+                        "file that ledger= of a loader, or `fuelrail bench train --ledger`, wrote",
+                        0,
+                    )
+                if not line.endswith(b"\n"):
+                    rest = line
+                    break
+                number = len(records)
+                body = line[_DIGEST_CHARS + 1 : -1]
+                digest = _digest(digest, body)
+                if line[: _DIGEST_CHARS + 1] != digest.encode() + b" ":
+                    wrong = (
+                        "does not have the digest that follows from it and the record before it: "
+                        "one of them was changed"
+                    )
+                    raise LedgerError(
+                        f"ledger '{path}': record {number} {wrong}; take the file from a backup",
+                        number,
+                    )
+                text = UNTYPED.broken(len(body))
+                if text is None:
+                    try:
+                        record = _DECODER.decode(body)
+                    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+                        raise LedgerError(
+                            f"ledger '{path}': record {number} is of no known form: {error}", number
+                        ) from error
+                    setup_bytes += len(body) if isinstance(record, RunSetup) else 0
+                    text = UNTYPED.broken(setup_bytes)
+                if text is not None:
+                    raise LedgerError(
+                        f"ledger '{path}': record {number}, with the setups before it, {text}",
+                        number,
+                    )
+                checks.add(record, number)
+                records.append(record)
+                last = size
+                size += len(line)
     except OSError as error:
         raise LedgerError(f"ledger '{path}' cannot be read: {error.strerror}") from error
-    lines = data.split(b"\n")
-    rest = lines.pop()
-    if not _begins_as_ledger(data):
-        raise LedgerError(
-            f"'{path}' is no ledger: its first line does not begin with a digest; give a file that "
-            "ledger= of a loader, or `fuelrail bench train --ledger`, wrote",
-            0,
-        )
-    records: list[Record] = []
-    digest = _FIRST
-    for number, line in enumerate(lines):
-        body = line[_DIGEST_CHARS + 1 :]
-        digest = _digest(digest, body)
-        if line[: _DIGEST_CHARS + 1] != f"{digest} ".encode():
-            wrong = "does not have the digest that follows from it and the record before it: one of them was changed"
-            raise LedgerError(
-                f"ledger '{path}': record {number} {wrong}; take the file from a backup", number
-            )
-        try:
-            record = _DECODER.decode(body)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise LedgerError(
-                f"ledger '{path}': record {number} is of no known form: {error}", number
-            ) from error
-        _check_next(record, records, path)
-        records.append(record)
     if rest and not open_end:
         raise LedgerError(
             f"ledger '{path}': record {len(records)} has no end: a run was killed while it wrote, and the next one "
             "removes the rest; or the file was changed",
             len(records),
         )
-    return Ledger(tuple(records), digest, len(data) - len(rest))
+    return Ledger(tuple(records), digest, size, last, rest)
 
 
-def _begins_as_ledger(data: bytes) -> bool:
-    """Return whether data may be a ledger: whole, cut off, or changed in its first digest."""
-    digest, behind = data[:_DIGEST_CHARS], data[_DIGEST_CHARS : _DIGEST_CHARS + 2]
-    return behind == b" {" or (behind in (b"", b" ") and not digest.strip(b"0123456789abcdef"))
+def _begins_as_ledger(line: bytes) -> bool:
+    """Return whether a first line may be a ledger's: whole, cut off, or changed in its first digest."""
+    digest = line[:_DIGEST_CHARS]
+    separator = line[_DIGEST_CHARS : _DIGEST_CHARS + 2]
+    if separator == b" {":
+        return True
+    return separator in (b"", b" ") and not digest.strip(b"0123456789abcdef")
 
 
-def _check_next(record: Record, before: Sequence[Record], path: str | os.PathLike[str]) -> None:
-    number, kinds = len(before), {type(one) for one in before[-1:]}
-    if isinstance(record, RunSetup) and record.version != LEDGER_VERSION:
-        what = f"has version {record.version}; this Fuelrail reads {LEDGER_VERSION}"
-    elif not before and not isinstance(record, RunSetup | SampleReplaced):
-        what = "is the first one, and must be a setup"
-    elif kinds == {RunSetup} and not isinstance(record, SegmentStart):
-        what = "follows a setup, and must be a start"
-    elif isinstance(record, PlaceReached) and not _is_next(record.place, before):
-        what = f"reaches {record.place}, which is before the place reached last, or more than an epoch behind it"
-    else:
-        return
-    raise LedgerError(f"ledger '{path}': record {number} {what}", number)
+class _Checks:
+    """Compares each record with what the ones before it allow."""
 
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._follows_setup = False
+        self._reached: Place | None = None
+        """The last place that a segment started at or came to."""
 
-def _is_next(place: Place, before: Sequence[Record]) -> bool:
-    """Return whether a place may be the next one that is noted as reached: every end of an epoch is noted."""
-    last = next(
-        (one.place for one in reversed(before) if isinstance(one, SegmentStart | PlaceReached)),
-        place,
-    )
-    return last <= place and place[0] <= last[0] + 1
+    def add(self, record: Record, number: int) -> None:
+        """Take the next record; raise LedgerError for one that may not be the next."""
+        if isinstance(record, RunSetup) and record.version != LEDGER_VERSION:
+            wrong = f"has version {record.version}; this Fuelrail reads {LEDGER_VERSION}"
+        elif number == 0 and not isinstance(record, RunSetup | SampleReplaced):
+            wrong = "is the first one, and must be a setup"
+        elif self._follows_setup and not isinstance(record, SegmentStart):
+            wrong = "follows a setup, and must be a start"
+        elif isinstance(record, PlaceReached) and not self._may_reach(record.place):
+            # Every end of an epoch is noted.
+            wrong = (
+                f"reaches {record.place}, which is before the place reached last, or more than an "
+                "epoch behind it"
+            )
+        else:
+            self._follows_setup = isinstance(record, RunSetup)
+            if isinstance(record, SegmentStart | PlaceReached):
+                self._reached = record.place
+            return
+        raise LedgerError(f"ledger '{self._path}': record {number} {wrong}", number)
+
+    def _may_reach(self, place: Place) -> bool:
+        last = self._reached
+        return last is None or (last <= place and place[0] <= last[0] + 1)
 
 
 def _digest(before: str, body: bytes) -> str:
@@ -186,26 +226,50 @@ def _digest(before: str, body: bytes) -> str:
 
 
 class LedgerFile:
-    """A ledger to append to; another process, or another loader, that appends meanwhile is noticed."""
+    """A ledger to append to; another process or loader that writes meanwhile is noticed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read the ledger, or take an empty one where there is no file. Raises LedgerError."""
         self.path = Path(path)
         self.records: list[Record] = []
-        self._head, self._size, self._found = _FIRST, 0, 0
-        self._last = 0, _FIRST
-        """Where the last record of this object begins, and the digest before it."""
-        if self.path.exists():
-            self._found = self.path.stat().st_size
-            found = read_ledger(self.path, open_end=True)
-            self.records, self._head, self._size = list(found.records), found.head, found.size
+        self._head, self._size = _FIRST, 0
+        self._rest = b""
+        """What a killed run has written of a record behind the last whole one."""
+        self._before_last = _FIRST
+        """The digest before the last record; that of this object's own records only."""
+        self._last = 0
+        """Where the last record begins."""
+        self._file = self.path
+        if os.path.lexists(self.path):
+            ledger = read_ledger(self.path, open_end=True)
+            self._file = Path(os.path.realpath(self.path))
+            self.records = list(ledger.records)
+            self._head, self._size = ledger.head, ledger.size
+            self._last, self._rest = ledger.last, ledger.rest
 
     def is_newest(self) -> bool:
         """Return whether nobody else has written since."""
         try:
-            return self.path.stat().st_size == self._found
+            handle = os.open(self._file, _READING)
         except OSError:
-            return self._found == 0
+            return not self.records
+        try:
+            return self._is_as_read(handle)
+        finally:
+            os.close(handle)
+
+    def _is_as_read(self, handle: int) -> bool:
+        """Return whether the file ends as it did when this object read it or wrote to it last.
+
+        The size does not say: another writer may have replaced the end by as many bytes.
+        """
+        facts = os.fstat(handle)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size != self._size + len(self._rest):
+            return False
+        if os.pread(handle, len(self._rest), self._size) != self._rest:
+            return False
+        head = os.pread(handle, _DIGEST_CHARS, self._last)
+        return not self.records or head == self._head.encode()
 
     def append(self, *records: Record, in_place_of_last: bool = False, sync: bool = True) -> None:
         """Write some records, in one piece; ``in_place_of_last`` removes this object's last one before.
@@ -213,28 +277,29 @@ class LedgerFile:
         ``sync``: they survive a crash of the machine. Raises LedgerError where another process has written since the
         file was read, and where it cannot be written.
         """
-        start, head = self._last if in_place_of_last else (self._size, self._head)
+        start, head = self._size, self._head
+        if in_place_of_last:
+            start, head = self._last, self._before_last
         lines: list[bytes] = []
-        last = start, head
+        last, end, before_last = start, start, head
         for record in records:
             body = msgspec.json.encode(record)
-            last = start + sum(map(len, lines)), head
+            last, before_last = end, head
             head = _digest(head, body)
             lines.append(f"{head} ".encode() + body + b"\n")
-        is_new = self._found == 0
+            end += len(lines[-1])
+        is_new = not self.records
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = os.open(self._file, _WRITING, 0o644)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
-                if os.fstat(handle).st_size != self._found:
+                if not self._is_as_read(handle):
                     raise LedgerError(
                         f"ledger '{self.path}' was written to by another loader since this one has read it; a ledger "
                         "belongs to one run: give each run, and a loader for validation, a file of its own, or none"
                     )
-                if (
-                    start != self._found
-                ):  # a killed run's part of a record, or the record to replace
+                if self._rest or in_place_of_last:
                     os.ftruncate(handle, start)
                 data = b"".join(lines)
                 if os.pwrite(handle, data, start) != len(data):
@@ -252,8 +317,8 @@ class LedgerFile:
         if in_place_of_last:
             self.records.pop()
         self.records += records
-        self._head, self._last = head, last
-        self._size = self._found = start + len(data)
+        self._head, self._last, self._before_last = head, last, before_last
+        self._size, self._rest = end, b""
 
 
 class Stretch(NamedTuple):

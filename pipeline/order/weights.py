@@ -166,22 +166,17 @@ def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.floa
 def read_columns(file: str, names: Sequence[str]) -> pa.Table:
     """Return some columns of a ``.parquet`` or ``.csv`` file; raise OrderError where it cannot be read or lacks one."""
     import pyarrow as pa
-    from pyarrow import csv
-    from pyarrow import parquet as pq
 
-    readers = {".parquet": pq.read_table, ".csv": csv.read_csv}
-    reader = readers.get(Path(file).suffix)
-    if reader is None:
-        raise OrderError(f"'{file}' must be one of {', '.join(readers)}")
+    from fuelrail.pipeline.storage.named_tables import SUFFIXES, TableError, read_named_columns
+
+    if Path(file).suffix not in SUFFIXES:
+        raise OrderError(f"'{file}' must be one of {', '.join(SUFFIXES)}")
     try:
-        table = reader(file)
+        return read_named_columns(file, names)
+    except TableError as error:
+        raise OrderError(f"'{file}': {error}") from error
     except (OSError, pa.ArrowException) as error:
         raise OrderError(f"'{file}' cannot be read: {error}") from error
-    if missing := [name for name in names if name not in table.column_names]:
-        raise OrderError(
-            f"'{file}' has no column {missing[0]!r}; it has: {', '.join(table.column_names)}"
-        )
-    return table.select(list(names))
 
 
 def _class_balance(weighting: ClassBalance, table: pa.Table) -> NDArray[np.float64]:

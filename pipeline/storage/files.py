@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.limits import Limit
+
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
     """Return a descriptor to read a file of a dataset, whose folder is the path's parent; raises OSError."""
@@ -72,6 +74,35 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Return the whole of a file of a dataset, of at most ``max_bytes``; raises OSError."""
     with open_file(path, max_bytes) as file:
         return file.read(os.fstat(file.fileno()).st_size)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file that a user named, wherever links lead; raise OSError for what is none.
+
+    Nothing is waited for, as the writer of a FIFO would be.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise _refused(path, "it is not a regular file") from error
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise _refused(
+            path, "it is a folder, not a file" if stat.S_ISDIR(mode) else "it is not a regular file"
+        )
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: str | os.PathLike[str], limit: Limit) -> bytes:
+    """Return the whole of a regular file that a user named, within a limit; raises OSError."""
+    with open_regular(path) as file:
+        data = file.read(limit.most + 1)
+    if (text := limit.broken(len(data))) is not None:
+        raise OSError(errno.EFBIG, f"it {text}", str(path))
+    return data
 
 
 def map_npy(path: str | os.PathLike[str]) -> NDArray[np.generic]:

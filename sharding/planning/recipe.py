@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
-import yaml
 import zstandard
 from msgspec import Meta
 
@@ -42,7 +41,7 @@ from fuelrail.pipeline.sample.schema import (
     SWEEPS_FIELD,
     lidar_channel,
 )
-from fuelrail.pipeline.settings import Settings, convert, flag, read_text
+from fuelrail.pipeline.settings import Settings, convert, flag, parse_yaml, read_text
 from fuelrail.pipeline.text import differences
 
 if TYPE_CHECKING:
@@ -173,13 +172,13 @@ def parse_splits(text: str) -> Splits:
 
 def _read_splits(path: Path) -> Splits:
     try:
-        value = yaml.safe_load(read_text(path))
+        _, value = parse_yaml(read_text(path), takes_merges=True)
         lists = msgspec.convert(value, dict[str, list[str]])
     except OSError as error:
         raise ConfigError(
             f"'{path}' is neither shares such as train=0.8,val=0.2 nor a file that can be read: {error.strerror}"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
+    except (ValueError, msgspec.ValidationError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
             f"'{path}' does not map split names to lists of clip names: {text}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 import fuelrail
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.limits import YAML_DEPTH, YAML_VALUES
 from fuelrail.pipeline.settings import Settings, convert, load_yaml, presets
+from fuelrail.sharding.planning.recipe import parse_splits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -229,14 +232,40 @@ def test_what_is_not_plain_yaml_is_refused(write, text) -> None:
 
 
 def test_a_list_that_holds_itself_ends(write) -> None:
-    assert "Expected `object`" in error_of(write("&a [*a]"))
+    assert "line 1: an alias is in what it is of" in error_of(write("&a [*a]"))
 
 
-def test_aliases_of_aliases_are_walked_once(write) -> None:
-    lines = ["a0: &a0 [x]"] + [
-        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)
-    ]
-    assert "unknown field `a0`" in error_of(write("\n".join(lines)))
+NINE = ["a0: &a0 {x: 1}"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+MERGED = ["a0: &a0 {x: 1}"] + [f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 50)]
+DEEP = ["a0: &a0 [1]"] + [f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 5000)]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("\n".join(NINE), f"values when it is decoded, at most {YAML_VALUES.most} are read"),
+        ("\n".join(MERGED), f"values when it is decoded, at most {YAML_VALUES.most} are read"),
+        ("\n".join(DEEP), f"levels when it is decoded, at most {YAML_DEPTH.most} are read"),
+        ("[" * 100_000, f"levels when it is decoded, at most {YAML_DEPTH.most} are read"),
+        ("a: 1" + ":1" * 3_000_000, "a value of 6000001 characters is no text"),
+        ("a: 1" + ":1" * 3000 + ".5", "a value of 6003 characters is no text"),
+        ("a: !!bool x", "is not YAML"),
+        ("a: !!int ''", "is not YAML"),
+        ("a: !!float ''", "is not YAML"),
+    ],
+    ids=range(9),
+)
+@pytest.mark.parametrize("read", ["settings", "splits"])
+def test_few_bytes_that_decode_to_much_end_at_once_in_a_sentence(write, text, says, read) -> None:
+    """Entries of merge keys double with each line: 1,300 bytes of them never ended."""
+    begin_s = time.process_time()
+    with pytest.raises(ConfigError, match=re.escape(says) if read == "settings" else None):
+        load_yaml(write(text), Car) if read == "settings" else parse_splits(str(write(text)))
+    assert time.process_time() - begin_s < 10
+
+
+def test_aliases_below_the_limit_are_walked_once(write) -> None:
+    assert "unknown field `a0`" in error_of(write("\n".join(NINE[:5])))
 
 
 def test_a_key_that_stands_twice_is_refused_at_any_depth(write) -> None:

@@ -16,6 +16,8 @@ import msgspec
 
 from fuelrail.bench.studies.runs.history import RunHistory
 from fuelrail.pipeline.errors import ConfigError, needs
+from fuelrail.pipeline.limits import UNTYPED
+from fuelrail.pipeline.storage.files import open_regular, read_regular
 
 PREDICATE: Final = "urn:fuelrail:ledger:1"
 _PAYLOAD: Final = "application/vnd.in-toto+json"
@@ -50,15 +52,14 @@ def attest(
     parts[-1] = msgspec.structs.replace(parts[-1], end=min(parts[-1].end, place), steps_again=0)
     try:
         root = Path(checkpoint)
-        files = sorted(one for one in root.rglob("*") if one.is_file()) if root.is_dir() else [root]
-        subjects = [
-            {
-                "name": str(one.relative_to(root.parent)),
-                "digest": {"sha256": hashlib.sha256(one.read_bytes()).hexdigest()},
-            }
-            for one in files
-        ]
-        pem = None if key is None else Path(key).read_bytes()
+        subjects = []
+        for file in _checkpoint_files(root):
+            with open_regular(file) as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            subjects.append(
+                {"name": str(file.relative_to(root.parent)), "digest": {"sha256": digest}}
+            )
+        pem = None if key is None else read_regular(key, UNTYPED)
     except OSError as error:
         raise ConfigError(f"'{error.filename}' cannot be read: {error.strerror}") from error
     statement = {
@@ -75,6 +76,31 @@ def attest(
     payload = msgspec.json.encode(statement)
     plain: dict[str, Any] = msgspec.json.decode(payload)
     return plain if pem is None else _signed(payload, pem)
+
+
+def _checkpoint_files(root: Path) -> list[Path]:
+    """Return the files of a checkpoint, in order.
+
+    A link is another name of what it leads to, in the checkpoint's folder; elsewhere it may change
+    behind the statement. Raises ConfigError for such links, and for what is no regular file.
+    """
+    if not root.is_dir():
+        return [root]
+    files = []
+    for path in sorted(root.rglob("*")):
+        if path.is_symlink() and not (
+            path.exists() and path.resolve().is_relative_to(root.resolve())
+        ):
+            raise ConfigError(
+                f"'{path}' is a link that leads out of the checkpoint's folder, or nowhere; put the "
+                "file itself there"
+            )
+        if path.is_dir():
+            continue
+        if not path.is_file():
+            raise ConfigError(f"'{path}' is not a regular file; a checkpoint has files and folders")
+        files.append(path)
+    return files
 
 
 def _signed(payload: bytes, pem: bytes) -> dict[str, Any]:

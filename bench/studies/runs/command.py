@@ -22,6 +22,14 @@ class SeenOptions(PrintOptions, frozen=True, kw_only=True):
     dataset: Annotated[
         str | None, flag("where the dataset is now (default: where it was)", metavar="DATASET")
     ] = None
+    files: Annotated[
+        str | None,
+        flag(
+            "folder of the files of keys and weights that the run's order names "
+            "(default: the ledger's)",
+            metavar="FOLDER",
+        ),
+    ] = None
 
 
 class FindOptions(SeenOptions, frozen=True, kw_only=True):
@@ -139,6 +147,7 @@ def _run(args: argparse.Namespace) -> int:
             args.names,
             dataset=find_options.dataset,
             checkpoints=find_options.checkpoints,
+            files=find_options.files,
         )
     else:
         replay_options = options = from_flags(args, ReplayOptions)
@@ -152,7 +161,12 @@ def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
     from fuelrail.bench.studies.runs.replay import replay  # with torch
 
     found = replay(
-        ledger, options.step, rank=options.rank, dataset=options.dataset, without=options.without
+        ledger,
+        options.step,
+        rank=options.rank,
+        dataset=options.dataset,
+        without=options.without,
+        files=options.files,
     )
     if options.image is not None:
         try:

@@ -20,6 +20,7 @@ from fuelrail.pipeline.format.ledger import (
     read_ledger,
     seen_by_weights,
 )
+from fuelrail.pipeline.limits import LEDGER
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
 from fuelrail.pipeline.text import text_of
 
@@ -154,13 +155,17 @@ class RunHistory:
     def replaced(self) -> dict[Place, SampleReplaced]:
         """Return what replaced bad samples in the steps of the run, of all ranks, by epoch and position."""
         path = Path(self.path)
-        files = [
-            path,
-            *sorted(
-                one for one in path.parent.iterdir() if one.name.startswith(f"{path.name}.rank")
-            ),
-        ]
-        records = [one for file in files for one in read_ledger(file, open_end=True).records]
+        others = sorted(
+            file for file in path.parent.iterdir() if file.name.startswith(f"{path.name}.rank")
+        )
+        # A link that leads nowhere is refused when it is read.
+        sizes = [file.stat().st_size for file in others if file.exists()]
+        num_bytes = self.ledger.size + sum(sizes)
+        if (text := LEDGER.broken(num_bytes)) is not None:
+            raise ConfigError(f"ledger '{self.path}' with its {len(others)} files of ranks {text}")
+        records = list(self.ledger.records)
+        for file in others:
+            records += read_ledger(file, open_end=True).records
         ends = {part.stretch.start.place: part.stretch.end for part in self.parts}
         return {
             (one.epoch, one.position): one

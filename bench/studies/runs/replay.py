@@ -14,15 +14,22 @@ import pyarrow.compute as pc
 
 from fuelrail.bench.studies.runs.history import Part, RunHistory, steps_between
 from fuelrail.bench.trainer.checkpoints.store import Store
+from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.distributed import batch_digest
 from fuelrail.loaders.loader import DataLoader
+from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.schedule.ledger import RECORDED, package_versions
 from fuelrail.loaders.schedule.state import decode_state, state_at
 from fuelrail.pipeline.errors import ConfigError, LedgerError
 from fuelrail.pipeline.format.ledger import PlaceReached
+from fuelrail.pipeline.limits import UNTYPED
 from fuelrail.pipeline.order.balance import BalancedOrder, deal, order_batching
 from fuelrail.pipeline.order.batching import Cursor, Walk, World
 from fuelrail.pipeline.order.mix import MixStage
+from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.weights import FileWeights
+from fuelrail.pipeline.order.windows import FrameWindow, TimeWindow
+from fuelrail.pipeline.storage.files import read_regular
 from fuelrail.pipeline.text import shown, text_of
 
 if TYPE_CHECKING:
@@ -58,6 +65,7 @@ def replay(
     functions: dict[str, Callable[..., Any]] | None = None,
     loader: Any = None,
     without: str | Sequence[str] | None = None,
+    files: str | os.PathLike[str] | None = None,
 ) -> Replay:
     """Make the batch of a step of a run again, by a loader with the ledger's settings; steps count from 0.
 
@@ -70,6 +78,8 @@ def replay(
         loader: takes the state in the place of a new loader; of a sampler's run its `fuelrail.order` sampler.
         without: keys and clips, or a file of them: the batch is that of a run which never had them, and may be of a
             step that the run has not come to.
+        files: folder of the files of keys and weights that the run's order names; None: the
+            ledger's. A ledger may come from somebody else, so files elsewhere are not read.
 
     Raises ConfigError for a step or rank that the run does not have and for functions that are missing,
     StateMismatchError for another dataset or other settings, LedgerError for a ledger that is not whole.
@@ -86,7 +96,8 @@ def replay(
         source.load_state_dict(state_at(part.identity, place, start.global_batch))
         batch = next(iter(source))
     else:
-        with make_loader(part, rank, dataset, functions or {}, without) as loader:
+        folder = Path(ledger).parent if files is None else files
+        with make_loader(part, rank, dataset, functions or {}, folder, without) as loader:
             state = state_at(part.identity, place, start.global_batch)
             if without is not None:
                 place = _place_without(history, step, loader)
@@ -152,9 +163,14 @@ def make_loader(
     rank: int | None,
     dataset: str | os.PathLike[str] | None,
     functions: dict[str, Callable[..., Any]],
+    files: str | os.PathLike[str],
     without: str | Sequence[str] | None = None,
 ) -> DataLoader:
-    """Make a loader equal to that of a part of a run, for one rank or for all. Raises ConfigError."""
+    """Make a loader equal to that of a part of a run, for one rank or for all. Raises ConfigError.
+
+    ``files`` is the only folder whose files of keys and weights are read where the ledger names
+    some.
+    """
     setup, start = part.stretch.setup, part.stretch.start
     if setup.loader is None:
         raise ConfigError(
@@ -165,20 +181,30 @@ def make_loader(
             msgspec.convert(setup.loader[name], dict[str, str])
             for name in ("datasets", "functions")
         )
-        options: dict[str, Any] = {name: setup.loader[name] for name in (*RECORDED, "order")}
-        options["transforms"] = {**_transforms_of(setup.loader), "decoder": setup.decoder}
-        options["bad_samples"] = {**options["bad_samples"], "file": None}
-        if without is not None:
-            options["order"] = {
-                **options["order"],
-                "without": [*options["order"].get("without", ()), without],
-            }
+        options: dict[str, Any] = {name: setup.loader[name] for name in RECORDED}
+        # Settings and not dicts of them: in a dict, a text in the place of settings would be the
+        # path of a file of them.
+        options["transforms"] = msgspec.convert(
+            {**_transforms_of(setup.loader), "decoder": setup.decoder}, Transforms
+        )
+        options["bad_samples"] = msgspec.convert(
+            {**options["bad_samples"], "file": None}, BadSamplePolicy
+        )
+        if (window := options["window"]) is not None:
+            is_timed = "channels" in window
+            options["window"] = msgspec.convert(window, TimeWindow if is_timed else FrameWindow)
+        order = msgspec.convert(setup.loader["order"], OrderSpec)
         first = next(iter(places.values()))
         if isinstance(options["mix"], list):
             options["mix"] = msgspec.convert(options["mix"], list[MixStage])
     except (KeyError, TypeError, StopIteration, msgspec.ValidationError) as error:
         what = f"the settings of the loader in the setup of record {part.stretch.record} are of no known form: {error}"
         raise LedgerError(what, part.stretch.record) from error
+    _check_files(order, Path(files))
+    if without is not None:
+        entry = without if isinstance(without, str) else tuple(without)
+        order = msgspec.structs.replace(order, without=(*order.without, entry))
+    options["order"] = order
     if missing := [name for name in named if name not in functions]:
         what = f"{missing[0]}={named[missing[0]]}"
         raise ConfigError(
@@ -192,6 +218,30 @@ def make_loader(
     world = World() if rank is None else World(rank, start.ranks)
     options |= {**functions, "world": world, "prefetch_factor": 1}
     return DataLoader(data, start.global_batch // world.size, **options)
+
+
+def _check_files(order: OrderSpec, folder: Path) -> None:
+    """Raise ConfigError where an order names a file outside of a folder, or no regular file."""
+    files = [order.subset, *order.without]
+    for weightings in (order.weights, *(stage.weights for stage in order.stages)):
+        files += [one.file for one in weightings if isinstance(one, FileWeights)]
+    for file in files:
+        if not isinstance(file, str):
+            continue
+        what = f"the ledger names the file {shown(file)!r}"
+        try:
+            path = Path(file).resolve(strict=True)
+            if not path.is_relative_to(folder.resolve()):
+                raise ConfigError(
+                    f"{what}, which is not below '{folder}'; to read it, name its folder: "
+                    "--files FOLDER, or files=FOLDER in Python"
+                )
+            if not path.is_file():
+                raise ConfigError(f"{what}, which is not a regular file")
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{what}, which cannot be read") from error
 
 
 class Showing(msgspec.Struct, frozen=True):
@@ -253,22 +303,25 @@ def seen(
     dataset: str | os.PathLike[str] | None = None,
     functions: dict[str, Callable[..., Any]] | None = None,
     checkpoints: str | os.PathLike[str] | None = None,
+    files: str | os.PathLike[str] | None = None,
 ) -> SeenReport:
     """Return at which steps of a run samples were shown, by inverting its order; ``names`` are keys or clips.
 
-    Frames of windows count. ``dataset`` and ``functions`` are as in `replay`. ``checkpoints`` are those to choose the
-    newest clean state among: a folder or URL of `Checkpoints`, or a JSON file of loaders' states by the checkpoints'
-    names; None: the states that the ledger has. Raises ConfigError for a name that the
-    run's split does not have, and what `replay` raises.
+    Frames of windows count. ``dataset``, ``functions`` and ``files`` are as in `replay`.
+    ``checkpoints`` are those to choose the newest clean state among: a folder or URL of
+    `Checkpoints`, or a JSON file of loaders' states by the checkpoints' names; None: the states
+    that the ledger has. Raises ConfigError for a name that the run's split does not have, and what
+    `replay` raises.
     """
     history = RunHistory(ledger)
     replaced = history.replaced()
     found: list[Showing] = []
+    folder = Path(ledger).parent if files is None else files
     num = 0
     for part in history.parts:
         if not part.length:
             continue
-        with make_loader(part, None, dataset, functions or {}) as loader:
+        with make_loader(part, None, dataset, functions or {}, folder) as loader:
             state = state_at(part.identity, part.walk.start, loader.batch_size)
             loader.load_state_dict(state)  # refuses another dataset, or one that has changed
             wanted = _samples(loader, part.identity.split, names)
@@ -408,8 +461,9 @@ def saved_states(checkpoints: str | os.PathLike[str]) -> dict[str, Any]:
             name: store.read(name, slice(0)).progress.loader for name in reversed(store.complete())
         }
     try:
-        return msgspec.json.decode(Path(place).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(read_regular(place, UNTYPED), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"checkpoints='{place}' must be a JSON file of loaders' states by name: {error}"
+            f"checkpoints='{place}' must be a JSON file of loaders' states by name: {why}"
         ) from error

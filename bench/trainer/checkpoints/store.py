@@ -12,22 +12,27 @@ import hashlib
 import logging
 import re
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
+from fuelrail.pipeline.limits import UNTYPED
 from fuelrail.pipeline.settings import NotNegative, Positive
 from fuelrail.pipeline.storage.files import published, sync_folder
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
+from fuelrail.pipeline.text import shown
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
 VERSION = 1
 _MANIFEST, _DAMAGED = "checkpoint.json", "damaged.json"
-_MAX_MANIFEST_BYTES = 1 << 26
+_TENSORS = ".metadata"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.+-]{1,255}")
 _NAME = re.compile(r"step-\d{8,}\.[0-9a-f]{8}")
 
 
@@ -146,14 +151,9 @@ class Store:
         Raises DamagedError, and StateMismatchError for another version.
         """
         path, num_bytes = self._regular(folder, _MANIFEST)
-        if num_bytes > _MAX_MANIFEST_BYTES:
-            raise DamagedError(
-                f"{_MANIFEST} has {num_bytes} bytes, at most {_MAX_MANIFEST_BYTES} are read"
-            )
-        try:
-            sealed = msgspec.json.decode(self._fs.cat_file(path), type=_Sealed)
-        except msgspec.MsgspecError as error:
-            raise DamagedError(f"{_MANIFEST} is not a manifest: {error}") from error
+        if (text := UNTYPED.broken(num_bytes)) is not None:
+            raise DamagedError(f"{_MANIFEST} {text}")
+        sealed = _decode(self._fs.cat_file(path), _Sealed)
         body = bytes(sealed.manifest)
         if _digest(sealed.version, body) != sealed.xxh3:
             raise DamagedError(f"{_MANIFEST} does not match its digest")
@@ -162,10 +162,14 @@ class Store:
                 f"checkpoint '{self.shown}/{folder}' has version {sealed.version}; this Fuelrail reads version "
                 f"{VERSION}: use the Fuelrail that wrote it, or another --checkpoint"
             )
-        try:
-            manifest = msgspec.json.decode(body, type=Manifest)
-        except msgspec.MsgspecError as error:
-            raise DamagedError(f"{_MANIFEST} is not a manifest: {error}") from error
+        manifest = _decode(body, Manifest)
+        for name in manifest.files:
+            if _FILE_NAME.fullmatch(name) is None or not name.strip("."):
+                raise DamagedError(f"{_MANIFEST} names '{shown(name)}', which is no plain name")
+        if _TENSORS not in manifest.files:
+            raise DamagedError(
+                f"{_MANIFEST} does not name {_TENSORS}, torch's table of the tensors"
+            )
         if not folder.startswith(self.folder(manifest.step, "")):
             raise DamagedError(f"{_MANIFEST} is of step {manifest.step}")
         for name in sorted(manifest.files)[share]:
@@ -202,6 +206,13 @@ class Store:
                     _MANIFEST,
                 )
                 self._fs.rm(path, recursive=True)
+
+
+def _decode(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedError(f"{_MANIFEST} is not a manifest: {error}") from error
 
 
 def _digest(version: int, body: bytes) -> str:

@@ -14,7 +14,9 @@ import pyarrow.compute as pc
 from pyarrow import parquet as pq
 
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError
+from fuelrail.pipeline.limits import ATTRIBUTES
 from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.storage.named_tables import expanded_bytes
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
@@ -33,8 +35,9 @@ NUM_OF_SAMPLES: Final = 5
 """Its columns that are no attributes: key, clip_id, split, frame and timestamp_ns."""
 
 _MAX_FILE_BYTES: Final = 16 << 30
-_MAX_GROUP_BYTES: Final = 256 << 20
 _ROWS_AT_ONCE: Final = 1 << 12
+_EXPANDED_BYTES: Final = 64 << 20
+"""About what the texts of a batch take that is handed out."""
 
 
 class AttributesFile:
@@ -87,14 +90,15 @@ class AttributesFile:
                 )
                 at += len(batch)
                 if low < high:
-                    yield self._expanded(batch.slice(low, high - low).select(list(names)))
+                    yield from self._expanded(batch.slice(low, high - low).select(list(names)))
 
-    def _expanded(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Expand texts once it is known that none is too long: few bytes of dictionary may expand to many."""
-        arrays = []
+    def _expanded(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        """Yield a batch with its texts expanded, in parts where that takes much memory.
+
+        It is known before that no text is too long: few bytes of dictionary may expand to many.
+        """
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
-            is_text = pa.types.is_dictionary(array.type)
-            texts = array.dictionary if is_text else array
+            texts = array.dictionary if pa.types.is_dictionary(array.type) else array
             if pa.types.is_string(texts.type):
                 longest = pc.max(pc.binary_length(texts)).as_py() or 0
                 if longest > MAX_TEXT_BYTES:
@@ -102,8 +106,16 @@ class AttributesFile:
                         f"'{self._path}': column '{shown(name)}' has a text of {longest} bytes, over the limit of "
                         f"{MAX_TEXT_BYTES}"
                     )
-            arrays.append(array.cast(pa.string()) if is_text else array)
-        return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+        num_bytes = sum(map(expanded_bytes, batch.columns))
+        num_parts = -(-num_bytes // _EXPANDED_BYTES)
+        num_rows = -(-len(batch) // max(num_parts, 1))
+        for first in range(0, len(batch), num_rows):
+            part = batch.slice(first, num_rows)
+            arrays = [
+                array.cast(pa.string()) if pa.types.is_dictionary(array.type) else array
+                for array in part.columns
+            ]
+            yield pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[pq.ParquetFile, pa.Schema]]:
@@ -153,10 +165,8 @@ class AttributesFile:
             num_bytes = max(
                 group.total_byte_size, sum(column.total_uncompressed_size for column in columns)
             )
-            if num_bytes > _MAX_GROUP_BYTES:
-                raise IndexFileError(
-                    f"'{self._path}': row group {number} has {num_bytes} bytes, at most {_MAX_GROUP_BYTES} are read"
-                )
+            if (text := ATTRIBUTES.broken(num_bytes)) is not None:
+                raise IndexFileError(f"'{self._path}': row group {number} {text}")
 
 
 def _chunks(

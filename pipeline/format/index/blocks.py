@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError
-from fuelrail.pipeline.format.index.checks import batch_range, footer_range
+from fuelrail.pipeline.format.index.checks import ARROW_MAGIC, batch_range, footer_range
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.private import open_file as open_private
 from fuelrail.pipeline.storage.retry import RetryPolicy, read_checked
@@ -226,6 +226,9 @@ class BlockFile:
         """Return the file as an Arrow file; raise IndexFileError where it is none."""
         try:
             self.need(*footer_range(self._view, self.need))
+            # Arrow does not look at it. At a URL the first block is fetched with the first rows.
+            if self._read is None and self.map[: len(ARROW_MAGIC)] != ARROW_MAGIC:
+                raise IndexFileError("it does not begin as an Arrow file does")
             return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map)))
         except (OSError, ValueError, pa.ArrowException, IndexFileError) as error:
             raise IndexFileError(f"index '{self.path}' cannot be opened: {error}") from error

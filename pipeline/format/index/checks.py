@@ -26,7 +26,8 @@ from fuelrail.pipeline.format.tar import MAX_KEY_BYTES
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_END: Final = b"ARROW1"
+ARROW_MAGIC: Final = b"ARROW1"
+"""What an Arrow file begins and ends with."""
 _TAIL_BYTES: Final = 10
 """The bytes at the end of an Arrow file: the footer's size, and ``_END``."""
 _CONTINUED: Final = 0xFFFFFFFF
@@ -77,7 +78,7 @@ def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tu
         raise IndexFileError("it is too short for an Arrow file")
     need(len(view) - _TAIL_BYTES, len(view))
     footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)
-    if end != _END or not 0 < footer_bytes <= len(view) - _TAIL_BYTES:
+    if end != ARROW_MAGIC or not 0 < footer_bytes <= len(view) - _TAIL_BYTES:
         raise IndexFileError("it does not end as an Arrow file does")
     return len(view) - _TAIL_BYTES - footer_bytes, len(view)
 
@@ -97,7 +98,7 @@ def batch_range(view: memoryview, number: int) -> tuple[int, int]:
 def _block(view: memoryview, number: int) -> tuple[int, int, int]:
     """Return where a record batch is: first byte, bytes of its metadata, bytes of its body."""
     footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)
-    if end != _END:
+    if end != ARROW_MAGIC:
         raise IndexFileError("it does not end as an Arrow file does")
     footer = view[len(view) - _TAIL_BYTES - footer_bytes : len(view) - _TAIL_BYTES]
     blocks, count = _vector(footer, _field(footer, _root(footer), _FOOTER_BATCHES))

@@ -17,10 +17,10 @@ from xml.parsers import expat
 
 import msgspec
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import FuelrailError, SourceError
+from fuelrail.pipeline.settings import parse_yaml
 from fuelrail.pipeline.text import fault_in_words
 from fuelrail.sharding.sources.shared.files import check_no_pointer
 
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_UNTYPED: Final = 16 << 20
 """Bytes of JSON and YAML of no known type: a value may take 30 times its text."""
-_DEEPEST: Final = 64
 _TEXT_OR_NAN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:NaN|Infinity)\b', re.DOTALL)
 NAN_AS_NULL: Final = "NaN and infinities in JSON, read as null outside of lists"
 
@@ -138,16 +136,8 @@ def read_yaml(
     check_no_pointer(data, where)
     _check_size(data, where)
     with parsing(where, what):
-        depth = 0
-        for event in yaml.parse(data, Loader=_LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-                event, yaml.CollectionEndEvent
-            )
-            if depth > _DEEPEST:
-                raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
-            if isinstance(event, yaml.ScalarEvent) and event.value == "<<":
-                raise ValueError("it has a merge key, <<: write its entries out")
-        return msgspec.convert(yaml.load(data, Loader=_LOADER), kind)
+        _, value = parse_yaml(str(data, "utf-8-sig"), takes_merges=False)
+        return msgspec.convert(value, kind)
 
 
 def read_xml(

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuelrail.pipeline.channels import selection
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.channels.selection import broken_table
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.limits import LOGITS, LOGITS_OF_SAMPLE
 
 
 def channel(
@@ -209,12 +211,12 @@ def test_values_that_are_none_are_refused_by_name(value, entry, says) -> None:
             "another number of tokens than 2",
         ),
         (lambda data: data[:8] + b"\0\3" + data[10:], "a token twice, or out of order"),
-        (
-            lambda data: data[:12] + b"\x91\x99" + data[14:],
-            "NaN, an infinity or a probability above the largest",
-        ),
-        (lambda data: data[:14] + b"\0\x7e" + data[16:], "NaN, an infinity"),
-        (lambda data: data[:14] + b"\0\x7c" + data[16:], "NaN, an infinity"),
+        (lambda data: data[:12] + b"\x91\x99" + data[14:], "steps from 0 to 0.0941"),
+        (lambda data: data[:12] + b"\0\x60" + data[14:], "steps from 0 to 0.0941"),
+        (lambda data: data[:12] + b"\0\x7e" + data[14:], "steps from 0 to 0.0941"),
+        (lambda data: data[:10] + b"\x01" + data[11:], "0 for the likeliest token"),
+        (lambda data: data[:14] + b"\0\x7e" + data[16:], "a tail below 1, all without NaN"),
+        (lambda data: data[:14] + b"\0\x7c" + data[16:], "a tail below 1, all without NaN"),
     ],
 )
 def test_bytes_that_are_none_are_refused(edit, says) -> None:
@@ -225,8 +227,94 @@ def test_bytes_that_are_none_are_refused(edit, says) -> None:
         kind.check(edit(data), TOPK)
 
 
+@pytest.mark.parametrize(
+    ("logs", "is_sound"),
+    [
+        ((0, -24), True),
+        ((-1, 0), True),
+        ((0, -24.02), False),
+        ((-0.01, -1), False),
+        ((-110, -120), False),
+        ((0, -math.inf), False),
+        ((0, math.nan), False),
+        ((0, 0.5), False),
+    ],
+)
+def test_each_position_has_a_likeliest_token_and_none_is_less_likely_than_e_to_minus_24(
+    logs, is_sound
+) -> None:
+    """Values that all lie below -103 would be a division of 0 by 0."""
+    kind = KINDS["logits_topk"]
+    entry = channel("logits_topk", 2, 10, 2, dtype="float16")
+    data = kind.encode(GOOD, entry)
+    assert data[10:14] == struct.pack("<ee", 0, 0)
+    edited = data[:10] + struct.pack("<ee", *logs) + data[14:]
+    if is_sound:
+        kind.check(edited, entry)
+        value = kind.decode(edited, entry)
+        assert np.isfinite(value.weights).all() and np.isfinite(value.tail).all()
+    else:
+        with pytest.raises(SchemaError, match="logarithms from -24 to 0"):
+            kind.check(edited, entry)
+        with pytest.raises(SchemaError, match="logarithms from -24 to 0"):
+            kind.decode(edited, entry)
+
+
+def test_a_tail_beyond_what_a_ratio_can_say_comes_back() -> None:
+    value = Logits([[1, 2]], [[5e-324, 5e-324]], tail=[1.0])
+    back, _ = there_and_back(value, channel("logits_topk", 2, 10))
+    assert not back.weights.any() and back.tail == [1]
+
+
+def test_bits_behind_the_last_position_and_the_last_token_are_refused() -> None:
+    kind = KINDS["logits_sampled"]
+    lacking = Logits([[1, 2], [3, 4], [5, 6]], known=[True, False, True])
+    data = kind.encode(lacking, DRAWS)
+    assert data[8] == 0b101
+    for bit in range(3, 8):
+        with pytest.raises(SchemaError, match="positions behind the last one, number 2"):
+            kind.check(data[:8] + bytes([data[8] | 1 << bit]) + data[9:], DRAWS)
+    # Two tokens of two low bits each: four bits are left of their byte.
+    for bit in range(4, 8):
+        with pytest.raises(SchemaError, match="bits behind the last token"):
+            kind.check(data[:9] + bytes([data[9] | 1 << bit]) + data[10:], DRAWS)
+
+
+def test_the_limit_is_of_the_arrays_and_not_of_what_is_stored() -> None:
+    """Positions that are not stored take a bit, and 37 bytes of arrays."""
+    entry = channel("logits_topk", 4, 10)
+    kind, most = KINDS["logits_topk"], LOGITS.most // 37
+
+    def member(positions: int) -> bytes:
+        return np.array([positions, 0], "<u4").tobytes() + bytes(-(-positions // 8))
+
+    value = kind.decode(member(most), entry)
+    assert sum(part.nbytes for part in value.parts.values()) == most * 37 <= LOGITS.most
+    with pytest.raises(SchemaError, match=f"at most {LOGITS.most} are read"):
+        kind.decode(member(most + 1), entry)
+    with pytest.raises(SchemaError, match=f"at most {LOGITS.most} are read"):
+        kind.encode(Logits(np.broadcast_to(np.zeros(1, int), (most + 1, 4))), entry)
+    # A sample without a value gets as many zeros, where the table says the length.
+    (text,) = broken_table([channel("logits_topk", 4, 10, most + 1)])
+    assert text and f"at most {LOGITS.most} are read" in text
+
+
+def test_all_logits_of_a_sample_are_limited_together(monkeypatch) -> None:
+    most = 3 * (2 * 37)
+    monkeypatch.setattr(selection, "LOGITS_OF_SAMPLE", LOGITS_OF_SAMPLE._replace(most=most))
+    table = [channel("logits_topk", 4, 10, name=f"c{n}", field=f"c{n}.lgt") for n in range(4)]
+    member = np.array([2, 0], "<u4").tobytes() + bytes(1)
+    members = {entry.field: member for entry in table}
+    assert len(selection.decode_values(members, table[:3], "k")) == 3
+    assert not list(selection.check_members(members, table[:3], {}))
+    with pytest.raises(SchemaError, match=f"'c3' what the sample has of logits .* {most} are read"):
+        selection.decode_values(members, table, "k")
+    ((field, text),) = selection.check_members(members, table, {})
+    assert field == "c3.lgt" and f"at most {most} are read" in text
+
+
 def test_a_head_that_promises_more_than_memory_is_refused() -> None:
-    with pytest.raises(SchemaError, match="0 of 1073741823 positions"):
+    with pytest.raises(SchemaError, match="1073741823 positions and takes"):
         KINDS["logits_sampled"].check(
             np.array([(1 << 30) - 1, 0], "<u4").tobytes() + bytes(1 << 27), DRAWS
         )

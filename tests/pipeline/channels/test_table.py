@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fuelrail.pipeline.channels import plugins
+from fuelrail.pipeline.channels import kinds, plugins
 from fuelrail.pipeline.channels.kinds import KINDS, Kind, Packed
 from fuelrail.pipeline.channels.laws import LAWS, LawCode
 from fuelrail.pipeline.channels.selection import broken_table, check_members, decode_values, select
@@ -24,6 +24,8 @@ from fuelrail.pipeline.channels.sensors import (
 )
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import ConfigError, ImageError, ManifestError, SchemaError
+from fuelrail.pipeline.limits import UNTYPED
+from fuelrail.pipeline.sample.arrays import write_npy
 
 CAMERA = camera_channel(CameraEntry(channel="cam", source_name="CAM", sizes=((6, 4),)))
 LIDAR = lidar_channel(LidarEntry(channel="lidar", source_name="LIDAR", columns=("x", "y", "z")))
@@ -312,6 +314,59 @@ def test_a_kind_gives_back_what_it_was_given(entry, value) -> None:
 def test_a_value_that_is_not_as_the_table_says_is_refused(entry, value, says) -> None:
     with pytest.raises(SchemaError, match=says):
         KINDS[entry.kind].encode(value, entry)
+
+
+FREE = {"allows_nan": True, "allows_inf": True}
+TWO = (ArraySpec(name="a", dtype="float32"), ArraySpec(name="b", dtype="float64"))
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("entry", "make"),
+    [
+        (channel(POINTS), lambda x: np.array([[0, 1, 2], [3, x, 5]], np.float32)),
+        (
+            channel(ARRAY, dtype="float16"),
+            lambda x: np.array([[60000, 60000, x], [1, 2, 3]], np.float16),
+        ),
+        (
+            channel(ARRAY, dtype="float64"),
+            lambda x: np.array([[1e308, 1e308, x], [1, 2, 3]], np.float64),
+        ),
+        (
+            channel({"kind": "ragged", "field": "it.safetensors"}, arrays=TWO),
+            lambda x: {"a": np.ones(3, np.float32), "b": np.array([1, x, 1.0])},
+        ),
+    ],
+)
+def test_values_that_the_table_forbids_are_not_handed_out(entry, make, wrong) -> None:
+    """A stranger has written them: a loader decodes, and does not check besides."""
+    kind = KINDS[entry.kind]
+    data = kind.encode(make(1), entry)
+    assert kind.decode(data, entry) is not None
+    data = kind.encode(make(wrong), msgspec.structs.replace(entry, **FREE))
+    assert kind.decode(data, msgspec.structs.replace(entry, **FREE)) is not None
+    with pytest.raises(SchemaError, match="the table of channel 'it' forbids it"):
+        kind.decode(data, entry)
+    with pytest.raises(SchemaError, match="forbids it") as error:
+        decode_values({entry.field: data}, [entry], "k")
+    assert (error.value.key, error.value.member) == ("k", entry.field)
+
+
+def test_tokens_beyond_the_vocabulary_are_not_handed_out() -> None:
+    data = write_npy(np.array([0, 9], np.int32))
+    with pytest.raises(SchemaError, match="vocabulary 'v' has 0 to 8"):
+        KINDS["tokens"].decode(data, channel(TOKENS))
+
+
+def test_lists_of_texts_are_limited_as_a_text_becomes_an_object(monkeypatch) -> None:
+    entry = channel({"kind": "texts"})
+    monkeypatch.setattr(kinds, "UNTYPED", UNTYPED._replace(most=100))
+    assert KINDS["texts"].decode(KINDS["texts"].encode(["a"] * 24, entry), entry) == ["a"] * 24
+    with pytest.raises(SchemaError, match="takes 101 bytes when it is decoded"):
+        KINDS["texts"].encode(["a"] * 25, entry)
+    with pytest.raises(SchemaError, match="takes 101 bytes when it is decoded"):
+        KINDS["texts"].decode(b" " * 101, entry)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from fuelrail.pipeline.errors import LedgerError
+from fuelrail.pipeline.format import ledger
 from fuelrail.pipeline.format.ledger import (
+    BatchDigest,
     LedgerFile,
     PlaceReached,
     RunSetup,
@@ -16,6 +19,7 @@ from fuelrail.pipeline.format.ledger import (
     read_ledger,
     seen_by_weights,
 )
+from fuelrail.pipeline.limits import UNTYPED
 
 SETUP = RunSetup(1, {"dataset": "f", "split": "train"}, 100, None, "turbo", {"python": "3"})
 
@@ -120,6 +124,78 @@ def test_two_writers_are_noticed(path):
         other.append(reached(1, 4))
     one.append(reached(1, 12), in_place_of_last=True)
     assert [one.place for one in read_ledger(path).records[-2:]] == [(1, 0), (1, 12)]
+
+
+def test_another_writer_is_noticed_by_the_last_record_and_not_by_the_size(path):
+    """A state that replaces the last one is often as long."""
+    one = LedgerFile(path)
+    one.append(reached(1, 8))
+    other = LedgerFile(path)
+    num_bytes = path.stat().st_size
+    one.append(reached(1, 9), in_place_of_last=True)
+    assert path.stat().st_size == num_bytes
+    assert not other.is_newest()
+    for is_in_place in (False, True):
+        with pytest.raises(LedgerError, match="was written to by another loader"):
+            other.append(reached(1, 12), in_place_of_last=is_in_place)
+    one.append(reached(1, 12))
+    assert [one.place[1] for one in read_ledger(path).records[-2:]] == [9, 12]
+
+
+def test_a_whole_record_in_the_place_of_a_cut_one_is_another_writers(path):
+    whole = path.read_bytes()
+    one = LedgerFile(path)
+    one.append(reached(1, 8))
+    size_of_record = path.stat().st_size - len(whole)
+    path.write_bytes(whole + b"x" * size_of_record)
+    one, other = LedgerFile(path), LedgerFile(path)
+    one.append(reached(1, 8))
+    assert path.stat().st_size == len(whole) + size_of_record
+    with pytest.raises(LedgerError, match="was written to by another loader"):
+        other.append(reached(1, 8))
+    assert read_ledger(path).records[-1] == reached(1, 8)
+
+
+def test_a_link_is_followed_within_the_folder_and_no_file_is_made_outside(path, tmp_path):
+    link = tmp_path / "link.ledger"
+    link.symlink_to(path.name)
+    LedgerFile(link).append(reached(1, 8))
+    assert link.is_symlink() and read_ledger(path).records[-1] == reached(1, 8)
+    outside = tmp_path / "outside" / "new.ledger"
+    outside.parent.mkdir()
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    broken = runs / "broken.ledger"
+    broken.symlink_to(outside)
+    with pytest.raises(LedgerError, match="it is a link that leads out of"):
+        LedgerFile(broken)
+    late = LedgerFile(runs / "late.ledger")
+    late.path.symlink_to(outside)
+    with pytest.raises(LedgerError, match="cannot be written"):
+        late.append(SETUP, start(0, 0))
+    assert not outside.exists()
+
+
+def test_setups_are_limited_by_what_they_decode_to(tmp_path, monkeypatch):
+    """Two bytes of JSON become a list of 64."""
+    monkeypatch.setattr(ledger, "UNTYPED", UNTYPED._replace(most=5000))
+    large = RunSetup(1, {"lists": [[]] * 700}, 100, None, None, {})
+    file = LedgerFile(tmp_path / "a.ledger")
+    for _ in range(3):
+        file.append(large, start(0, 0))
+    with pytest.raises(LedgerError, match=r"record 4, with the setups before it, takes \d+ bytes"):
+        read_ledger(file.path)
+
+
+def test_a_ledger_of_many_digests_is_read_in_linear_time_and_little_memory(tmp_path):
+    """A search for the place before, back over all digests, took minutes."""
+    file = LedgerFile(tmp_path / "a.ledger")
+    digests = [BatchDigest((0, number), 0, 1, f"{number:016x}") for number in range(60_000)]
+    file.append(SETUP, start(0, 0), *digests, sync=False)
+    file.append(*(reached(0, number) for number in range(3000)), sync=False)
+    before_s = time.process_time()
+    assert len(read_ledger(file.path).records) == 63_002
+    assert time.process_time() - before_s < 5
 
 
 @pytest.mark.parametrize(

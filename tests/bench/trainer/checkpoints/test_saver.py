@@ -196,7 +196,7 @@ def folder(path):
         (
             "checkpoint.json",
             endless,
-            "checkpoint.json has 1099511627776 bytes, at most 67108864 are read",
+            "checkpoint.json takes 1099511627776 bytes when it is decoded, at most 16777216 are read",
         ),
     ],
 )

@@ -148,6 +148,19 @@ def test_equal_rows_are_equal_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+@pytest.mark.parametrize("start", [b"ARROW2", b"arrow1", bytes(6)])
+def test_a_table_begins_and_ends_as_an_arrow_file_does(tmp_path: Path, start: bytes) -> None:
+    """Arrow itself looks at the end alone."""
+    write_index(tmp_path / INDEX_FILE, make_rows(3), NAMES, CODECS)
+    data = (tmp_path / INDEX_FILE).read_bytes()
+    (tmp_path / INDEX_FILE).write_bytes(start + data[6:])
+    with pytest.raises(IndexFileError, match="it does not begin as an Arrow file does"):
+        SampleIndex(tmp_path / INDEX_FILE)
+    (tmp_path / INDEX_FILE).write_bytes(data[:-6] + start)
+    with pytest.raises(IndexFileError, match="it does not end as an Arrow file does"):
+        SampleIndex(tmp_path / INDEX_FILE)
+
+
 @pytest.mark.parametrize("index", [-1, 3, 10**12])
 def test_rows_outside_are_refused(tmp_path: Path, index: int) -> None:
     write_index(tmp_path / INDEX_FILE, make_rows(3), NAMES, CODECS)

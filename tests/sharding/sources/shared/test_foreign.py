@@ -21,6 +21,9 @@ from fuelrail.sharding.sources.shared.foreign import (
 LAUGHS = "a: &a {x: 1}\n" + "\n".join(
     f"{b}: &{b} {{<<: [*{a}, *{a}]}}" for a, b in zip("abcdefg", "bcdefgh", strict=True)
 )
+ALIASES = "a0: &a0 [x]\n" + "\n".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)
+)
 POINTER = b"version https://git-lfs.github.com/spec/v1\n"
 
 
@@ -44,10 +47,11 @@ def as_yaml(data, where):
         (as_json, b'{"a": "\xff"}', "is not JSON"),
         (as_json, b"[1, 2", "is not JSON"),
         (as_json, (16 << 20) + 1, "16777217 bytes, of which at most 16777216 are read"),
-        (as_yaml, b"{a: " * 100_000, "nested deeper than 64 levels"),
-        (as_yaml, b"[" * 100_000, "nested deeper than 64 levels"),
-        (as_yaml, b"- " * 100_000, "nested deeper than 64 levels"),
+        (as_yaml, b"{a: " * 100_000, "takes 65 levels when it is decoded"),
+        (as_yaml, b"[" * 100_000, "takes 65 levels when it is decoded"),
+        (as_yaml, b"- " * 100_000, "takes 65 levels when it is decoded"),
         (as_yaml, LAUGHS.encode(), "merge key"),
+        (as_yaml, ALIASES.encode(), "values when it is decoded, at most 1048576 are read"),
         (as_yaml, b"a: 2001-99-99", "month must be"),
         (as_yaml, b"a: !!int x", "is not YAML"),
         (as_yaml, b"a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
@@ -121,5 +125,5 @@ def test_whatever_a_parser_raises_is_a_source_error(error):
 
 def test_a_nested_file_of_classes_is_a_mistake_of_the_option(tmp_path):
     (tmp_path / "classes.yaml").write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match=r"must map each category to a class.*nested deeper"):
+    with pytest.raises(ConfigError, match=r"must map each category to a class.*takes 65 levels"):
         loaded(str(tmp_path / "classes.yaml"))

@@ -1,0 +1,52 @@
+"""Limits of what a reader holds: of sizes when they are decoded, not of sizes as they are stored.
+
+A few stored bytes may decode to many: a dictionary, a bitmap, an alias. So each reader computes what
+it is about to hold, and compares that with the one limit of its kind. docs/guarantees.md shows
+:data:`LIMITS` as a table.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+_MIB: Final = 1 << 20
+
+
+class Limit(NamedTuple):
+    """A limit and what it is of.
+
+    Attributes:
+        subject: what is limited, as the table of docs/guarantees.md has it.
+        most: the largest number that is allowed.
+        unit: what is counted.
+    """
+
+    subject: str
+    most: int
+    unit: str = "bytes"
+
+    def broken(self, number: int) -> str | None:
+        """Return a clause for a message where ``number`` is over the limit; None where it is not."""
+        if number <= self.most:
+            return None
+        return f"takes {number} {self.unit} when it is decoded, at most {self.most} are read"
+
+
+MEMBER: Final = Limit("a member of a sample", 128 * _MIB)
+SAMPLE: Final = Limit("a sample: its span, and what its compressed members decode to", 512 * _MIB)
+LOGITS: Final = Limit("the arrays of one channel of logits in a sample", 128 * _MIB)
+LOGITS_OF_SAMPLE: Final = Limit("the arrays of all logits of a sample", 512 * _MIB)
+ATTRIBUTES: Final = Limit("a group of rows of `attributes.parquet`", 256 * _MIB)
+UNTYPED: Final = Limit(
+    "a text of JSON or YAML: settings, states, setups of a ledger, a channel of texts", 16 * _MIB
+)
+YAML_VALUES: Final = Limit("a text of YAML, aliases counted each time", _MIB, "values")
+YAML_DEPTH: Final = Limit("a text of YAML, aliases followed", 64, "levels")
+NAMES: Final = Limit("a file of keys or weights, which an order names", 512 * _MIB)
+LEDGER: Final = Limit("a ledger", 256 * _MIB)
+
+LIMITS: Final = (
+    *(MEMBER, SAMPLE, LOGITS, LOGITS_OF_SAMPLE, ATTRIBUTES, UNTYPED),
+    *(YAML_VALUES, YAML_DEPTH, NAMES, LEDGER),
+)
+"""All of them, in the order of the table."""
