@@ -34,6 +34,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"engines", "progress", "verify"},
         {"run"},
         {"append"},
+        {"traces"},
         {"forget"},
         {"api"},
         {"commands"},

@@ -27,6 +27,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, S
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.runtime.clusters import connect_ray
 from fuelrail.pipeline.runtime.workers import pickled_error
+from fuelrail.pipeline.storage.files import check_plain_tree, open_lock
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.write.shard_writer import ShardDone, ShardWriter, WriteJob
@@ -311,6 +312,11 @@ def forget_inputs(location: str) -> None:
 def _node_folder(location: str) -> Path:
     name = f"{hashlib.sha256(location.encode()).hexdigest()[:16]}-node"
     folder = default_cache_folder() / "sharding" / name
+    try:
+        check_plain_tree(folder)
+    except OSError as error:
+        where = error.filename or folder
+        raise DatasetError(f"'{where}' cannot be used: {error.strerror or error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -329,6 +335,12 @@ def _fetch(job: WriteJob, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        descriptor = open_lock(path)
+    except PermissionError as error:
+        raise DatasetError(f"'{path}' cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)

@@ -235,7 +235,7 @@ def test_damaged_work_in_progress_is_named(base, tmp_path) -> None:
         ):
             writer.finish()
     (work / "layer.json").write_bytes(b"{")
-    with pytest.raises(DatasetError, match=r"layer\.json' is damaged"):
+    with pytest.raises(DatasetError, match=r"layer\.json' is cut or damaged"):
         writer.finish()
     (work / "layer.json").unlink()
     segment.write_bytes(whole)
