@@ -5,9 +5,9 @@ number are hard links there. Then ``dataset.json`` is removed, the new files tak
 new ``dataset.json`` comes last. A run that was killed leaves the dataset as it was, or without ``dataset.json``; the
 same command continues, to the same bytes.
 
-What is done follows from the arguments and from the dataset as it was, whose manifest and tables are kept in
-``.fuelrail/before`` meanwhile: a working folder may have come with the dataset, and nothing that is written there
-decides what is deleted or where.
+What is done follows from the arguments and from the dataset as it was, whose manifest and tables
+are kept in ``.fuelrail/before`` meanwhile: a working folder may have come with the dataset, and
+nothing that is written there decides what is deleted or where.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
 from fuelrail.pipeline.format.index.tables import file_entry, open_shards, open_tables
 from fuelrail.pipeline.format.layers import (
     EITHER,
+    INDEXED,
     LAYERS,
     NO_ROW,
     BaseEntry,
@@ -98,7 +99,7 @@ _BEFORE: Final = "before"
 _NEXT: Final = "next"
 """In a working folder: the next version, in the making or on its way to its place."""
 _NOTED: Final = f"{WORK_FOLDER}/noted.json"
-_MAX_RECEIPT_BYTES: Final = 1 << 30
+MAX_RECEIPT_BYTES: Final = 1 << 30
 
 
 class ForgetOptions(PrintOptions, frozen=True, kw_only=True):
@@ -144,13 +145,31 @@ class DeletedFrom(msgspec.Struct, frozen=True):
     shards: dict[str, str]
     linked: list[str]
     num_cut: int = 0
-    """Samples that are left, and held sweeps, measurements or steps of trajectories of deleted ones: these went."""
+    """Samples that are left, and held sweeps, measurements or steps of trajectories of deleted
+    ones: these went.
+    """
+
+
+class OrderInputs(msgspec.Struct, frozen=True):
+    """What orders over the dataset as it was need of the deleted samples, in the order of
+    ``samples``.
+
+    ``splits`` has the number of samples of each shard, split by split; ``rows`` are those of the
+    old index, ``attributes`` the columns of ``attributes.parquet``.
+    """
+
+    splits: dict[str, list[int]]
+    rows: list[int]
+    frames: list[int]
+    timestamps_ns: list[int]
+    attributes: dict[str, list[Any]]
 
 
 class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """The receipt of a deletion.
 
     ``names`` are the keys and clips that were asked for, ``caches`` the folders of caches that were removed.
+    ``order`` is what `fuelrail runs` needs to ask older runs about other samples.
     ``keeps_dictionary``: the dataset's zstd dictionary stays, which was trained on the metadata of some samples.
     """
 
@@ -159,6 +178,7 @@ class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     folders: list[DeletedFrom]
     caches: list[str]
     keeps_dictionary: bool
+    order: OrderInputs | None = None
 
     def as_text(self) -> str:
         """Return the report for people."""
@@ -171,7 +191,8 @@ class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
             )
             if one.num_cut:
                 lines.append(
-                    f"  {counted(one.num_cut, 'other sample')} held sweeps, measurements or steps of trajectories of "
+                    f"  {counted(one.num_cut, 'other sample')} held sweeps, measurements or "
+                    "steps of trajectories of "
                     "them, which went too"
                 )
             lines += [
@@ -186,7 +207,9 @@ class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Noted(msgspec.Struct, frozen=True):
-    """What an interrupted call saw before it changed a folder, for the receipt alone: nothing is done by it."""
+    """What an interrupted call saw before it changed a folder, for the receipt alone: nothing is
+    done by it.
+    """
 
     linked: list[str] = []
     caches: list[str] = []
@@ -194,9 +217,11 @@ class _Noted(msgspec.Struct, frozen=True):
 
 
 class _Part(NamedTuple):
-    """A folder that samples are deleted from: the dataset or a layer as it was, and the rows to delete.
+    """A folder that samples are deleted from: the dataset or a layer as it was, and the rows to
+    delete.
 
-    ``source`` is read from the folder itself until something changes there, then from its copy in ``_BEFORE``.
+    ``source`` is read from the folder itself until something changes there, then from its copy in
+    ``_BEFORE``.
     """
 
     out: FolderOutput
@@ -229,8 +254,8 @@ def forget(
 
     The new dataset has another fingerprint, and the old one in its lineage. Raises ConfigError for URLs and where
     nothing would be left, OrderError for unknown names, ManifestError for layers of other datasets, ChecksumError for
-    damaged samples, DatasetExistsError where another run is unfinished, DatasetError where a folder cannot be written
-    or a working folder holds what no run makes.
+    damaged samples, DatasetExistsError where another run is unfinished, DatasetError where a folder
+    cannot be written or a working folder holds what no run makes.
     """
     for place in (dataset, *layers):
         if is_url(place):
@@ -256,12 +281,9 @@ def forget(
         recipe = Recipe(source="forget", source_options={"names": digest})
         if started is not None and started.recipe.source != "forget":
             check_same_recipe(out.shown, started.recipe, recipe)
-        if started is None:
-            for place_out in outs:
-                _discard(place_out)
         report = _finished_report(file, listed, outs, is_started=started is not None)
         if report is None or (started is None and _named(open_dataset(out.root), listed)[0].size):
-            parts = _parts(outs, listed)
+            parts = _parts(outs, listed, is_started=started is not None)
             options = {
                 "names": digest,
                 "layers": sorted(part.fingerprint for part in parts[1:]),
@@ -269,6 +291,9 @@ def forget(
             recipe = msgspec.structs.replace(recipe, source_options=options)
             check_same_recipe(out.shown, started.recipe if started else None, recipe)
             folders = _cache_folders(parts, caches)
+            if started is None:
+                for place_out in outs:
+                    _discard(place_out)
             work.start(RunState(recipe=recipe))
             report = _delete_all(parts, listed, folders)
             _write_receipt(file, report)
@@ -278,9 +303,9 @@ def forget(
     return report
 
 
-def _parts(outs: Sequence[FolderOutput], names: list[str]) -> list[_Part]:
+def _parts(outs: Sequence[FolderOutput], names: list[str], *, is_started: bool) -> list[_Part]:
     """Return what is to be deleted where, the dataset first."""
-    base = _source(outs[0], DATASETS)
+    base = _source(outs[0], DATASETS, is_started=is_started)
     rows, unknown = _named(base, names)
     if unknown:
         raise unknown_names(unknown)
@@ -291,7 +316,7 @@ def _parts(outs: Sequence[FolderOutput], names: list[str]) -> list[_Part]:
     clips = deleted_times(base, rows, has_shards=base.root == outs[0].root)
     parts = [_Part(outs[0], base, rows, clips)]
     for out in outs[1:]:
-        layer = _source(out, LAYERS)
+        layer = _source(out, LAYERS, is_started=is_started)
         check_base(Layer("layer", layer, read_rows(layer)), base)
         rows_of_layer, _ = named_rows(keys, pa.table({"key": layer.index.texts("key")}))
         if len(rows_of_layer) == len(layer):
@@ -312,6 +337,7 @@ def _nothing_left(out: FolderOutput) -> ConfigError:
 def _delete_all(parts: Sequence[_Part], names: list[str], caches: Sequence[Path]) -> ForgetReport:
     """Delete from all folders and caches; return the report."""
     base = parts[0].source
+    order = _order_inputs(base, parts[0].rows)
     samples = []
     for row in map(base.index.row, parts[0].rows.tolist()):
         members = {entry.name: f"{entry.xxh3:016x}" for entry in row.members}
@@ -329,11 +355,48 @@ def _delete_all(parts: Sequence[_Part], names: list[str], caches: Sequence[Path]
         folders=folders,
         caches=removed,
         keeps_dictionary=base.dictionary is not None,
+        order=order,
     )
 
 
+def _order_inputs(base: Dataset, rows: Rows) -> OrderInputs:
+    """Return what orders over a dataset need of some samples of it."""
+    splits: dict[str, list[int]] = {}
+    for shard in base.shards:
+        splits.setdefault(shard.split, []).append(shard.num_samples)
+    attributes: dict[str, list[Any]] = {}
+    file = base.attributes_file()
+    if file.exists:
+        schema = file.schema(len(base))
+        names = [name for name in schema.names if name not in INDEXED]
+        fields = pa.schema([schema.field(name) for name in names])
+        table = pa.Table.from_batches(file.batches(names), fields) if names else None
+        attributes = {} if table is None else table.take(pa.array(rows)).to_pydict()
+    return OrderInputs(
+        splits=splits,
+        rows=rows.tolist(),
+        frames=base.index.column("frame")[rows].tolist(),
+        timestamps_ns=base.index.column("timestamp_ns")[rows].tolist(),
+        attributes=attributes,
+    )
+
+
+def order_digest(report: ForgetReport) -> str:
+    """Return the SHA-256 by which a dataset's manifest names the receipt of what was deleted from
+    it.
+    """
+    names = [(sample.key, sample.clip_id) for sample in report.samples]
+    return _order_sha256(names, report.order)
+
+
+def _order_sha256(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -> str:
+    return hashlib.sha256(msgspec.json.encode((names, inputs))).hexdigest()
+
+
 def _cache_folders(parts: Sequence[_Part], caches: Sequence[Any]) -> list[Path]:
-    """Return the folders that loaders keep of these folders in caches; raise ConfigError for a link there."""
+    """Return the folders that loaders keep of these folders in caches; raise ConfigError for a link
+    there.
+    """
     folders: dict[Path, None] = {}
     for cache in (default_cache_folder(), *map(Path, caches)):
         for part in parts:
@@ -344,15 +407,16 @@ def _cache_folders(parts: Sequence[_Part], caches: Sequence[Any]) -> list[Path]:
         for path in (folder.parent, folder):
             if path.is_symlink():
                 raise ConfigError(
-                    f"cache '{path}' is a link, and nothing is deleted through one: remove it, or name the folder that "
+                    f"cache '{path}' is a link, and nothing is deleted through one: remove it, "
+                    "or name the folder that "
                     "it leads to"
                 )
     return list(folders)
 
 
-def _source(out: FolderOutput, kinds: Kinds) -> Dataset:
-    """Open a folder as it was before the call that is continued."""
-    if not _has_snapshot(out):
+def _source(out: FolderOutput, kinds: Kinds, *, is_started: bool) -> Dataset:
+    """Open a folder as it was before the call that is continued, where one was started."""
+    if not is_started or not _has_snapshot(out):
         return open_kind(out.root, kinds)
     before = out.work / _BEFORE
     manifest = load_manifest(before, kinds)
@@ -371,8 +435,10 @@ def _source(out: FolderOutput, kinds: Kinds) -> Dataset:
 
 def _edited(out: FolderOutput) -> DatasetError:
     return DatasetError(
-        f"'{out.work}' is not what an interrupted `fuelrail forget` has left: it was edited or belongs to another "
-        f"dataset. Where '{out.root}' has its {MANIFEST_FILE}, remove '{out.work}'; else {BRING_BACK}"
+        f"'{out.work}' is not what an interrupted `fuelrail forget` has left: it was edited or "
+        "belongs to another "
+        f"dataset. Where '{out.root}' has its {MANIFEST_FILE}, remove '{out.work}'; else "
+        f"{BRING_BACK}"
     )
 
 
@@ -381,7 +447,9 @@ def _has_snapshot(out: FolderOutput) -> bool:
 
 
 def _take_snapshot(out: FolderOutput, manifest: Manifest) -> None:
-    """Keep manifest and tables of a folder, as links where the file system can, so that a call can be continued."""
+    """Keep manifest and tables of a folder, as links where the file system can, so that a call can
+    be continued.
+    """
     target = FolderOutput(str(out.work / _BEFORE))
     shutil.rmtree(target.root, ignore_errors=True)
     target.temporary.mkdir(parents=True)
@@ -423,7 +491,7 @@ def _finished_report(
             return None
         manifests.append(load_manifest(out.root, EITHER))
     try:
-        report = msgspec.json.decode(read_file(file, _MAX_RECEIPT_BYTES), type=ForgetReport)
+        report = msgspec.json.decode(read_file(file, MAX_RECEIPT_BYTES), type=ForgetReport)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if report.names != names:
@@ -465,7 +533,9 @@ def _inside(rows: Rows, shard: ShardEntry) -> Rows:
 
 
 def _delete(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFrom:
-    """Delete what is to be deleted in a folder, unless that was done; ``keys`` are those of the deleted samples."""
+    """Delete what is to be deleted in a folder, unless that was done; ``keys`` are those of the
+    deleted samples.
+    """
     out, source = part.out, part.source
     if source.root == out.root:
         _make_next(part, base, keys)
@@ -546,7 +616,9 @@ def _move(next_version: FolderOutput, out: FolderOutput, names: Sequence[str]) -
 def _write(
     part: _Part, base: _Part, hit: Collection[str], keys: frozenset[str], out: FolderOutput
 ) -> None:
-    """Make the next version of the dataset or of a layer in ``out``; ``hit`` are the shards to write again."""
+    """Make the next version of the dataset or of a layer in ``out``; ``hit`` are the shards to
+    write again.
+    """
     source, rows = part.source, part.rows
     manifest = source.manifest
     kept = np.delete(np.arange(len(source)), rows)
@@ -573,8 +645,11 @@ def _write(
     else:  # of the old recipe nothing: it may name what is deleted
         recipe = Recipe(source="forget", source_options={"fingerprint": manifest.fingerprint})
         known = {"poses": manifest.has_poses, "calibration": manifest.has_calibration}
+        ids = (source.index.texts(name).take(rows).to_pylist() for name in ("key", "clip_id"))
+        names = list(zip(*ids, strict=True))
+        order_sha256 = _order_sha256(names, _order_inputs(source, rows))
         facts = {
-            "forgotten": {"samples": len(rows)},
+            "forgotten": {"samples": len(rows), "order_sha256": order_sha256},
             **{name: "none" for name, is_known in known.items() if not is_known},
         }
         changed = {"provenance": {"recipe": msgspec.to_builtins(recipe), "facts": facts}}
@@ -635,7 +710,7 @@ def _pack(
     keys: frozenset[str],
     out: FolderOutput,
 ) -> Packed:
-    """Write some samples of a shard as another one, without what they hold of deleted neighbours."""
+    """Write some samples of a shard as another one, without traces of deleted neighbours."""
     source = part.source
     level = source.manifest.compression.get("level", DEFAULT_ZSTD_LEVEL)
     channels = source.manifest.extra_channels

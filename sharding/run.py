@@ -174,7 +174,8 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
     if not isinstance(classes, dict) and classes not in (SOURCE, NUSCENES10):
         # A manifest has the mapping itself; a name would be that of a file of this machine.
         raise ConfigError(
-            f"the manifest of '{root}' has classes={shown(classes)} in its recipe: allowed are {SOURCE}, {NUSCENES10} "
+            f"the manifest of '{root}' has classes={shown(classes)} in its recipe: allowed are "
+            f"{SOURCE}, {NUSCENES10} "
             "or a mapping; it was edited"
         )
     spec = parse_source(source, recipe.source_options)

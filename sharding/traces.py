@@ -1,4 +1,5 @@
-"""What samples hold of their neighbours in time, and how it is cut out where such a neighbour is deleted.
+"""What samples hold of their neighbours in time, and how it is cut out where such a neighbour is
+deleted.
 
 A sample k of a clip owns the measurements of T_(k-1) < t <= T_k, as FORMAT.md has it for series;
 the first sample of a clip also owns all earlier ones, the last one all later ones. Of a lidar or
@@ -13,7 +14,8 @@ series                             measurements of that time
 ``agent_trajectories``
 =================================  ============================================================
 
-What was computed of several samples stays: velocities of boxes, values of channels and layers of other kinds.
+What was computed of several samples stays: velocities of boxes, values of channels and layers of
+other kinds.
 """
 
 from __future__ import annotations
@@ -63,10 +65,11 @@ _OF_STEPS: Final = ("position", "yaw", "valid")
 
 
 class DeletedTimes(NamedTuple):
-    """What is deleted of a clip: frames (D,), times of samples (D,) [ns], and what these samples own.
+    """What is deleted of a clip: frames (D,), times of samples (D,) [ns], and what these samples
+    own.
 
-    ``spans_ns`` are spans of time (D, 2), from after the first to the second [ns]; ``sensor_spans_ns`` those between
-    the sweeps of each lidar and radar, by channel.
+    ``spans_ns`` are spans of time (D, 2), from after the first to the second [ns];
+    ``sensor_spans_ns`` those between the sweeps of each lidar and radar, by channel.
     """
 
     frames: NDArray[np.int64]
@@ -108,7 +111,8 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
 
 
 def holders(source: Dataset, clips: Mapping[str, DeletedTimes], deleted: Rows) -> NDArray[np.int64]:
-    """Return the rows of a dataset or layer that are left and hold something of the deleted ones, ascending.
+    """Return the rows of a dataset or layer that are left and hold something of the deleted ones,
+    ascending.
 
     Reads the members in question of all samples of these clips.
     """
@@ -131,7 +135,9 @@ def holders(source: Dataset, clips: Mapping[str, DeletedTimes], deleted: Rows) -
 
 
 def is_cut(name: str, channels: tuple[Channel, ...]) -> bool:
-    """Return whether members of this field name can hold something of other samples that is cut out."""
+    """Return whether members of this field name can hold something of other samples that is cut
+    out.
+    """
     if name.endswith(SWEEPS_FIELD) or name in (EGO.field, _AGENTS):
         return True
     return any(
@@ -142,7 +148,8 @@ def is_cut(name: str, channels: tuple[Channel, ...]) -> bool:
 def cut_member(
     name: str, data: Buffer, row: IndexRow, times: DeletedTimes, channels: tuple[Channel, ...]
 ) -> Buffer | None:
-    """Return a member without what it holds of deleted samples; itself where that is nothing, None: it goes.
+    """Return a member without what it holds of deleted samples; itself where that is nothing, None:
+    it goes.
 
     ``row`` is that of its sample.
     """
@@ -192,7 +199,9 @@ def _is_radar(channel: Channel) -> bool:
 def _measured_ns(
     points: NDArray[np.float32], channel: Channel, timestamp_ns: int
 ) -> NDArray[np.int64]:
-    """Return when the points of a radar were measured [ns], to the precision of a float32 of seconds."""
+    """Return when the points of a radar were measured [ns], to the precision of a float32 of
+    seconds.
+    """
     age_s = points[:, channel.columns.index(_DT)].astype(np.float64)
     return timestamp_ns - np.round(age_s * 1e9).astype(np.int64)
 
@@ -250,7 +259,9 @@ def _read_raw(source: Dataset, number: int, names: Sequence[str]) -> dict[str, m
 def _radar_times(
     base: Dataset, samples: Rows, is_deleted: NDArray[np.bool_], radar: Channel
 ) -> NDArray[np.int64]:
-    """Return the times of the newest points of a radar of samples (n,) [ns]; without points those of the samples."""
+    """Return the times of the newest points of a radar of samples (n,) [ns]; without points those
+    of the samples.
+    """
     needed = is_deleted.copy()
     needed[:-1] |= is_deleted[1:]
     times_ns = base.index.column("timestamp_ns")[samples]

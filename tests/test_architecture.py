@@ -36,6 +36,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"append"},
         {"traces"},
         {"forget"},
+        {"forgotten"},
         {"api"},
         {"commands"},
     ],

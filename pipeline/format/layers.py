@@ -130,7 +130,9 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
         return (*self.base.sensors, *self.channels)
 
     def check_channels(self, where: str) -> None:
-        """Raise ManifestError for a table that is empty, broken or has what only a base has, and for a wrong base."""
+        """Raise ManifestError for a table that is empty, broken or has what only a base has, and
+        for a wrong base.
+        """
         if not self.channels:
             raise ManifestError(
                 f"'{where}': the layer has no channels, and a layer has at least one; {BRING_BACK}"

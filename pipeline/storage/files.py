@@ -4,8 +4,10 @@ Only regular files are opened: a FIFO would wait for a writer for ever, a device
 the dataset's folder and not out of it, so that a dataset cannot make a command read, digest or copy other files.
 Errors are OSErrors, whose ``strerror`` is a clause for the message: ``it is not a regular file``.
 
-A working folder (``.fuelrail``) may have come with the dataset as well, and commands write and delete in it. So
-:func:`check_plain_tree` refuses links there altogether, and a lock is opened by :func:`open_lock` alone.
+A working folder (``.fuelrail``) may have come with the dataset as well, and commands write and
+delete in it. So
+:func:`check_plain_tree` refuses links there altogether, and a lock is opened by :func:`open_lock`
+alone.
 """
 
 from __future__ import annotations
@@ -93,10 +95,11 @@ def map_npy(path: str | os.PathLike[str]) -> NDArray[np.generic]:
 
 
 def check_plain_tree(folder: Path) -> None:
-    """Raise OSError unless a folder, where it exists, holds nothing but folders and regular files, at any depth.
+    """Raise OSError unless a folder, where it exists, holds nothing but folders and regular files,
+    at any depth.
 
-    Links, FIFOs, sockets and devices are refused, and the folder itself must not be a link. What another process
-    removes meanwhile does not matter.
+    Links, FIFOs, sockets and devices are refused, and the folder itself must not be a link. What
+    another process removes meanwhile does not matter.
     """
     try:
         mode = folder.lstat().st_mode
@@ -125,8 +128,8 @@ def check_plain_tree(folder: Path) -> None:
 def open_lock(path: Path) -> int:
     """Return a descriptor of a lock file, to read and write, made where it is missing.
 
-    Its folder must exist. Raises OSError for what is not a regular file of one name: a link or another name may lead
-    to a file elsewhere, and the holder of a lock writes into it.
+    Its folder must exist. Raises OSError for what is not a regular file of one name: a link or
+    another name may lead to a file elsewhere, and the holder of a lock writes into it.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -150,7 +153,7 @@ def open_lock(path: Path) -> int:
 
 
 def empty_folder(folder: Path) -> None:
-    """Make a folder, or remove all that is in it; raises OSError where it is a link or no folder."""
+    """Make a folder, or empty it; raises OSError where it is a link or no folder."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -163,7 +166,9 @@ def empty_folder(folder: Path) -> None:
 
 
 def save_npy(path: Path, array: NDArray[Any]) -> None:
-    """Write a ``.npy`` file, whole, in the place of whatever has its name: nothing is written through a link."""
+    """Write a ``.npy`` file, whole, in the place of whatever has its name: nothing is written
+    through a link.
+    """
     with published(path, sync=False) as file:
         np.save(file, array, allow_pickle=False)
 

@@ -27,7 +27,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, S
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.runtime.clusters import connect_ray
 from fuelrail.pipeline.runtime.workers import pickled_error
-from fuelrail.pipeline.storage.files import check_plain_tree, open_lock
+from fuelrail.pipeline.storage.files import check_plain_tree, open_lock, published, read_file
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.write.shard_writer import ShardDone, ShardWriter, WriteJob
@@ -265,7 +265,8 @@ def _no_pulse(num_bytes: int) -> None:
 def share_inputs(job: WriteJob, run: str) -> None:
     """Make a run's inputs reachable for its tasks elsewhere; ``run`` is the number drawn for it."""
     out = open_output(job.out)
-    (job.scan_table.parent / _RUN).write_text(run)
+    with published(job.scan_table.parent / _RUN, sync=False) as marker:
+        marker.write(run.encode())
     if is_url(job.out):
         with out.writing():
             for name in _FIELDS:
@@ -287,7 +288,8 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
             "share, at the same path, or at a URL"
         )
     with contextlib.suppress(OSError):
-        if (job.scan_table.parent / _RUN).read_text() == run:
+        path = job.scan_table.parent / _RUN
+        if read_file(path, len(run)) == run.encode():
             return job
     if not is_url(job.out):
         raise DatasetError(

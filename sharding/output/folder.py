@@ -102,7 +102,8 @@ def check_work(out: Output) -> None:
 def read_json(out: Output, name: str, kind: type[T], remedy: str) -> T | None:
     """Return the content of a JSON file in the working folder of OUT; None where there is none.
 
-    ``remedy`` says what to do about a damaged file. Raises DatasetExistsError for one that is not of this kind.
+    ``remedy`` says what to do about a damaged file. Raises DatasetExistsError for one that is not
+    of this kind.
     """
     data = out.read(name)
     try:

@@ -123,7 +123,8 @@ def check_cut(shown: str, stored: Sequence[PlannedShard], planned: Sequence[Plan
         expected[shard.split] = expected.get(shard.split, 0) + shard.num_samples
     if not is_sound or list(counts.items()) != list(expected.items()):
         raise DatasetExistsError(
-            f"the cut into shards in output folder '{shown}' is not one of these samples: it was edited or damaged; "
+            f"the cut into shards in output folder '{shown}' is not one of these samples: it was "
+            "edited or damaged; "
             "choose another folder, or remove it to start again"
         )
 

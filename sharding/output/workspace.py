@@ -19,7 +19,7 @@ import msgspec
 
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
-from fuelrail.pipeline.storage.files import empty_folder, open_lock
+from fuelrail.pipeline.storage.files import empty_folder, open_lock, read_file
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.output.folder import check_work, read_json
 from fuelrail.sharding.planning.plan import PlannedShard
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.output.lock import ObjectLock
 
+_PLACE_BYTES: Final = 1 << 10
 STATE: Final = f"{WORK_FOLDER}/run.json"
 
 
@@ -85,7 +86,8 @@ class Workspace:
     def state(self) -> RunState | None:
         """Return the state of an earlier run in OUT, None where there is none."""
         remedy = (
-            "remove this one file and run the same command again; finished shards are kept where they are of the same "
+            "remove this one file and run the same command again; finished shards are kept where "
+            "they are of the same "
             "recipe"
         )
         return read_json(self.out, STATE, RunState, remedy)
@@ -161,9 +163,9 @@ class Workspace:
 
         assert isinstance(self.out, UrlOutput), "what is at a URL"
         place = self.folder / "place"
-        if not place.exists():
-            place.write_text(uuid.uuid4().hex)
-        lock = ObjectLock(self.out, place.read_text())
+        with contextlib.suppress(FileExistsError), place.open("x") as file:
+            file.write(uuid.uuid4().hex)
+        lock = ObjectLock(self.out, read_file(place, _PLACE_BYTES).decode(errors="replace"))
         self.out.abort_uploads()
         return lock
 

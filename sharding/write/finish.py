@@ -106,7 +106,8 @@ def _rows(
     shards: list[ShardEntry],
     sizes: dict[str, set[tuple[int, int]]],
 ) -> Iterator[IndexRow]:
-    """Yield the rows of the index from the records of the shards; add the shards' entries and the images' sizes.
+    """Yield the rows of the index from the records of the shards; add the shards' entries and the
+    images' sizes.
 
     ``codecs`` has the codec of each member that a sample of this run may have.
     """
@@ -122,7 +123,8 @@ def _rows(
         is_of_run = is_of_run and record.image_sizes.keys() <= sizes.keys()
         if not is_of_run or len(record.rows) != planned.num_samples:
             raise DatasetError(
-                f"'{work.out.shown}/{record_name(planned.stem)}' is not of this run: remove it and run the command "
+                f"'{work.out.shown}/{record_name(planned.stem)}' is not of this run: remove it "
+                "and run the command "
                 "again"
             )
         yield from record.rows

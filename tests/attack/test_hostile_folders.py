@@ -1,10 +1,13 @@
-"""What came with a dataset in its working folder or lies in caches: no command follows, believes or awaits it.
+"""What came with a dataset in its working folder or lies in caches: no command follows, believes or
+awaits it.
 
-Each command meets links, FIFOs, sockets, folders and crafted files at the names that it uses below ``.fuelrail/`` or in
-a cache. It ends in a result or a sentence, within seconds, and a tree outside is as it was. Some by default::
+Each command meets links, FIFOs, sockets, folders and crafted files at the names that it uses below
+``.fuelrail/`` or in a cache. It ends in a result or a sentence, within seconds, and a tree outside
+is as it was. Some by default::
 
     FUELRAIL_ATTACK=all pytest tests/attack/test_hostile_folders.py     every shape at every name
-    python tests/attack/test_hostile_folders.py SEED NUMBER     states by chance, also of killed commands
+    python tests/attack/test_hostile_folders.py SEED NUMBER     states by chance, also of killed
+    commands
 """
 
 from __future__ import annotations
@@ -80,7 +83,9 @@ def _index(place: Path) -> bytes:
 
 
 def states(command: str) -> list[tuple[str, str]]:
-    """Names and shapes that are tried with a command: a step through all of them has both many times."""
+    """Names and shapes that are tried with a command: a step through all of them has both many
+    times.
+    """
     chosen = [(name, shape) for shape, name in product(SHAPES, COMMANDS[command][2])]
     return chosen if os.environ.get("FUELRAIL_ATTACK") == "all" else chosen[::EVERY]
 
@@ -156,7 +161,9 @@ def by_chance(seed: int, number: int, folder: Path) -> int:
 
 
 def _killed(command: str, place: Path, chance: random.Random) -> str:
-    """Kill the command at a rename, and edit a file of what it has left in working folders or caches."""
+    """Kill the command at a rename, and edit a file of what it has left in working folders or
+    caches.
+    """
     work = COMMANDS[command][0]
     number = chance.randrange(1, 40)
 

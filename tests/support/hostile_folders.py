@@ -1,7 +1,9 @@
-"""Working folders and caches that came from somebody else: what may lie at each name there, and commands that meet it.
+"""Working folders and caches that came from somebody else: what may lie at each name there, and
+commands that meet it.
 
-A *place* has ``outside``, which no command may change, beside the folders that commands are given. :func:`plant` puts
-one object at one name, :func:`die` makes the state that a killed command leaves, for one file in it to be edited.
+A *place* has ``outside``, which no command may change, beside the folders that commands are given.
+:func:`plant` puts one object at one name, :func:`die` makes the state that a killed command leaves,
+for one file in it to be edited.
 """
 
 from __future__ import annotations
@@ -63,6 +65,10 @@ _IN_WORK = (
     "parts/0",
 )
 _BESIDE = ("statistics.json", "tags.json", "dataset.json", "index.arrow", "train-000000.tar")
+_RECEIPTS = tuple(
+    name.format(hashlib.sha256(CLIP.encode()).hexdigest()[:16])
+    for name in ("DS-forgot-{}.json", ".DS-forgot-{}.json.part")
+)
 _IN_CACHE = (
     "spans",
     "spans/FINGERPRINT",
@@ -83,7 +89,9 @@ _IN_CACHE = (
 
 
 def make_small(folder: Path) -> None:
-    """The datasets that are copied to each place: SOURCE, DS made of it, FIRST with other clips, a LAYER of DS."""
+    """The datasets that are copied to each place: SOURCE, DS made of it, FIRST with other clips, a
+    LAYER of DS.
+    """
     from fuelrail.sharding.api import reshard
 
     small_dataset(folder / "SOURCE")
@@ -185,7 +193,7 @@ COMMANDS: dict[str, tuple[list[str] | Callable[[], int], str, tuple[str, ...]]] 
     "shard": (["shard", "imagefolder:IMAGES", "OUT", "--workers", "1"], "OUT", _IN_WORK),
     "reshard": (["reshard", "DS", "OUT", "--workers", "1"], "OUT", _IN_WORK),
     "append": (["reshard", "--append", "FIRST", "DS", "OUT"], "OUT", _IN_WORK),
-    "forget": (FORGET, "DS", (*_IN_WORK, *_BESIDE)),
+    "forget": (FORGET, "DS", (*_IN_WORK, *_BESIDE, *_RECEIPTS)),
     "forget-layer": (FORGET, "LAYER", (*_IN_WORK, *_BESIDE)),
     "forget-cache": (FORGET, "cache", _IN_CACHE),
     "repair": (repair_here, "DS", (*_IN_WORK, *_BESIDE)),
@@ -195,7 +203,9 @@ COMMANDS: dict[str, tuple[list[str] | Callable[[], int], str, tuple[str, ...]]] 
     "statistics": (["inspect", "DS", "--statistics"], "DS", (*_IN_WORK, *_BESIDE)),
     "loader": (load_here, "cache", _IN_CACHE),
 }
-"""The command, the folder that something is planted in, and the names there. A working folder is in each but caches."""
+"""The command, the folder that something is planted in, and the names there. A working folder is in
+each but caches.
+"""
 
 
 def path_of(command: str, name: str, place: Path) -> Path:
@@ -205,6 +215,8 @@ def path_of(command: str, name: str, place: Path) -> Path:
         fingerprint, sha256 = (place / "names.txt").read_text().split()
         name = name.replace("FINGERPRINT", fingerprint)
         return place / folder / name.replace("SHA256", sha256)
+    if name in _RECEIPTS:
+        return place / name
     return place / folder / name if name in _BESIDE else place / folder / WORK_FOLDER / name
 
 
@@ -313,7 +325,9 @@ def plant(command: str, name: str, shape: str, place: Path) -> None:
 
 
 def die(work: Callable[[], object], number: int) -> None:
-    """Do some work, to be called in a fork: the rename of this number ends the process, at its end at the latest."""
+    """Do some work, to be called in a fork: the rename of this number ends the process, at its end
+    at the latest.
+    """
     rename, count = Path.replace, 0
 
     def replace(self: Path, target: Path) -> Any:

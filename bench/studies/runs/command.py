@@ -22,6 +22,15 @@ class SeenOptions(PrintOptions, frozen=True, kw_only=True):
     dataset: Annotated[
         str | None, flag("where the dataset is now (default: where it was)", metavar="DATASET")
     ] = None
+    receipt: Annotated[
+        tuple[str, ...],
+        flag(
+            "receipt of `fuelrail forget` on the dataset since the run, unless it is beside the "
+            "dataset; repeatable",
+            repeat=True,
+            metavar="FILE",
+        ),
+    ] = ()
 
 
 class FindOptions(SeenOptions, frozen=True, kw_only=True):
@@ -138,6 +147,7 @@ def _run(args: argparse.Namespace) -> int:
             args.ledger,
             args.names,
             dataset=find_options.dataset,
+            receipts=find_options.receipt,
             checkpoints=find_options.checkpoints,
         )
     else:
@@ -152,7 +162,12 @@ def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
     from fuelrail.bench.studies.runs.replay import replay  # with torch
 
     found = replay(
-        ledger, options.step, rank=options.rank, dataset=options.dataset, without=options.without
+        ledger,
+        options.step,
+        rank=options.rank,
+        dataset=options.dataset,
+        without=options.without,
+        receipts=options.receipt,
     )
     if options.image is not None:
         try:

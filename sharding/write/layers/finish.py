@@ -93,7 +93,7 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
         segments = Segments(out, len(base))
         _check_whole(segments, base, out, partial=partial)
         (out.work / "tmp").mkdir(parents=True, exist_ok=True)
-        # A new folder: files in tmp may be second names of others, and these tables are written in place.
+        # A new folder: files in tmp may be second names of others, which would be written.
         temporary = Path(tempfile.mkdtemp(dir=out.work / "tmp"))
         try:
             manifest = _write(out, temporary, base, run, segments)
@@ -172,7 +172,9 @@ def _write(
 def _check_row(
     out: Output, base: Dataset, codecs: Mapping[str, str], position: int, row: SegmentRow
 ) -> None:
-    """Raise DatasetError for a row of a segment that is not of the base's sample, or not of this table."""
+    """Raise DatasetError for a row of a segment that is not of the base's sample, or not of this
+    table.
+    """
     sample = base.index.row(position)
     names = (row.row.key, row.row.clip_id, row.row.frame, row.row.timestamp_ns)
     is_of_sample = names == (sample.key, sample.clip_id, sample.frame, sample.timestamp_ns)
@@ -186,7 +188,8 @@ def _check_row(
     )
     if not is_of_sample or not is_of_table:
         raise DatasetError(
-            f"a row of '{out.shown}/{SEGMENTS}' for position {position} is not of sample '{sample.key}' and of the "
+            f"a row of '{out.shown}/{SEGMENTS}' for position {position} is not of sample "
+            f"'{sample.key}' and of the "
             "channels of this layer: remove the segment that holds it, and write its rows again"
         )
 
@@ -273,7 +276,8 @@ class _AttributesWriter:
             ]
         except (ValueError, TypeError, OverflowError) as error:  # of a segment that was edited
             raise DatasetError(
-                f"a row of '{SEGMENTS}' has attributes that are not those of this layer ({error}): remove its segment, "
+                f"a row of '{SEGMENTS}' has attributes that are not those of this layer "
+                f"({error}): remove its segment, "
                 "and write its rows again"
             ) from error
         self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
