@@ -121,9 +121,10 @@ def test_links_and_fifos_are_refused_in_words(command, small, tmp_path, capfd) -
         assert outside_now(tmp_path / "place") == before
 
 
-def test_a_plan_that_came_with_the_dataset_is_not_obeyed(small, tmp_path) -> None:
+@pytest.mark.parametrize("shape", ["plan", "plan-with-parts", "cut", "deep", "empty"])
+def test_a_plan_that_came_with_the_dataset_is_not_obeyed(shape, small, tmp_path) -> None:
     make_place(small, tmp_path / "place")
-    plant("forget", "forget.json", "plan", tmp_path / "place")
+    plant("forget", "forget.json", shape, tmp_path / "place")
     before = outside_now(tmp_path / "place")
     outcome = run(COMMANDS["forget"][0], tmp_path / "place")
     assert outcome.status == 0, outcome.text

@@ -9,6 +9,7 @@ for one file in it to be edited.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -220,8 +221,8 @@ def path_of(command: str, name: str, place: Path) -> Path:
     return place / folder / name if name in _BESIDE else place / folder / WORK_FOLDER / name
 
 
-def plan_of_a_stranger(place: Path) -> bytes:
-    """A plan of ``forget`` that deletes what is outside."""
+def plan_of_a_stranger(place: Path, *, has_parts: bool = False) -> bytes:
+    """A plan of ``forget`` that deletes what is outside: caches, or parts of another dataset."""
     outside = str(place / "outside")
     found = {
         "folder": outside,
@@ -245,7 +246,7 @@ def plan_of_a_stranger(place: Path) -> bytes:
         "caches": [f"{outside}/folder", outside],
         "keeps_dictionary": False,
     }
-    return json.dumps({"report": report, "parts": [part], "caches": [outside]}).encode()
+    return json.dumps({"report": report, "parts": [part] if has_parts else []}).encode()
 
 
 def run_of_a_stranger(place: Path) -> bytes:
@@ -308,6 +309,7 @@ SHAPES: dict[str, Callable[[Path, Path], object]] = {
     "huge-number": _content(f'{{"num_samples": {HUGE}, "shards": [["a", {HUGE}, 0, 0]]}}'.encode()),
     "digits": _content(b"9" * 5000),
     "plan": _content(plan_of_a_stranger),
+    "plan-with-parts": _content(functools.partial(plan_of_a_stranger, has_parts=True)),
     "run": _content(run_of_a_stranger),
     "another-dataset": _manifest_of_another,
 }
