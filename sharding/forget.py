@@ -3,26 +3,31 @@
 All that is new is made in ``.fuelrail/`` of each folder first, its manifest last: unchanged shards that get another
 number are hard links there. Then ``dataset.json`` is removed, the new files take their places, the old ones go, and the
 new ``dataset.json`` comes last. A run that was killed leaves the dataset as it was, or without ``dataset.json``; the
-same command continues from ``.fuelrail/forget.json``, which says what is deleted, to the same bytes.
+same command continues, to the same bytes.
+
+What is done follows from the arguments and from the dataset as it was, whose manifest and tables
+are kept in ``.fuelrail/before`` meanwhile: a working folder may have come with the dataset, and
+nothing that is written there decides what is deleted or where.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
 from fuelrail.pipeline.cli import PrintOptions, counted
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL, DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import (
@@ -33,28 +38,48 @@ from fuelrail.pipeline.format.dataset import (
     read_members,
 )
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
-from fuelrail.pipeline.format.index.tables import file_entry, open_shards
+from fuelrail.pipeline.format.index.tables import file_entry, open_shards, open_tables
 from fuelrail.pipeline.format.layers import (
     EITHER,
+    INDEXED,
+    LAYERS,
     NO_ROW,
     BaseEntry,
+    Layer,
     LayerManifest,
-    open_layer,
+    check_base,
     read_rows,
 )
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Lineage, load_manifest
+from fuelrail.pipeline.format.manifest import (
+    BRING_BACK,
+    DATASETS,
+    MANIFEST_FILE,
+    WORK_FOLDER,
+    Kinds,
+    Lineage,
+    Manifest,
+    load_manifest,
+)
 from fuelrail.pipeline.format.zstd_frames import is_framed
 from fuelrail.pipeline.order.keys import listed_names, named_rows, unknown_names
 from fuelrail.pipeline.sample.schema import META, decode_meta, encode_meta
 from fuelrail.pipeline.settings import flag
-from fuelrail.pipeline.storage.files import open_file, sync_folder
+from fuelrail.pipeline.storage.files import open_file, read_file, sync_folder
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url, shown_url
 from fuelrail.pipeline.text import Printed, escaped
 from fuelrail.sharding.append import bring_shard, take_attributes
-from fuelrail.sharding.output.folder import FolderOutput
+from fuelrail.sharding.output.folder import (
+    FolderOutput,
+    check_work,
+    file_is,
+    link_file,
+    read_json,
+)
 from fuelrail.sharding.output.resume import check_same_recipe
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.recipe import Recipe
+from fuelrail.sharding.traces import DeletedTimes, cut_member, deleted_times, holders, is_cut
+from fuelrail.sharding.verify.statistics import STATISTICS_FILE
 from fuelrail.sharding.write.layers.finish import publish_rows
 from fuelrail.sharding.write.packer import FramedPacker, Packed, RawMember, ShardPacker
 from fuelrail.sharding.write.publish import publish_tables, write_attributes, write_index
@@ -69,7 +94,12 @@ if TYPE_CHECKING:
 
     Rows = NDArray[np.int64]
 
-_PLAN: Final = f"{WORK_FOLDER}/forget.json"
+_BEFORE: Final = "before"
+"""In a working folder: manifest and tables as they were."""
+_NEXT: Final = "next"
+"""In a working folder: the next version, in the making or on its way to its place."""
+_NOTED: Final = f"{WORK_FOLDER}/noted.json"
+MAX_RECEIPT_BYTES: Final = 1 << 30
 
 
 class ForgetOptions(PrintOptions, frozen=True, kw_only=True):
@@ -114,12 +144,32 @@ class DeletedFrom(msgspec.Struct, frozen=True):
     num_samples: int
     shards: dict[str, str]
     linked: list[str]
+    num_cut: int = 0
+    """Samples that are left, and held sweeps, measurements or steps of trajectories of deleted
+    ones: these went.
+    """
+
+
+class OrderInputs(msgspec.Struct, frozen=True):
+    """What orders over the dataset as it was need of the deleted samples, in the order of
+    ``samples``.
+
+    ``splits`` has the number of samples of each shard, split by split; ``rows`` are those of the
+    old index, ``attributes`` the columns of ``attributes.parquet``.
+    """
+
+    splits: dict[str, list[int]]
+    rows: list[int]
+    frames: list[int]
+    timestamps_ns: list[int]
+    attributes: dict[str, list[Any]]
 
 
 class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """The receipt of a deletion.
 
     ``names`` are the keys and clips that were asked for, ``caches`` the folders of caches that were removed.
+    ``order`` is what `fuelrail runs` needs to ask older runs about other samples.
     ``keeps_dictionary``: the dataset's zstd dictionary stays, which was trained on the metadata of some samples.
     """
 
@@ -128,6 +178,7 @@ class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
     folders: list[DeletedFrom]
     caches: list[str]
     keeps_dictionary: bool
+    order: OrderInputs | None = None
 
     def as_text(self) -> str:
         """Return the report for people."""
@@ -138,6 +189,12 @@ class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
                 f"{escaped(one.folder)}: {counted(one.num_samples, 'sample')} in {counted(len(one.shards), 'shard')}, "
                 f"fingerprint {one.before[:16]} is now {one.after[:16]}"
             )
+            if one.num_cut:
+                lines.append(
+                    f"  {counted(one.num_cut, 'other sample')} held sweeps, measurements or "
+                    "steps of trajectories of "
+                    "them, which went too"
+                )
             lines += [
                 f"  {name} has other names, which still hold the samples" for name in one.linked
             ]
@@ -149,20 +206,33 @@ class ForgetReport(Printed, msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines) + "\n"
 
 
-class _Part(msgspec.Struct, frozen=True):
-    """What is to be done in a folder: rows to delete, files that it has."""
+class _Noted(msgspec.Struct, frozen=True):
+    """What an interrupted call saw before it changed a folder, for the receipt alone: nothing is
+    done by it.
+    """
 
-    found: DeletedFrom
-    rows: list[int]
-    keys: list[str]
-    files: list[str]
-    stage: str
-    """The folder in its working folder where its next version is made."""
+    linked: list[str] = []
+    caches: list[str] = []
+    num_cut: int = 0
 
 
-class _Plan(msgspec.Struct, frozen=True):
-    report: ForgetReport
-    parts: list[_Part]
+class _Part(NamedTuple):
+    """A folder that samples are deleted from: the dataset or a layer as it was, and the rows to
+    delete.
+
+    ``source`` is read from the folder itself until something changes there, then from its copy in
+    ``_BEFORE``.
+    """
+
+    out: FolderOutput
+    source: Dataset
+    rows: Rows
+    clips: Mapping[str, DeletedTimes]
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the folder as it was."""
+        return self.source.manifest.fingerprint
 
 
 def forget(
@@ -184,102 +254,267 @@ def forget(
 
     The new dataset has another fingerprint, and the old one in its lineage. Raises ConfigError for URLs and where
     nothing would be left, OrderError for unknown names, ManifestError for layers of other datasets, ChecksumError for
-    damaged samples, DatasetExistsError where another run is unfinished, DatasetError where a folder cannot be written.
+    damaged samples, DatasetExistsError where another run is unfinished, DatasetError where a folder
+    cannot be written or a working folder holds what no run makes.
     """
     for place in (dataset, *layers):
         if is_url(place):
             raise ConfigError(
                 f"'{shown_url(str(place))}' is at a URL: samples are deleted in folders of this machine"
             )
-    wanted = (
+    listed = (
         listed_names(os.fspath(names)).to_pylist()
         if isinstance(names, str | os.PathLike)
         else names
     )
-    wanted = sorted(set(wanted))
-    digest = _digest(wanted)
-    out = FolderOutput(os.fspath(dataset).removeprefix("file://"))
+    listed = sorted(set(listed))
+    digest = hashlib.sha256("\n".join(listed).encode()).hexdigest()
+    outs = [FolderOutput(os.fspath(place).removeprefix("file://")) for place in (dataset, *layers)]
+    out = outs[0]
     file = Path(receipt or out.root.with_name(f"{out.root.name}-forgot-{digest[:16]}.json"))
-    data = out.read(_PLAN)
-    plan = (
-        _plan(out, wanted, layers, caches, file)
-        if data is None
-        else msgspec.json.decode(data, type=_Plan)
-    )
-    recipe = Recipe(source="forget", source_options={"names": digest})
+    for place_out in outs:
+        check_work(place_out)
+    if not _has_snapshot(out):
+        load_manifest(out.root)  # before anything is made in a folder that is no dataset
     with out.writing("finished steps"), Workspace(out) as work:
         started = work.state()
-        check_same_recipe(out.shown, started.recipe if started else None, recipe)
-        if isinstance(plan, ForgetReport):
-            work.remove()
-            return plan
-        work.start(RunState(recipe=recipe))
-        with out.publish(_PLAN) as target:
-            target.write(msgspec.json.encode(plan))
-        folders = [_delete(part, plan.parts[0]) for part in plan.parts]
-        for cache in plan.report.caches:
-            shutil.rmtree(cache, ignore_errors=True)
-        report = msgspec.structs.replace(plan.report, folders=folders)
-        part = file.with_name(
-            f".{file.name}.part"
-        )  # one name, so that a killed run leaves no other
-        with part.open("wb") as target:
-            target.write(report.as_json().encode())
-            target.flush()
-            os.fsync(target.fileno())
-        part.replace(file)
-        for one in plan.parts[1:]:
-            FolderOutput(one.found.folder).remove_work()
+        recipe = Recipe(source="forget", source_options={"names": digest})
+        if started is not None and started.recipe.source != "forget":
+            check_same_recipe(out.shown, started.recipe, recipe)
+        report = _finished_report(file, listed, outs, is_started=started is not None)
+        if report is None or (started is None and _named(open_dataset(out.root), listed)[0].size):
+            parts = _parts(outs, listed, is_started=started is not None)
+            options = {
+                "names": digest,
+                "layers": sorted(part.fingerprint for part in parts[1:]),
+            }
+            recipe = msgspec.structs.replace(recipe, source_options=options)
+            check_same_recipe(out.shown, started.recipe if started else None, recipe)
+            folders = _cache_folders(parts, caches)
+            if started is None:
+                for place_out in outs:
+                    _discard(place_out)
+            work.start(RunState(recipe=recipe))
+            report = _delete_all(parts, listed, folders)
+            _write_receipt(file, report)
+        for place_out in outs[1:]:
+            place_out.remove_work()
         work.remove()
     return report
 
 
-def _plan(
-    out: FolderOutput, names: list[str], layers: Sequence[Any], caches: Sequence[Any], receipt: Path
-) -> _Plan | ForgetReport:
-    """Return what is to be done; the report where all of it is done."""
-    base = open_dataset(out.root)
-    rows, unknown = named_rows(
-        names, pa.table({name: base.index.texts(name) for name in ("key", "clip_id")})
-    )
+def _parts(outs: Sequence[FolderOutput], names: list[str], *, is_started: bool) -> list[_Part]:
+    """Return what is to be deleted where, the dataset first."""
+    base = _source(outs[0], DATASETS, is_started=is_started)
+    rows, unknown = _named(base, names)
     if unknown:
-        if not rows.size and receipt.is_file():
-            done = msgspec.json.decode(receipt.read_bytes(), type=ForgetReport)
-            if done.names == names:
-                return done
         raise unknown_names(unknown)
-    stage = f"forget-{_digest(names)[:16]}"
+    if len(rows) == len(base):
+        raise _nothing_left(outs[0])
     keys = base.index.texts("key").take(rows).to_pylist()
-    parts = [_part(base, rows, stage, _neighbours(base, rows))]
-    for place in layers:
-        layer = open_layer("layer", place, base).data
-        of_layer, _ = named_rows(keys, pa.table({"key": layer.index.texts("key")}))
-        parts.append(_part(layer, of_layer, stage))
-    folders = []
+    # Layers have no sweeps, and the dataset's own shards are whole, or done with.
+    clips = deleted_times(base, rows, has_shards=base.root == outs[0].root)
+    parts = [_Part(outs[0], base, rows, clips)]
+    for out in outs[1:]:
+        layer = _source(out, LAYERS, is_started=is_started)
+        check_base(Layer("layer", layer, read_rows(layer)), base)
+        rows_of_layer, _ = named_rows(keys, pa.table({"key": layer.index.texts("key")}))
+        if len(rows_of_layer) == len(layer):
+            raise _nothing_left(out)
+        parts.append(_Part(out, layer, rows_of_layer, clips))
+    return parts
+
+
+def _named(base: Dataset, names: list[str]) -> tuple[Rows, set[str]]:
+    table = pa.table({name: base.index.texts(name) for name in ("key", "clip_id")})
+    return named_rows(names, table)
+
+
+def _nothing_left(out: FolderOutput) -> ConfigError:
+    return ConfigError(f"nothing would be left of '{out.shown}': remove the folder")
+
+
+def _delete_all(parts: Sequence[_Part], names: list[str], caches: Sequence[Path]) -> ForgetReport:
+    """Delete from all folders and caches; return the report."""
+    base = parts[0].source
+    order = _order_inputs(base, parts[0].rows)
+    samples = []
+    for row in map(base.index.row, parts[0].rows.tolist()):
+        members = {entry.name: f"{entry.xxh3:016x}" for entry in row.members}
+        samples.append(DeletedSample(row.key, row.clip_id, f"{row.xxh3:016x}", members))
+    noted = _noted(parts[0].out)
+    removed = [str(folder) for folder in caches if folder.is_dir() or str(folder) in noted.caches]
+    _note(parts[0].out, msgspec.structs.replace(noted, caches=removed))
+    keys = frozenset(sample.key for sample in samples)
+    folders = [_delete(part, parts[0], keys) for part in parts]
+    for folder in caches:
+        shutil.rmtree(folder, ignore_errors=True)
+    return ForgetReport(
+        names=names,
+        samples=samples,
+        folders=folders,
+        caches=removed,
+        keeps_dictionary=base.dictionary is not None,
+        order=order,
+    )
+
+
+def _order_inputs(base: Dataset, rows: Rows) -> OrderInputs:
+    """Return what orders over a dataset need of some samples of it."""
+    splits: dict[str, list[int]] = {}
+    for shard in base.shards:
+        splits.setdefault(shard.split, []).append(shard.num_samples)
+    attributes: dict[str, list[Any]] = {}
+    file = base.attributes_file()
+    if file.exists:
+        schema = file.schema(len(base))
+        names = [name for name in schema.names if name not in INDEXED]
+        fields = pa.schema([schema.field(name) for name in names])
+        table = pa.Table.from_batches(file.batches(names), fields) if names else None
+        attributes = {} if table is None else table.take(pa.array(rows)).to_pydict()
+    return OrderInputs(
+        splits=splits,
+        rows=rows.tolist(),
+        frames=base.index.column("frame")[rows].tolist(),
+        timestamps_ns=base.index.column("timestamp_ns")[rows].tolist(),
+        attributes=attributes,
+    )
+
+
+def order_digest(report: ForgetReport) -> str:
+    """Return the SHA-256 by which a dataset's manifest names the receipt of what was deleted from
+    it.
+    """
+    names = [(sample.key, sample.clip_id) for sample in report.samples]
+    return _order_sha256(names, report.order)
+
+
+def _order_sha256(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -> str:
+    return hashlib.sha256(msgspec.json.encode((names, inputs))).hexdigest()
+
+
+def _cache_folders(parts: Sequence[_Part], caches: Sequence[Any]) -> list[Path]:
+    """Return the folders that loaders keep of these folders in caches; raise ConfigError for a link
+    there.
+    """
+    folders: dict[Path, None] = {}
     for cache in (default_cache_folder(), *map(Path, caches)):
         for part in parts:
-            sha256 = file_entry(Path(part.found.folder) / MANIFEST_FILE).sha256
-            folders += [cache / "spans" / part.found.before, cache / "datasets" / sha256]
-    report = ForgetReport(
-        names=names,
-        samples=[
-            DeletedSample(
-                one.key,
-                one.clip_id,
-                f"{one.xxh3:016x}",
-                {part.name: f"{part.xxh3:016x}" for part in one.members},
-            )
-            for one in map(base.index.row, rows.tolist())
-        ],
-        folders=[],
-        caches=[str(folder) for folder in dict.fromkeys(folders) if folder.is_dir()],
-        keeps_dictionary=base.dictionary is not None,
+            sha256 = file_entry(part.source.root / MANIFEST_FILE).sha256
+            folders[cache / "spans" / part.fingerprint] = None
+            folders[cache / "datasets" / sha256] = None
+    for folder in folders:
+        for path in (folder.parent, folder):
+            if path.is_symlink():
+                raise ConfigError(
+                    f"cache '{path}' is a link, and nothing is deleted through one: remove it, "
+                    "or name the folder that "
+                    "it leads to"
+                )
+    return list(folders)
+
+
+def _source(out: FolderOutput, kinds: Kinds, *, is_started: bool) -> Dataset:
+    """Open a folder as it was before the call that is continued, where one was started."""
+    if not is_started or not _has_snapshot(out):
+        return open_kind(out.root, kinds)
+    before = out.work / _BEFORE
+    manifest = load_manifest(before, kinds)
+    if out.size(MANIFEST_FILE) is None:
+        for entry in manifest.files:
+            if not file_is(before / entry.name, entry.bytes, entry.sha256):
+                raise _edited(out)
+        return open_kind(before, kinds)
+    current = load_manifest(out.root, EITHER)
+    if current.digest == manifest.digest:
+        return open_kind(out.root, kinds)  # nothing has changed there
+    if current.lineage.parents != (manifest.fingerprint,):
+        raise _edited(out)
+    return open_kind(before, kinds)
+
+
+def _edited(out: FolderOutput) -> DatasetError:
+    return DatasetError(
+        f"'{out.work}' is not what an interrupted `fuelrail forget` has left: it was edited or "
+        "belongs to another "
+        f"dataset. Where '{out.root}' has its {MANIFEST_FILE}, remove '{out.work}'; else "
+        f"{BRING_BACK}"
     )
-    return _Plan(report, parts)
 
 
-def _digest(names: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+def _has_snapshot(out: FolderOutput) -> bool:
+    return out.size(f"{WORK_FOLDER}/{_BEFORE}/{MANIFEST_FILE}") is not None
+
+
+def _take_snapshot(out: FolderOutput, manifest: Manifest) -> None:
+    """Keep manifest and tables of a folder, as links where the file system can, so that a call can
+    be continued.
+    """
+    target = FolderOutput(str(out.work / _BEFORE))
+    shutil.rmtree(target.root, ignore_errors=True)
+    target.temporary.mkdir(parents=True)
+    for name in [*(entry.name for entry in manifest.files), MANIFEST_FILE]:
+        if not link_file(out.root / name, target, name):
+            with target.publish(name) as copy, open_file(out.root / name) as file:
+                shutil.copyfileobj(file, copy)
+    sync_folder(target.root)
+
+
+def _discard(out: FolderOutput) -> None:
+    """Remove from a working folder what is not of a call that has begun."""
+    for path in (out.work / _BEFORE, out.work / _NEXT, out.root / _NOTED):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _noted(out: FolderOutput) -> _Noted:
+    return read_json(out, _NOTED, _Noted, "remove it and run the same command again") or _Noted()
+
+
+def _note(out: FolderOutput, noted: _Noted) -> None:
+    with out.publish(_NOTED) as file:
+        file.write(msgspec.json.encode(noted))
+
+
+def _finished_report(
+    file: Path, names: list[str], outs: Sequence[FolderOutput], *, is_started: bool
+) -> ForgetReport | None:
+    """Return the receipt of a call that has done all of this; None where something is to be done.
+
+    It counts where it is of these names and each folder is, or was made from, what it says.
+    """
+    manifests = []
+    for out in outs:
+        if out.size(MANIFEST_FILE) is None:
+            return None
+        manifests.append(load_manifest(out.root, EITHER))
+    try:
+        report = msgspec.json.decode(read_file(file, MAX_RECEIPT_BYTES), type=ForgetReport)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if report.names != names:
+        return None
+    made = {folder.after for folder in report.folders}
+    for manifest in manifests:
+        versions = {manifest.fingerprint}
+        if not is_started:
+            versions |= {ancestor.fingerprint for ancestor in manifest.lineage.ancestors}
+        if not versions & made:
+            return None
+    return report
+
+
+def _write_receipt(file: Path, report: ForgetReport) -> None:
+    """Write the receipt, whole, by way of one name, so that a killed run leaves no other."""
+    part = file.with_name(f".{file.name}.part")
+    part.unlink(missing_ok=True)  # a link there would lead elsewhere
+    with part.open("xb") as target:
+        target.write(report.as_json().encode())
+        target.flush()
+        os.fsync(target.fileno())
+    part.replace(file)
 
 
 def _neighbours(base: Dataset, rows: Rows) -> Rows:
@@ -292,121 +527,168 @@ def _neighbours(base: Dataset, rows: Rows) -> Rows:
     return table.samples[near].astype(np.int64)
 
 
-def _part(source: Dataset, rows: Rows, stage: str, neighbours: Sequence[int] | Rows = ()) -> _Part:
-    """Return what is to be done in a folder."""
-    if len(rows) == len(source):
-        raise ConfigError(f"nothing would be left of '{source.location}': remove the folder")
-    shards = list(source.shards)
-    touched = np.union1d(rows, np.asarray(neighbours, np.int64))
-    hit = [one for one in shards if _inside(touched, one).size]
-    linked = [one.name for one in hit if (source.root / one.name).stat().st_nlink > 1]
-    files = [name for one in shards for name in (one.name, one.idx_name)]
-    gone = {one.name: one.sha256 for one in hit}
-    found = DeletedFrom(str(source.root), source.manifest.fingerprint, "", len(rows), gone, linked)
-    keys = source.index.texts("key").take(rows).to_pylist()
-    return _Part(
-        found, rows.tolist(), keys, [*files, *(one.name for one in source.manifest.files)], stage
-    )
-
-
 def _inside(rows: Rows, shard: ShardEntry) -> Rows:
     first, end = np.searchsorted(rows, (shard.first_sample, shard.first_sample + shard.num_samples))
     return rows[first:end]
 
 
-def _delete(part: _Part, base: _Part) -> DeletedFrom:
-    """Delete what is to be deleted in a folder, unless that was done."""
-    out = FolderOutput(part.found.folder)
-    next_version = FolderOutput(str(out.work / part.stage))
-    is_made = MANIFEST_FILE in next_version.names()
-    if not is_made and load_manifest(out.root, EITHER).fingerprint == part.found.before:
-        next_version.temporary.mkdir(parents=True, exist_ok=True)
-        _write(open_kind(out.root, EITHER), part, base, next_version)
-        is_made = True
-    if is_made:
-        _take_place(out, next_version, part.files)
-    return msgspec.structs.replace(part.found, after=load_manifest(out.root, EITHER).fingerprint)
+def _delete(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFrom:
+    """Delete what is to be deleted in a folder, unless that was done; ``keys`` are those of the
+    deleted samples.
+    """
+    out, source = part.out, part.source
+    if source.root == out.root:
+        _make_next(part, base, keys)
+    if source.root == out.root or out.size(MANIFEST_FILE) is None:
+        _take_place(part)
+    manifest = load_manifest(out.root, EITHER)
+    left = {shard.sha256 for shard in open_shards(out.root, manifest)}
+    shards = {shard.name: shard.sha256 for shard in source.shards if shard.sha256 not in left}
+    noted = _noted(out)
+    return DeletedFrom(
+        folder=str(out.root),
+        before=part.fingerprint,
+        after=manifest.fingerprint,
+        num_samples=len(part.rows),
+        shards=shards,
+        linked=[name for name in noted.linked if name in shards],
+        num_cut=noted.num_cut,
+    )
 
 
-def _take_place(out: FolderOutput, next_version: FolderOutput, files: Sequence[str]) -> None:
+def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
+    """Make the next version of a folder in its working folder."""
+    out, source = part.out, part.source
+    next_version = FolderOutput(str(out.work / _NEXT))
+    shutil.rmtree(next_version.root, ignore_errors=True)
+    next_version.temporary.mkdir(parents=True)
+    _take_snapshot(out, source.manifest)
+    held = holders(source, part.clips, part.rows)
+    touched = np.union1d(part.rows, held)
+    if part is base:
+        touched = np.union1d(touched, _neighbours(source, part.rows))
+    hit = {shard.name for shard in source.shards if _inside(touched, shard).size}
+    linked = [name for name in sorted(hit) if (source.root / name).stat().st_nlink > 1]
+    _note(out, msgspec.structs.replace(_noted(out), linked=linked, num_cut=len(held)))
+    _write(part, base, hit, keys, next_version)
+
+
+def _take_place(part: _Part) -> None:
     """Put the files of the next version in the place of the old ones."""
+    out, source = part.out, part.source
+    next_version = FolderOutput(str(out.work / _NEXT))
+    if next_version.size(MANIFEST_FILE) is None:
+        raise _edited(out)
+    manifest = load_manifest(next_version.root, EITHER)
+    num_left = len(source) - len(part.rows)
+    parents = manifest.lineage.parents
+    if (parents, manifest.num_samples) != ((part.fingerprint,), num_left):
+        raise _edited(out)
     out.remove(MANIFEST_FILE)
     sync_folder(out.root)
-    for name in next_version.names():
-        if name not in (MANIFEST_FILE, WORK_FOLDER):
-            (next_version.root / name).replace(out.root / name)
-    manifest = load_manifest(next_version.root, EITHER)
-    wanted = {one.name for one in manifest.files}
+    names = [entry.name for entry in manifest.files]
+    _move(next_version, out, names)
     for shard in open_shards(out.root, manifest):
-        wanted |= {shard.name, shard.idx_name}
-    for name in files:
-        if name not in wanted:
-            out.remove(name)
+        _move(next_version, out, [shard.name, shard.idx_name])
+        names += [shard.name, shard.idx_name]
+    keys = open_tables(out.root, manifest).samples.texts("key")
+    is_left = np.ones(len(source), bool)
+    is_left[part.rows] = False
+    if not keys.equals(source.index.texts("key").filter(pa.array(is_left))):
+        raise _edited(out)
+    old_names = [entry.name for entry in source.manifest.files]
+    for shard in source.shards:
+        old_names += [shard.name, shard.idx_name]
+    for name in {*old_names, STATISTICS_FILE} - {*names}:  # statistics are of what is deleted too
+        out.remove(name)
     sync_folder(out.root)
     (next_version.root / MANIFEST_FILE).replace(out.root / MANIFEST_FILE)
     sync_folder(out.root)
 
 
-def _write(source: Dataset, part: _Part, base: _Part, out: FolderOutput) -> None:
-    """Make the next version of the dataset or of a layer in ``out``."""
-    manifest, rows = source.manifest, np.array(part.rows, np.int64)
+def _move(next_version: FolderOutput, out: FolderOutput, names: Sequence[str]) -> None:
+    """Move files of the next version that are not there yet."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            (next_version.root / name).replace(out.root / name)
+
+
+def _write(
+    part: _Part, base: _Part, hit: Collection[str], keys: frozenset[str], out: FolderOutput
+) -> None:
+    """Make the next version of the dataset or of a layer in ``out``; ``hit`` are the shards to
+    write again.
+    """
+    source, rows = part.source, part.rows
+    manifest = source.manifest
     kept = np.delete(np.arange(len(source)), rows)
-    clips, entries = source.index.clip_numbers(), list[ShardEntry]()
+    clips = source.index.clip_numbers()
+    entries: list[ShardEntry] = []
     write_index(
         out.temporary,
         source.index.names,
         source.index.codecs,
-        _write_shards(source, part, kept, out, entries),
+        _write_shards(part, kept, hit, keys, out, entries),
     )
     if source.attributes_file().exists:
         write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
     changed: dict[str, Any]
     if isinstance(manifest, LayerManifest):
-        of_position = read_rows(source)
+        rows_of_base = read_rows(source)
         left = np.delete(
-            np.arange(len(source)) if of_position is None else np.asarray(of_position), base.rows
+            np.arange(len(source)) if rows_of_base is None else np.asarray(rows_of_base), base.rows
         )
         files = publish_rows(
             out, out.temporary, np.where(left == NO_ROW, NO_ROW, left - np.searchsorted(rows, left))
         )
-        changed = {"base": BaseEntry.of(open_dataset(base.found.folder))}
+        changed = {"base": BaseEntry.of(open_dataset(base.out.root))}
     else:  # of the old recipe nothing: it may name what is deleted
         recipe = Recipe(source="forget", source_options={"fingerprint": manifest.fingerprint})
         known = {"poses": manifest.has_poses, "calibration": manifest.has_calibration}
+        ids = (source.index.texts(name).take(rows).to_pylist() for name in ("key", "clip_id"))
+        names = list(zip(*ids, strict=True))
+        order_sha256 = _order_sha256(names, _order_inputs(source, rows))
         facts = {
-            "forgotten": {"samples": len(rows)},
+            "forgotten": {"samples": len(rows), "order_sha256": order_sha256},
             **{name: "none" for name, is_known in known.items() if not is_known},
         }
         changed = {"provenance": {"recipe": msgspec.to_builtins(recipe), "facts": facts}}
-        files = [one for one in manifest.files if one.name == DICTIONARY_FILE]
+        files = [entry for entry in manifest.files if entry.name == DICTIONARY_FILE]
     make = partial(msgspec.structs.replace, manifest, lineage=Lineage.of([manifest]), **changed)
     num_clips = {}
     for split in source.splits:
-        of_split = [
-            clips[kept[one.first_sample :][: one.num_samples]]
-            for one in entries
-            if one.split == split
+        clips_of_split = [
+            clips[kept[entry.first_sample :][: entry.num_samples]]
+            for entry in entries
+            if entry.split == split
         ]
-        if of_split:
-            num_clips[split] = len(np.unique(np.concatenate(of_split)))
+        if clips_of_split:
+            num_clips[split] = len(np.unique(np.concatenate(clips_of_split)))
     publish_tables(out, out.temporary, entries, num_clips, make, files)
 
 
 def _write_shards(
-    source: Dataset, part: _Part, kept: Rows, out: FolderOutput, entries: list[ShardEntry]
+    part: _Part,
+    kept: Rows,
+    hit: Collection[str],
+    keys: frozenset[str],
+    out: FolderOutput,
+    entries: list[ShardEntry],
 ) -> Iterator[IndexRow]:
     """Yield the rows of the samples that are kept; write, or link, their shards before, and add their entries."""
-    first, numbers = 0, Counter[str]()
+    source = part.source
+    first = 0
+    numbers = Counter[str]()
     for old in source.shards:
-        here = _inside(kept, old)
-        if not len(here):
+        left = _inside(kept, old)
+        if not len(left):
             continue
         name = shard_name(old.split, numbers[old.split], framed=is_framed(old.name))
         numbers[old.split] += 1
-        new = old._replace(name=name, first_sample=first, num_samples=len(here))
-        rows = [source.index.row(at) for at in here.tolist()]
-        if old.name in part.found.shards:
-            packed = _pack(source, old.name, name, len(entries), rows, part, out)
+        new = old._replace(name=name, first_sample=first, num_samples=len(left))
+        rows = [source.index.row(number) for number in left.tolist()]
+        if old.name in hit:
+            packed = _pack(part, old.name, name, len(entries), rows, keys, out)
             new = publish_listing(
                 out, new._replace(bytes=packed.num_bytes, sha256=packed.sha256), packed.listing
             )
@@ -415,25 +697,24 @@ def _write_shards(
             bring_shard(source, old, out, new, again=False)
         yield from (row._replace(shard=len(entries)) for row in rows)
         entries.append(new)
-        first += len(here)
+        first += len(left)
         source.index.release()
 
 
 def _pack(
-    source: Dataset,
+    part: _Part,
     old: str,
     new: str,
     number: int,
     rows: Sequence[IndexRow],
-    part: _Part,
+    keys: frozenset[str],
     out: FolderOutput,
 ) -> Packed:
-    """Write some samples of a shard as another one; what their metadata says of deleted neighbours is left out."""
-    level, buffer, gone = (
-        source.manifest.compression.get("level", DEFAULT_ZSTD_LEVEL),
-        ReadBuffer(),
-        {*part.keys},
-    )
+    """Write some samples of a shard as another one, without traces of deleted neighbours."""
+    source = part.source
+    level = source.manifest.compression.get("level", DEFAULT_ZSTD_LEVEL)
+    channels = source.manifest.extra_channels
+    buffer = ReadBuffer()
     with open_file(source.root / old) as shard, out.publish(new) as target:
         if is_framed(new):
             packer: ShardPacker = FramedPacker(target, number, level, buffer)
@@ -447,12 +728,19 @@ def _pack(
             if META in raw:
                 meta = decode_meta(raw[META])
                 named = {
-                    name: None for name in ("prev_key", "next_key") if getattr(meta, name) in gone
+                    name: None for name in ("prev_key", "next_key") if getattr(meta, name) in keys
                 }
                 raw[META] = (
                     encode_meta(msgspec.structs.replace(meta, **named)) if named else raw[META]
                 )
-            members = [RawMember(one.name, one.codec, raw[one.name]) for one in row.members]
+            members = []
+            for entry in row.members:
+                data: Buffer | None = raw[entry.name]
+                if row.clip_id in part.clips and is_cut(entry.name, channels):
+                    times = part.clips[row.clip_id]
+                    data = cut_member(entry.name, raw[entry.name], row, times, channels)
+                if data is not None:
+                    members.append(RawMember(entry.name, entry.codec, data))
             buffer.clear()
             packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, members)
         return packer.close()

@@ -23,9 +23,12 @@ from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, load_manifest
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.pipeline.runtime.workers import in_threads
+from fuelrail.pipeline.storage.files import save_npy
+from fuelrail.pipeline.text import shown
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.output.folder import Output, check_out, if_whole, manifest_in, open_output
 from fuelrail.sharding.output.resume import (
+    check_cut,
     check_same_recipe,
     check_same_samples,
     recipe_of,
@@ -35,6 +38,7 @@ from fuelrail.sharding.output.resume import (
 )
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.plan import Plan, assign_splits, make_plan, select_rows, selection
+from fuelrail.sharding.sources.adapter.classes import NUSCENES10, SOURCE
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.registry import (
     SourceSpec,
@@ -173,6 +177,14 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
             f"'{root}' was made by `fuelrail reshard --append`: run the same command again, which makes its damaged "
             "files again"
         )
+    classes = recipe.source_options.get("classes", {})
+    if not isinstance(classes, dict) and classes not in (SOURCE, NUSCENES10):
+        # A manifest has the mapping itself; a name would be that of a file of this machine.
+        raise ConfigError(
+            f"the manifest of '{root}' has classes={shown(classes)} in its recipe: allowed are "
+            f"{SOURCE}, {NUSCENES10} "
+            "or a mapping; it was edited"
+        )
     spec = parse_source(source, recipe.source_options)
     return shard(spec, root, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
 
@@ -258,12 +270,14 @@ def _plan(
     selected = selection(plan.rows, len(table))
     state = run_state(recipe, plan, table, selected, info.clips, clips_by_split)
     if finished is not None:
+        check_cut(work.out.shown, shards_of(finished), plan.shards)
         plan = plan._replace(shards=shards_of(finished))
     elif started is not None:
         check_same_samples(work.out.shown, started, state)
+        check_cut(work.out.shown, started.shards, plan.shards)
         plan = plan._replace(shards=started.shards)
-    np.save(work.plan_rows, plan.rows)
-    np.save(work.selection, selected)
+    save_npy(work.plan_rows, plan.rows)
+    save_npy(work.selection, selected)
     firsts = [planned.first_sample for planned in plan.shards]
     shard_bytes = np.add.reduceat(table.numbers("size_bytes")[plan.rows], firsts) * share
     state = msgspec.structs.replace(state, shards=plan.shards)

@@ -130,7 +130,13 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
         return (*self.base.sensors, *self.channels)
 
     def check_channels(self, where: str) -> None:
-        """Raise ManifestError for a table that is broken or has what only a base has; and for a base that is none."""
+        """Raise ManifestError for a table that is empty, broken or has what only a base has, and
+        for a wrong base.
+        """
+        if not self.channels:
+            raise ManifestError(
+                f"'{where}': the layer has no channels, and a layer has at least one; {BRING_BACK}"
+            )
         check_layer_table(self.channels, self.base, where, ManifestError)
         check_parts(self.base.sensors, where)
         if [*self.splits] != [LAYER_SPLIT] or any(

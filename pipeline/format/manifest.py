@@ -359,7 +359,7 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
             "has no dataset.json: the layer is not finished; run the same `fuelrail annotate` again to resume, or call "
             "LayerWriter.finish"
         )
-    if (root / WORK_FOLDER / "forget.json").is_file():
+    if (root / WORK_FOLDER / "before" / MANIFEST_FILE).is_file():
         return "has no dataset.json: clips are being deleted; run the same `fuelrail forget` again to finish"
     if (root / WORK_FOLDER).is_dir():
         return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to resume"

@@ -105,7 +105,7 @@ def compile_order(
 def split_lengths(dataset: Dataset, split: str) -> list[int]:
     """Return the number of samples in each shard of a split; raise ManifestError for a shard without samples."""
     entry = dataset.split(split)
-    lengths: list[int] = dataset.shards.lengths(
+    lengths: list[int] = dataset.shards.split_lengths(
         entry.first_shard, entry.first_shard + entry.num_shards
     ).tolist()
     return lengths

@@ -3,6 +3,11 @@
 Only regular files are opened: a FIFO would wait for a writer for ever, a device has no end. A link is followed within
 the dataset's folder and not out of it, so that a dataset cannot make a command read, digest or copy other files.
 Errors are OSErrors, whose ``strerror`` is a clause for the message: ``it is not a regular file``.
+
+A working folder (``.fuelrail``) may have come with the dataset as well, and commands write and
+delete in it. So
+:func:`check_plain_tree` refuses links there altogether, and a lock is opened by :func:`open_lock`
+alone.
 """
 
 from __future__ import annotations
@@ -12,21 +17,27 @@ import errno
 import mmap
 import os
 import resource
+import shutil
 import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import numpy as np
 
 from fuelrail.pipeline.sample.arrays import read_npy
 
 if TYPE_CHECKING:
     from io import BufferedReader
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.limits import Limit
+
+
+_MAX_DEPTH: Final = 16
+"""Of a working folder, which has four folders in each other at most."""
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
@@ -114,6 +125,85 @@ def map_npy(path: str | os.PathLike[str]) -> NDArray[np.generic]:
         return read_npy(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
 
 
+def check_plain_tree(folder: Path) -> None:
+    """Raise OSError unless a folder, where it exists, holds nothing but folders and regular files,
+    at any depth.
+
+    Links, FIFOs, sockets and devices are refused, and the folder itself must not be a link. What
+    another process removes meanwhile does not matter.
+    """
+    try:
+        mode = folder.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISDIR(mode):
+        raise _refused(folder, f"it is {_kind_of(mode)}, not a folder; remove it")
+    folders = [(folder, 0)]
+    while folders:
+        parent, depth = folders.pop()
+        if depth > _MAX_DEPTH:
+            raise _refused(
+                parent, f"it lies {depth} folders deep, more than {_MAX_DEPTH}; remove it"
+            )
+        with contextlib.suppress(FileNotFoundError), os.scandir(parent) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append((parent / entry.name, depth + 1))
+                elif not entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        kind = _kind_of(entry.stat(follow_symlinks=False).st_mode)
+                        what = f"it is {kind}, not a folder or a regular file; remove it"
+                        raise _refused(parent / entry.name, what)
+
+
+def open_lock(path: Path) -> int:
+    """Return a descriptor of a lock file, to read and write, made where it is missing.
+
+    Its folder must exist. Raises OSError for what is not a regular file of one name: a link or
+    another name may lead to a file elsewhere, and the holder of a lock writes into it.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        what = {
+            errno.ELOOP: "it is a link; remove it",
+            errno.EISDIR: "it is a folder, not a file; remove it",
+            errno.ENXIO: "it is a socket, not a file; remove it",
+        }.get(error.errno or 0)
+        if what is None:
+            raise
+        raise _refused(path, what) from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        is_file = stat.S_ISREG(status.st_mode)
+        kind = "another name of some other file" if is_file else _kind_of(status.st_mode)
+        raise _refused(path, f"it is {kind}; remove it")
+    return descriptor
+
+
+def empty_folder(folder: Path) -> None:
+    """Make a folder, or empty it; raises OSError where it is a link or no folder."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        check_plain_tree(folder)
+        for entry in list(folder.iterdir()):
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+
+
+def save_npy(path: Path, array: NDArray[Any]) -> None:
+    """Write a ``.npy`` file, whole, in the place of whatever has its name: nothing is written
+    through a link.
+    """
+    with published(path, sync=False) as file:
+        np.save(file, array, allow_pickle=False)
+
+
 @contextlib.contextmanager
 def published(
     path: Path, temporary: Path | None = None, *, sync: bool = True
@@ -149,6 +239,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _kind_of(mode: int) -> str:
+    kinds = {
+        stat.S_IFLNK: "a link",
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFBLK: "a device",
+        stat.S_IFCHR: "a device",
+        stat.S_IFDIR: "a folder",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a file")
 
 
 def _refused(path: str | os.PathLike[str], what: str) -> OSError:

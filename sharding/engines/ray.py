@@ -27,6 +27,7 @@ from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.runtime.clusters import connect_ray
 from fuelrail.pipeline.runtime.host import num_usable_cpus
 from fuelrail.pipeline.runtime.workers import pickled_error
+from fuelrail.pipeline.storage.files import check_plain_tree, open_lock, published, read_file
 from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url
 from fuelrail.sharding.output.folder import open_output
 from fuelrail.sharding.write.shard_writer import ShardDone, ShardWriter, WriteJob
@@ -262,7 +263,8 @@ def _no_pulse(num_bytes: int) -> None:
 def share_inputs(job: WriteJob, run: str) -> None:
     """Make a run's inputs reachable for its tasks elsewhere; ``run`` is the number drawn for it."""
     out = open_output(job.out)
-    (job.scan_table.parent / _RUN).write_text(run)
+    with published(job.scan_table.parent / _RUN, sync=False) as marker:
+        marker.write(run.encode())
     if is_url(job.out):
         with out.writing():
             for name in _FIELDS:
@@ -284,7 +286,8 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
             "share, at the same path, or at a URL"
         )
     with contextlib.suppress(OSError):
-        if (job.scan_table.parent / _RUN).read_text() == run:
+        path = job.scan_table.parent / _RUN
+        if read_file(path, len(run)) == run.encode():
             return job
     if not is_url(job.out):
         raise DatasetError(
@@ -309,6 +312,11 @@ def forget_inputs(location: str) -> None:
 def _node_folder(location: str) -> Path:
     name = f"{hashlib.sha256(location.encode()).hexdigest()[:16]}-node"
     folder = default_cache_folder() / "sharding" / name
+    try:
+        check_plain_tree(folder)
+    except OSError as error:
+        where = error.filename or folder
+        raise DatasetError(f"'{where}' cannot be used: {error.strerror or error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -327,6 +335,12 @@ def _fetch(job: WriteJob, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        descriptor = open_lock(path)
+    except PermissionError as error:
+        raise DatasetError(f"'{path}' cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)

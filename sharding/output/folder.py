@@ -20,7 +20,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Final, TypeAlias
+from typing import BinaryIO, Final, TypeAlias, TypeVar
+
+import msgspec
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.pipeline.format.manifest import (
@@ -32,6 +34,7 @@ from fuelrail.pipeline.format.manifest import (
     decode_manifest,
 )
 from fuelrail.pipeline.storage.files import (
+    check_plain_tree,
     open_descriptor,
     open_file,
     published,
@@ -39,7 +42,10 @@ from fuelrail.pipeline.storage.files import (
     sync_folder,
 )
 from fuelrail.pipeline.storage.filesystem import DISK_FULL, is_url
+from fuelrail.pipeline.text import shown
 from fuelrail.sharding.output.url import UrlOutput
+
+T = TypeVar("T")
 
 _MAX_SMALL_BYTES: Final = 1 << 30
 """The largest file that is read as a whole: the largest are shards' records, which have their rows of the index."""
@@ -68,13 +74,49 @@ def if_whole(out: Output, manifest: Manifest | None) -> Manifest | None:
 
 
 def check_out(out: Output) -> None:
-    """Raise DatasetExistsError where OUT holds files that are neither a dataset's nor a run's."""
+    """Raise DatasetExistsError where OUT holds files that are neither a dataset's nor a run's.
+
+    Raises DatasetError where the working folder holds what no run makes (:func:`check_work`).
+    """
+    check_work(out)
     names = out.names()
     if names and MANIFEST_FILE not in names and WORK_FOLDER not in names:
         raise DatasetExistsError(
             f"output folder '{out.shown}' is not empty and holds no dataset (there is '{names[0]}'): "
             "choose an empty one"
         )
+
+
+def check_work(out: Output) -> None:
+    """Raise DatasetError where the working folder holds more than folders and regular files.
+
+    It may have come with a dataset, and whatever works there writes and deletes.
+    """
+    try:
+        check_plain_tree(out.work)
+    except OSError as error:
+        where = error.filename or out.work
+        raise DatasetError(f"'{where}' cannot be used: {error.strerror or error}") from error
+
+
+def read_json(out: Output, name: str, kind: type[T], remedy: str) -> T | None:
+    """Return the content of a JSON file in the working folder of OUT; None where there is none.
+
+    ``remedy`` says what to do about a damaged file. Raises DatasetExistsError for one that is not
+    of this kind.
+    """
+    data = out.read(name)
+    try:
+        return None if data is None else msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise DatasetExistsError(
+            f"'{out.shown}/{name}' was left by another version of fuelrail, or by another program "
+            f"({shown(str(error))}): {remedy}"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DatasetExistsError(
+            f"'{out.shown}/{name}' is cut or damaged ({shown(str(error))}): {remedy}"
+        ) from error
 
 
 def file_is(path: Path, num_bytes: int, sha256: str) -> bool:
@@ -155,11 +197,17 @@ class FolderOutput:
             shutil.copyfileobj(source, target)
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file [bytes], None where it does not exist."""
+        """Return the size of a file [bytes], None where it does not exist.
+
+        Raises DatasetError for what is not a regular file in OUT.
+        """
         try:
-            return (self.root / name).stat().st_size
+            with open_file(self.root / name) as file:
+                return os.fstat(file.fileno()).st_size
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise DatasetError(f"'{self.root / name}' cannot be read: {error.strerror}") from error
 
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
         """Return whether a file exists with this size and SHA-256; reads it."""

@@ -26,6 +26,7 @@ import msgspec
 
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     from fuelrail.sharding.output.url import UrlOutput
@@ -65,7 +66,8 @@ class ObjectLock:
         """Raise DatasetError where another run has taken the lock over."""
         if self._lost is not None:
             raise DatasetError(
-                f"another run ({self._lost}) has taken over '{self._out.shown}': this one stops"
+                f"another run ({shown(self._lost)}) has taken over '{self._out.shown}': this one "
+                "stops"
             )
 
     def release(self) -> None:
@@ -104,7 +106,9 @@ class ObjectLock:
 
     def _refuse(self, held: _Held) -> None:
         raise DatasetError(
-            f"another run ({held.who}) is writing to '{self._out.shown}': wait for it or stop it first"
+            f"another run ({shown(held.who)}) is writing to '{self._out.shown}': wait for it or "
+            "stop "
+            "it first"
         )
 
     def _beat(self) -> None:
@@ -123,7 +127,7 @@ class ObjectLock:
         data = self._out.read(LOCK_NAME)
         try:
             return None if data is None else msgspec.json.decode(data, type=_Held)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return _Held("", "", "unknown")
 
     def _write(self, held: _Held) -> None:

@@ -108,6 +108,32 @@ def check_same_samples(shown: str, started: RunState, current: RunState) -> None
         )
 
 
+def check_cut(shown: str, stored: Sequence[PlannedShard], planned: Sequence[PlannedShard]) -> None:
+    """Refuse a stored cut into shards that does not hold the planned samples, split by split.
+
+    Shards are named after it, so nothing of a cut that came with the folder is taken unchecked.
+    """
+    counts: dict[str, int] = {}
+    numbers: defaultdict[str, int] = defaultdict(int)
+    position = 0
+    is_sound = True
+    for shard in stored:
+        is_next = (shard.first_sample, shard.number) == (position, numbers[shard.split])
+        is_sound = is_sound and is_next and shard.num_samples > 0
+        counts[shard.split] = counts.get(shard.split, 0) + shard.num_samples
+        numbers[shard.split] += 1
+        position += shard.num_samples
+    expected: dict[str, int] = {}
+    for shard in planned:
+        expected[shard.split] = expected.get(shard.split, 0) + shard.num_samples
+    if not is_sound or list(counts.items()) != list(expected.items()):
+        raise DatasetExistsError(
+            f"the cut into shards in output folder '{shown}' is not one of these samples: it was "
+            "edited or damaged; "
+            "choose another folder, or remove it to start again"
+        )
+
+
 def _samples(state: RunState) -> str:
     return f"{state.num_samples} samples of {state.num_clips} clips (SHA-256 {state.samples_sha256[:12]})"
 

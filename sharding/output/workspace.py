@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
-from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
+from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from fuelrail.pipeline.storage.files import empty_folder, open_lock, read_file
 from fuelrail.pipeline.storage.filesystem import is_url
+from fuelrail.sharding.output.folder import check_work, read_json
 from fuelrail.sharding.planning.plan import PlannedShard
 from fuelrail.sharding.planning.recipe import Recipe
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.output.lock import ObjectLock
 
+_PLACE_BYTES: Final = 1 << 10
 STATE: Final = f"{WORK_FOLDER}/run.json"
 
 
@@ -64,12 +67,16 @@ class Workspace:
         self.scan_table = self.folder / "scan.arrow"
         self.plan_rows = self.folder / "plan.npy"
         self.selection = self.folder / "selection.npy"
+        check_work(out)
         self._made = _make_folders(self.folder)
         self._lock = self._acquire()
         self._remote_lock: ObjectLock | None = None
         try:
-            for leftover in self.temporary.iterdir():
-                leftover.unlink()
+            try:
+                empty_folder(self.temporary)
+            except PermissionError as error:
+                where = error.filename or self.temporary
+                raise DatasetError(f"'{where}' cannot be used: {error.strerror}") from error
             if self._is_elsewhere:
                 self._remote_lock = self._acquire_remote()
         except BaseException:
@@ -78,19 +85,12 @@ class Workspace:
 
     def state(self) -> RunState | None:
         """Return the state of an earlier run in OUT, None where there is none."""
-        data = self.out.read(STATE)
-        try:
-            return None if data is None else msgspec.json.decode(data, type=RunState)
-        except msgspec.ValidationError as error:
-            raise DatasetExistsError(
-                f"'{self.out.shown}/{WORK_FOLDER}' was left by another version of fuelrail ({error}); remove "
-                f"'{self.out.shown}' or choose another output folder"
-            ) from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DatasetExistsError(
-                f"'{self.out.shown}/{STATE}' is cut or damaged ({error}): remove this one file and run the same "
-                "command again; finished shards are kept"
-            ) from error
+        remedy = (
+            "remove this one file and run the same command again; finished shards are kept where "
+            "they are of the same "
+            "recipe"
+        )
+        return read_json(self.out, STATE, RunState, remedy)
 
     def start(self, state: RunState) -> None:
         """Store the state, before the first shard."""
@@ -128,7 +128,13 @@ class Workspace:
     def _acquire(self) -> int:
         path = self.folder / "lock"
         while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                handle = open_lock(path)
+            except FileNotFoundError:  # the holder before may have removed the folder
+                _make_folders(self.folder)
+                continue
+            except PermissionError as error:
+                raise DatasetError(f"'{path}' cannot be used: {error.strerror}") from error
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -142,7 +148,6 @@ class Workspace:
                 if path.stat().st_ino == os.fstat(handle).st_ino:
                     os.ftruncate(handle, 0)
                     os.write(handle, f"{os.getpid()}\n".encode())
-                    self.temporary.mkdir(exist_ok=True)
                     return handle
             os.close(handle)
             _make_folders(self.folder)
@@ -158,9 +163,9 @@ class Workspace:
 
         assert isinstance(self.out, UrlOutput), "what is at a URL"
         place = self.folder / "place"
-        if not place.exists():
-            place.write_text(uuid.uuid4().hex)
-        lock = ObjectLock(self.out, place.read_text())
+        with contextlib.suppress(FileExistsError), place.open("x") as file:
+            file.write(uuid.uuid4().hex)
+        lock = ObjectLock(self.out, read_file(place, _PLACE_BYTES).decode(errors="replace"))
         self.out.abort_uploads()
         return lock
 

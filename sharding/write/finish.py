@@ -25,7 +25,7 @@ from fuelrail.sharding.write.publish import (
     write_attributes,
     write_index,
 )
-from fuelrail.sharding.write.records import load_record
+from fuelrail.sharding.write.records import load_record, record_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +58,8 @@ def finish(
     codecs = {name: codec_of(name, job.recipe, job.lidars, job.channels) for name in names}
     shards: list[ShardEntry] = []
     sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in info.cameras}
-    write_index(work.temporary, names, codecs.values(), _rows(work, plan, shards, sizes))
+    rows = _rows(work, plan, codecs, shards, sizes)
+    write_index(work.temporary, names, codecs.values(), rows)
     write_attributes(work.temporary, _attributes(work.temporary, plan, table, info, clips_by_split))
     published = []
     if job.dictionary is not None:
@@ -99,14 +100,32 @@ def finish(
 
 
 def _rows(
-    work: Workspace, plan: Plan, shards: list[ShardEntry], sizes: dict[str, set[tuple[int, int]]]
+    work: Workspace,
+    plan: Plan,
+    codecs: Mapping[str, str],
+    shards: list[ShardEntry],
+    sizes: dict[str, set[tuple[int, int]]],
 ) -> Iterator[IndexRow]:
-    """Yield the rows of the index from the records of the shards; add the shards' entries and the images' sizes."""
+    """Yield the rows of the index from the records of the shards; add the shards' entries and the
+    images' sizes.
+
+    ``codecs`` has the codec of each member that a sample of this run may have.
+    """
     for planned in plan.shards:
         record = load_record(work.out, planned.stem)
         if record is None:
             raise DatasetError(
                 f"the record of shard {planned.stem} was removed from '{work.out.shown}': run the command again"
+            )
+        names = {entry.name for row in record.rows for entry in row.members}
+        kinds = {entry.codec for row in record.rows for entry in row.members}
+        is_of_run = names <= codecs.keys() and kinds <= {*codecs.values()}
+        is_of_run = is_of_run and record.image_sizes.keys() <= sizes.keys()
+        if not is_of_run or len(record.rows) != planned.num_samples:
+            raise DatasetError(
+                f"'{work.out.shown}/{record_name(planned.stem)}' is not of this run: remove it "
+                "and run the command "
+                "again"
             )
         yield from record.rows
         for channel, found in record.image_sizes.items():

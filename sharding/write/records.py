@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.output.folder import Output
 
 _RECORDS: Final = f"{WORK_FOLDER}/records"
+_LARGEST: Final = (1 << 63) - 1
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,12 +53,42 @@ def record_name(stem: str) -> str:
 
 
 def load_record(out: Output, stem: str) -> ShardRecord | None:
-    """Return a shard's record; None where there is none, or none that can be read."""
+    """Return a shard's record; None where there is none, or none that is a record of this shard.
+
+    Where there is none, the shard is written again.
+    """
     data = out.read(record_name(stem))
     try:
-        return None if data is None else msgspec.msgpack.decode(data, type=ShardRecord)
-    except msgspec.DecodeError:
+        record = None if data is None else msgspec.msgpack.decode(data, type=ShardRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    return record if record is not None and _is_record_of(record, stem) else None
+
+
+def _is_record_of(record: ShardRecord, stem: str) -> bool:
+    """Return whether a record has the names of a shard, and numbers that an index can hold."""
+    shard = record.shard
+    has_names = record.stem == stem and shard.name in (f"{stem}.tar", f"{stem}.tar.zst")
+    if not has_names or len(record.rows) != shard.num_samples:
+        return False
+    if not 0 <= shard.bytes <= _LARGEST or not 0 <= shard.idx_bytes <= _LARGEST:
+        return False
+    if not _is_sha256(shard.sha256) or (shard.idx_bytes and not _is_sha256(shard.idx_sha256)):
+        return False
+    for row in record.rows:
+        is_inside = 0 <= row.offset <= row.offset + row.length <= shard.bytes
+        is_small = abs(row.frame) < 1 << 31 and abs(row.timestamp_ns) <= _LARGEST
+        if not is_inside or not is_small or row.xxh3 < 0:
+            return False
+        for entry in row.members:
+            sizes = (entry.offset, entry.stored_bytes, entry.raw_bytes)
+            if min(sizes) < 0 or max(sizes) > _LARGEST or entry.xxh3 < 0:
+                return False
+    return True
+
+
+def _is_sha256(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 def store_record(out: Output, record: ShardRecord) -> None:
@@ -78,6 +110,6 @@ def is_whole(out: Output, record: ShardRecord) -> bool:
     if shard.idx_bytes and not out.holds(shard.idx_name, shard.idx_bytes, shard.idx_sha256):
         return False
     tag = out.read(f"{_RECORDS}/{record.stem}.tag")
-    if tag is not None and tag.decode(errors="replace") == out.version_tag(shard.name):
+    if tag and tag.decode(errors="replace") == out.version_tag(shard.name):
         return True
     return out.holds(shard.name, shard.bytes, shard.sha256)

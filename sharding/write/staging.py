@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError, SourceError
 from fuelrail.pipeline.runtime.workers import in_threads, set_up_worker
-from fuelrail.pipeline.storage.files import map_npy, published
+from fuelrail.pipeline.storage.files import map_npy, published, read_file, save_npy
 from fuelrail.sharding.sources.adapter.source import FrameSource
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, naming
 from fuelrail.sharding.sources.shared.pictures import JpegForm, StoredJpeg
@@ -50,6 +50,8 @@ _MAX_THREADS: Final = 4
 _ROWS_LOOKED_AT: Final = 1000
 _SAMPLE: Final = "sample"
 _MOST_BANDS: Final = 16
+_DONE_BYTES: Final = 16
+_INDEX_BYTES: Final = 1 << 30
 NO_BAND: Final = -1
 
 _Given = tuple["SourceSpec", "ImageRecipe | None", Path, Path, Path, int]
@@ -85,10 +87,9 @@ class Bands:
         self._left = [set[int]() for _ in range(count)]
         for number, band in self.of_shard.items():
             self._left[band].add(number)
-        with contextlib.suppress(OSError, ValueError):
-            self.num_done = min(int(self._done.read_text()), count)
-            return
         self.num_done = 0
+        with contextlib.suppress(OSError, ValueError):
+            self.num_done = max(0, min(int(read_file(self._done, _DONE_BYTES)), count))
 
     def forget(self) -> None:
         """Count no band as finished: its files are staged again."""
@@ -254,7 +255,7 @@ def stage_clips(
     """
     folder, path = bands.folder, bands.folder.with_suffix(".npy")
     folder.mkdir(exist_ok=True)
-    np.save(path, of_row)
+    save_npy(path, of_row)
     tasks = []
     for number, clip in enumerate(clips):
         if (of_row[clip.first_row :][: clip.num_samples] == NO_BAND).all():
@@ -340,8 +341,15 @@ def index_of(folder: Path, number: int) -> Path:
 
 def _load_index(folder: Path, number: int) -> _Index | None:
     """Read the list of a clip's files; None where it is missing or not whole."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.msgpack.decode(index_of(folder, number).read_bytes(), type=_Index)
+    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+        data = read_file(index_of(folder, number), _INDEX_BYTES)
+        index = msgspec.msgpack.decode(data, type=_Index)
+        are_inside = [
+            0 <= offset <= offset + length <= index.sizes.get(band, offset + length)
+            for band, offset, length, _ in index.places.values()
+        ]
+        if all(are_inside):
+            return index
     return None
 
 
@@ -349,6 +357,7 @@ def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> 
     """Copy the scan table, with references to staged clips and the sizes that members have there."""
     table = ScanTable(scan_table)
     current, places = -1, dict[str, Placed]()
+    target.unlink(missing_ok=True)  # not written through: it may be another file's second name
     with pa.memory_map(os.fspath(scan_table)) as mapped, pa.OSFile(os.fspath(target), "wb") as sink:
         file = pa.ipc.open_file(mapped)
         column = file.schema.get_field_index(_SAMPLE)

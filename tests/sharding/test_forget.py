@@ -10,12 +10,14 @@ import sys
 import tarfile
 
 import msgspec
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import xxhash
 
 import fuelrail as fr
 from fuelrail.__main__ import main
+from fuelrail.pipeline.channels.series import parts_of_series, series_channel
 from fuelrail.pipeline.errors import (
     ChecksumError,
     ConfigError,
@@ -32,6 +34,8 @@ from fuelrail.sharding.verify.dataset import verify
 from support.batches import TINY, load
 from support.datasets import build_dataset
 from support.layers import values_of, write_layer
+from support.nuscenes_sweeps import add_sweeps
+from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, environment, flip, members_of, shard_nuscenes
 
 LAYOUTS = {
@@ -304,6 +308,129 @@ def test_what_cannot_be_deleted(plain, dataroot, sharded, tmp_path):
         repair(plain, f"nuscenes:{plain}", 1, Quiet())
     with pytest.raises(DatasetExistsError, match="holds another dataset"):
         shard_nuscenes(dataroot("a4 b5 c3 d4").root, plain, shard_size_bytes=40_000)
+
+
+def shard_with_neighbours(folder, per_keyframe):
+    """A dataset whose samples hold sweeps of earlier ones, and steps of trajectories of others."""
+    made = build_nuscenes(folder / "root", {"a": 7, "b": 4}, cameras=("CAM_FRONT",), num_points=4)
+    add_sweeps(made, per_keyframe)
+    made.write()
+    options = {"sweeps": 7, "channels": ["trajectories"]}
+    fr.shard(f"nuscenes:{folder / 'root'}", folder / "dataset", options=options, layout="none")
+    return folder / "dataset"
+
+
+def sweeps_by_key(dataset):
+    opened = open_dataset(dataset)
+    found = {}
+    for number, key in enumerate(opened.index.strings("key")):
+        sweeps = opened.read(number, ["lidar_top_sweeps"]).get("lidar_top_sweeps")
+        ends = [] if sweeps is None else np.cumsum(sweeps.num_points)
+        points = [] if sweeps is None else np.split(sweeps.points, ends[:-1])
+        times = [] if sweeps is None else sweeps.timestamp_ns.tolist()
+        found[key] = {time: part.tobytes() for time, part in zip(times, points, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize(("per_keyframe", "gone"), [(3, (2, 5, 6)), (0, (0, 2))])
+def test_neighbours_hold_nothing_of_single_samples(per_keyframe, gone, tmp_path):
+    dataset = shard_with_neighbours(tmp_path, per_keyframe)
+    opened = open_dataset(dataset)
+    keys, frames = opened.index.strings("key"), opened.index.column("frame").tolist()
+    clips, times = opened.index.strings("clip_id"), opened.index.column("timestamp_ns").tolist()
+    clip = max(clips, key=clips.count)
+    by_frame = {frames[row]: row for row in range(len(keys)) if clips[row] == clip}
+    deleted = [keys[by_frame[frame]] for frame in gone]
+    ends = [-np.inf, *(times[by_frame[frame]] for frame in range(6)), np.inf]
+    spans = [(ends[frame], ends[frame + 1]) for frame in gone]
+
+    def is_gone(key, time):
+        is_near = clips[keys.index(key)] == clip
+        return is_near and any(begin < time <= end for begin, end in spans)
+
+    before = sweeps_by_key(dataset)
+    paths = {key: opened.read(key, ["ego_trajectory"])["ego_trajectory"] for key in keys}
+    agents = {key: opened.read(key, ["agent_trajectories"]) for key in keys}
+    report = fr.forget(dataset, deleted)
+    after = sweeps_by_key(dataset)
+    expected = {
+        key: {time: points for time, points in before[key].items() if not is_gone(key, time)}
+        for key in before.keys() - {*deleted}
+    }
+    assert after == expected
+    assert any(len(after[key]) < len(before[key]) for key in after)
+    assert any(before[key] and not after[key] for key in after) == (per_keyframe == 0)
+    opened = open_dataset(dataset)
+    num_cut = 0
+    for row, key in enumerate(keys):
+        if key in deleted:
+            continue
+        steps = [4 + frame - frames[row] for frame in gone if clips[row] == clip]
+        steps = [step for step in steps if 0 <= step < 17]
+        path = paths[key].copy()
+        path[steps, :-1], path[steps, -1] = np.nan, 0
+        found = opened.read(key, ["ego_trajectory", "agent_trajectories"])
+        assert np.array_equal(found["ego_trajectory"], path, equal_nan=True)
+        if agents[key]:
+            valid = agents[key]["agent_trajectories"]["valid"].copy()
+            valid[:, steps] = 0
+            assert np.array_equal(found["agent_trajectories"]["valid"], valid)
+            assert np.isnan(found["agent_trajectories"]["position"][:, steps]).all()
+        num_cut += bool(len(steps))
+    assert report.folders[0].num_cut == num_cut
+    assert f"{num_cut} other samples held sweeps" in report.as_text()
+    assert verify(dataset, deep=True, num_threads=1).faults == []
+
+
+def test_series_and_statistics_hold_nothing_of_single_samples(tmp_path):
+    can = series_channel("can", "float64")
+    rate_ns = 500_000_000
+
+    def part(row):
+        clip = row // 4
+        times = np.arange(-3, 25) * 90_000_000 + clip * 4 * rate_ns
+        samples = (np.arange(4) + clip * 4) * rate_ns
+        return list(parts_of_series(times, times * 1e-9, samples))[row % 4]
+
+    build_dataset(tmp_path / "d", {"train": (8, 8), "val": (4,)}, extra=[(can, part)])
+    opened = open_dataset(tmp_path / "d")
+    keys, times = opened.index.strings("key"), opened.index.column("timestamp_ns").tolist()
+    stored = [opened.read(row, ["can"])["can"]["timestamp_ns"].tolist() for row in range(20)]
+    fr.inspect(tmp_path / "d", statistics=True)
+    assert (tmp_path / "d" / "statistics.json").exists()
+    fr.forget(tmp_path / "d", [keys[1], keys[7]])
+    assert not (tmp_path / "d" / "statistics.json").exists()
+    opened = open_dataset(tmp_path / "d")
+    spans = {0: (times[0], times[1]), 1: (times[6], np.inf)}
+    for row, key in enumerate(keys):
+        if row in (1, 7):
+            continue
+        begin, end = spans.get(row // 4, (0, -1))
+        left = [time for time in stored[row] if not begin < time <= end]
+        found = opened.read(key, ["can"])["can"]
+        assert found["timestamp_ns"].tolist() == left
+        assert np.array_equal(found["values"], np.array(left) * 1e-9)
+        assert len(left) < len(stored[row]) or row != 2
+    assert verify(tmp_path / "d", deep=True, num_threads=1).faults == []
+
+
+def test_a_working_folder_of_another_run_is_not_continued(plain, tmp_path):
+    clip, key, _ = choose(plain)
+    shutil.copytree(plain, tmp_path / "other")
+    (plain / ".fuelrail").mkdir()
+    shutil.copytree(tmp_path / "other", plain / ".fuelrail" / "before")
+    fr.forget(tmp_path / "other", [key])
+    shutil.copytree(tmp_path / "other", plain / ".fuelrail" / "next")
+    (plain / "dataset.json").unlink()
+    before = digests(plain)
+    with pytest.raises(fr.DatasetNotReadyError):  # nobody has begun to delete there
+        fr.forget(tmp_path / "none", [clip])
+    with pytest.raises(fr.DatasetError):
+        fr.forget(plain, [clip])
+    kept = digests(plain)
+    assert {name: kept[name] for name in kept if "fuelrail" not in name} == {
+        name: before[name] for name in before if "fuelrail" not in name
+    }
 
 
 def test_other_versions_and_the_dictionary_are_named(dataroot, sharded, tmp_path):

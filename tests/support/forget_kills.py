@@ -29,10 +29,11 @@ def counting(at: int | None, *, after: bool) -> list[int]:
             number = count[0]
             if number == at and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = change(*args, **options)
-            if number == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            try:
+                return change(*args, **options)
+            finally:  # also where there was nothing to change
+                if number == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         return call
 

@@ -30,6 +30,15 @@ class SeenOptions(PrintOptions, frozen=True, kw_only=True):
             metavar="FOLDER",
         ),
     ] = None
+    receipt: Annotated[
+        tuple[str, ...],
+        flag(
+            "receipt of `fuelrail forget` on the dataset since the run, unless it is beside the "
+            "dataset; repeatable",
+            repeat=True,
+            metavar="FILE",
+        ),
+    ] = ()
 
 
 class FindOptions(SeenOptions, frozen=True, kw_only=True):
@@ -146,6 +155,7 @@ def _run(args: argparse.Namespace) -> int:
             args.ledger,
             args.names,
             dataset=find_options.dataset,
+            receipts=find_options.receipt,
             checkpoints=find_options.checkpoints,
             files=find_options.files,
         )
@@ -167,6 +177,7 @@ def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
         dataset=options.dataset,
         without=options.without,
         files=options.files,
+        receipts=options.receipt,
     )
     if options.image is not None:
         try:

@@ -20,7 +20,7 @@ from fuelrail.loaders.loader import DataLoader
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.schedule.ledger import RECORDED, package_versions
 from fuelrail.loaders.schedule.state import decode_state, state_at
-from fuelrail.pipeline.errors import ConfigError, LedgerError
+from fuelrail.pipeline.errors import BadSamplesError, ConfigError, LedgerError, ShardError
 from fuelrail.pipeline.format.ledger import PlaceReached
 from fuelrail.pipeline.limits import UNTYPED
 from fuelrail.pipeline.order.balance import BalancedOrder, deal, order_batching
@@ -30,7 +30,9 @@ from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.weights import FileWeights
 from fuelrail.pipeline.order.windows import FrameWindow, TimeWindow
 from fuelrail.pipeline.storage.files import read_regular
+from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.pipeline.text import shown, text_of
+from fuelrail.sharding.forgotten import EarlierDataset, as_it_was
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,6 +68,7 @@ def replay(
     loader: Any = None,
     without: str | Sequence[str] | None = None,
     files: str | os.PathLike[str] | None = None,
+    receipts: Sequence[str | os.PathLike[str]] = (),
 ) -> Replay:
     """Make the batch of a step of a run again, by a loader with the ledger's settings; steps count from 0.
 
@@ -80,6 +83,9 @@ def replay(
             step that the run has not come to.
         files: folder of the files of keys and weights that the run's order names; None: the
             ledger's. A ledger may come from somebody else, so files elsewhere are not read.
+        receipts: those of `fuelrail.forget` on the dataset since the run; those beside its folder
+        are known. A sample
+            that is gone has another one in its place, and ``differences`` says so.
 
     Raises ConfigError for a step or rank that the run does not have and for functions that are missing,
     StateMismatchError for another dataset or other settings, LedgerError for a ledger that is not whole.
@@ -98,6 +104,9 @@ def replay(
     else:
         folder = Path(ledger).parent if files is None else files
         with make_loader(part, rank, dataset, functions or {}, folder, without) as loader:
+        with make_loader(
+            part, rank, dataset, functions or {}, without=without, receipts=receipts
+        ) as loader:
             state = state_at(part.identity, place, start.global_batch)
             if without is not None:
                 place = _place_without(history, step, loader)
@@ -107,7 +116,7 @@ def replay(
                     "samples_consumed": place.samples_consumed,
                 }
             loader.load_state_dict(state)
-            batch = next(iter(loader))
+            batch = _first_batch(loader, step)
     now = package_versions()
     differences = [
         f"{name} was {setup.versions.get(name)}, and is {now.get(name)}"
@@ -126,6 +135,11 @@ def replay(
             differences.append(
                 f"position {position} was {one.replaced_by}, for {one.key} was bad, and is another"
             )
+    if isinstance(getattr(loader, "dataset", None), EarlierDataset):
+        differences += [
+            f"{key} was deleted; another sample is in its place"
+            for key in _deleted_in_step(loader, place, start.global_batch)
+        ]
     known = (
         None
         if without
@@ -133,6 +147,33 @@ def replay(
     )
     matches = None if known is None else known == f"{batch_digest(batch) % 2**64:016x}"
     return Replay(batch, loader, place.epoch, place.samples_consumed, matches, differences)
+
+
+def _deleted_in_step(loader: DataLoader, place: Cursor, global_batch: int) -> list[str]:
+    """Return the keys of deleted samples that a step shows, also as frames of windows."""
+    positions = place.samples_consumed + np.arange(global_batch)
+    shown_at = loader.where.places(place.epoch, positions % loader.where.epoch_length)
+    dataset = loader.dataset
+    assert isinstance(dataset, EarlierDataset), "what was deleted from"
+    keys = [dataset.index.row(row).key for row in np.unique(shown_at.rows[shown_at.present])]
+    return [key for key in keys if key in dataset.deleted]
+
+
+def _first_batch(loader: DataLoader, step: int) -> Any:
+    """Return the next batch; raise ConfigError where it shows deleted samples that none can stand
+    for.
+    """
+    try:
+        return next(iter(loader))
+    except (ShardError, BadSamplesError) as error:
+        if any(isinstance(one, EarlierDataset) for one in loader.datasets.values()):
+            raise ConfigError(
+                f"step {step} shows samples that were deleted since, or are damaged, and no "
+                "other sample can take "
+                "their places in this order: without=FILE makes the step of a run that never "
+                f"had them ({error})"
+            ) from error
+        raise
 
 
 def _place_without(history: RunHistory, step: int, loader: DataLoader) -> Cursor:
@@ -163,8 +204,18 @@ def make_loader(
     rank: int | None,
     dataset: str | os.PathLike[str] | None,
     functions: dict[str, Callable[..., Any]],
-    files: str | os.PathLike[str],
+        folder = Path(ledger).parent if files is None else files
+        with make_loader(
+            part,
+            rank,
+            dataset,
+            functions or {},
+            folder,
+            without=without,
+            receipts=receipts,
+        ) as loader:
     without: str | Sequence[str] | None = None,
+    receipts: Sequence[str | os.PathLike[str]] = (),
 ) -> DataLoader:
     """Make a loader equal to that of a part of a run, for one rank or for all. Raises ConfigError.
 
@@ -214,7 +265,16 @@ def make_loader(
         raise ConfigError(
             f"dataset='{dataset}' is one, and the run mixed {', '.join(places)}: put them where they were"
         )
-    data = places if options["mix"] is not None else dataset or first
+    data: Any = places if options["mix"] is not None else dataset or first
+    if options["mix"] is None and not is_url(data) and isinstance(part.identity.dataset, str):
+        data = as_it_was(data, part.identity.dataset, receipts)
+        if isinstance(data, EarlierDataset):  # the policy of the run does not know such samples
+            has_packs = any(options["order"].get(name) for name in ("pack", "bucket"))
+            options["bad_samples"] = {
+                "on_error": "raise" if has_packs else "substitute",
+                "max_bad": len(data),
+                "file": None,
+            }
     world = World() if rank is None else World(rank, start.ranks)
     options |= {**functions, "world": world, "prefetch_factor": 1}
     return DataLoader(data, start.global_batch // world.size, **options)
@@ -312,6 +372,15 @@ def seen(
     `Checkpoints`, or a JSON file of loaders' states by the checkpoints' names; None: the states
     that the ledger has. Raises ConfigError for a name that the run's split does not have, and what
     `replay` raises.
+    receipts: Sequence[str | os.PathLike[str]] = (),
+) -> SeenReport:
+    """Return at which steps of a run samples were shown, by inverting its order; ``names`` are keys or clips.
+
+    Frames of windows count. ``dataset``, ``functions`` and ``receipts`` are as in `replay`.
+    ``checkpoints`` are those to choose the newest clean state among: a folder or URL of
+    `Checkpoints`, or a JSON file of loaders' states by the checkpoints' names; None: the states
+    that the ledger has. Raises ConfigError for a name that the
+    run's split does not have, and what `replay` raises.
     """
     history = RunHistory(ledger)
     replaced = history.replaced()
@@ -321,7 +390,16 @@ def seen(
     for part in history.parts:
         if not part.length:
             continue
-        with make_loader(part, None, dataset, functions or {}, folder) as loader:
+    files: str | os.PathLike[str] | None = None,
+    receipts: Sequence[str | os.PathLike[str]] = (),
+) -> SeenReport:
+    """Return at which steps of a run samples were shown, by inverting its order; ``names`` are keys or clips.
+
+    Frames of windows count. ``dataset``, ``functions``, ``files`` and ``receipts`` are as in
+    `replay`. ``checkpoints`` are those to choose the newest clean state among: a folder or URL of
+    `Checkpoints`, or a JSON file of loaders' states by the checkpoints' names; None: the states
+    that the ledger has. Raises ConfigError for a name that the run's split does not have, and what
+    `replay` raises.
             state = state_at(part.identity, part.walk.start, loader.batch_size)
             loader.load_state_dict(state)  # refuses another dataset, or one that has changed
             wanted = _samples(loader, part.identity.split, names)

@@ -78,9 +78,8 @@ class SampleFiles:
 
     def open(self, index: int) -> int:
         """Return a descriptor of a sample's file, to read; raises OSError where it is not here."""
-        return os.open(
-            _name(index), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.data_fd
-        )
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(_name(index), flags, dir_fd=self.data_fd)
 
     def write(self, index: int, span: memoryview) -> None:
         """Put a sample's file in its place, whole; raises OSError, leaving nothing, where the disk is full or fails."""
@@ -262,7 +261,7 @@ class CacheFolder:
             data = stream.read(_MARKER_BYTES)
         try:
             found = msgspec.json.decode(data, type=_Marker)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             is_json = isinstance(error, msgspec.ValidationError)  # of another version, or program
             if not is_json and {"lock", "users.lock", "table", "data", "tmp"} <= set(
                 _names_in(self.files.fd)

@@ -191,6 +191,12 @@ class ShardTable(Sequence[ShardEntry]):
             )
         return lengths
 
+    def split_lengths(self, first: int, end: int) -> NDArray[np.int64]:
+        """Return the number of samples of the shards of a split, which are ``first`` to ``end -
+        1``.
+        """
+        return self.lengths(first, end)
+
     def check(self, num_bytes: int) -> None:
         """Check all rows, and the manifest's number of bytes of all shards; raises ManifestError."""
         self.lengths(0, self._length)

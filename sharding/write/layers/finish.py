@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -40,8 +41,9 @@ from fuelrail.pipeline.format.manifest import (
 )
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
 from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.storage.files import save_npy
 from fuelrail.sharding.output.folder import Output, manifest_in
-from fuelrail.sharding.write.layers.segments import SegmentRow, Segments
+from fuelrail.sharding.write.layers.segments import SEGMENTS, SegmentRow, Segments
 from fuelrail.sharding.write.packer import dali_index
 from fuelrail.sharding.write.publish import ROWS_PER_GROUP, publish_tables, write_index
 from fuelrail.sharding.write.records import publish_listing
@@ -90,8 +92,9 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
     if manifest is None:
         segments = Segments(out, len(base))
         _check_whole(segments, base, out, partial=partial)
-        temporary = out.work / "tmp"
-        temporary.mkdir(parents=True, exist_ok=True)
+        (out.work / "tmp").mkdir(parents=True, exist_ok=True)
+        # A new folder: files in tmp may be second names of others, which would be written.
+        temporary = Path(tempfile.mkdtemp(dir=out.work / "tmp"))
         try:
             manifest = _write(out, temporary, base, run, segments)
         except (
@@ -129,6 +132,7 @@ def _write(
 
         def written() -> Iterator[IndexRow]:
             for count, (position, found, row) in enumerate(shards):
+                _check_row(out, base, codecs, position, found)
                 attributes.add(row, found.attributes)
                 rows[position] = count
                 yield row
@@ -165,11 +169,36 @@ def _write(
     return publish_tables(out, temporary, entries, {LAYER_SPLIT: num_clips}, make, published)
 
 
+def _check_row(
+    out: Output, base: Dataset, codecs: Mapping[str, str], position: int, row: SegmentRow
+) -> None:
+    """Raise DatasetError for a row of a segment that is not of the base's sample, or not of this
+    table.
+    """
+    sample = base.index.row(position)
+    names = (row.row.key, row.row.clip_id, row.row.frame, row.row.timestamp_ns)
+    is_of_sample = names == (sample.key, sample.clip_id, sample.frame, sample.timestamp_ns)
+    members = row.row.members
+    is_of_table = all(
+        entry.codec == codecs.get(entry.name)
+        and 0 <= entry.offset <= entry.offset + entry.stored_bytes <= row.row.length
+        and 0 <= entry.raw_bytes < 1 << 63
+        and entry.xxh3 >= 0
+        for entry in members
+    )
+    if not is_of_sample or not is_of_table:
+        raise DatasetError(
+            f"a row of '{out.shown}/{SEGMENTS}' for position {position} is not of sample "
+            f"'{sample.key}' and of the "
+            "channels of this layer: remove the segment that holds it, and write its rows again"
+        )
+
+
 def publish_rows(out: Output, folder: Path, rows: NDArray[np.int64]) -> list[FileEntry]:
     """Publish ``rows.npy``, written in the folder, and return its entry; nothing where row i belongs to position i."""
     if np.array_equal(rows, np.arange(len(rows))):
         return []
-    np.save(folder / ROWS_FILE, rows.astype(ROWS_DTYPE), allow_pickle=False)
+    save_npy(folder / ROWS_FILE, rows.astype(ROWS_DTYPE))
     entry = file_entry(folder / ROWS_FILE)
     out.publish_file(ROWS_FILE, folder / ROWS_FILE)
     return [entry]
@@ -239,9 +268,17 @@ class _AttributesWriter:
                 self._flush()
 
     def _flush(self) -> None:
-        columns = zip(*self._rows, strict=True)
-        arrays = [
-            pa.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)
-        ]
+        try:
+            columns = zip(*self._rows, strict=True)
+            arrays = [
+                pa.array(column, kind)
+                for column, kind in zip(columns, self._schema.types, strict=True)
+            ]
+        except (ValueError, TypeError, OverflowError) as error:  # of a segment that was edited
+            raise DatasetError(
+                f"a row of '{SEGMENTS}' has attributes that are not those of this layer "
+                f"({error}): remove its segment, "
+                "and write its rows again"
+            ) from error
         self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
         self._rows.clear()

@@ -21,7 +21,7 @@ from fuelrail.pipeline.format.layers import (
     open_layer_data,
 )
 from fuelrail.pipeline.format.manifest import BRING_BACK, MANIFEST_FILE, WORK_FOLDER, Lineage
-from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.storage.files import empty_folder, open_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import Printed, escaped
 from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
@@ -104,7 +104,7 @@ def rebase_layer(
             f"'{manifest.base.name}'"
         )
     with target.writing("files that were linked"):
-        target.temporary.mkdir(parents=True, exist_ok=True)
+        empty_folder(target.temporary)
         for name in (MANIFEST_FILE, ROWS_FILE):
             target.remove(name)
         for name in names:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.index.row import IndexRow
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
-from fuelrail.pipeline.storage.files import published
+from fuelrail.pipeline.storage.files import open_file, published
 
 if TYPE_CHECKING:
     from fuelrail.sharding.output.folder import Output
@@ -125,7 +125,7 @@ class Segments:
         last: tuple[int, SegmentRow, int] | None = None
         for number in np.argsort(positions, kind="stable").tolist():
             position, segment = int(positions[number]), int(owner[number])
-            row = msgspec.msgpack.decode(self._blob(segment, int(at[number])), type=SegmentRow)
+            row = self._row(segment, int(at[number]))
             if last is not None and last[0] == position:
                 if last[1].span != row.span:
                     raise DatasetError(
@@ -138,13 +138,25 @@ class Segments:
             last = position, row, segment
             yield position, row
 
-    def _blob(self, segment: int, at: int) -> memoryview:
+    def _row(self, segment: int, at: int) -> SegmentRow:
         count = len(self._positions[segment])
         mapped = self._opened(segment)
-        ends = mapped[8 * (1 + count) : 8 * (1 + 2 * count)].view(_WORD)
-        start, end = (int(ends[at - 1]) if at else 0), int(ends[at])
         head = 8 * (1 + 2 * count)
-        return mapped[head + start : head + end].data
+        if len(mapped) < head:
+            raise self._damaged(self._names[segment])
+        ends = mapped[8 * (1 + count) : head].view(_WORD)
+        start = int(ends[at - 1]) if at else 0
+        end = int(ends[at])
+        if not 0 <= start <= end <= len(mapped) - head:
+            raise self._damaged(self._names[segment])
+        try:
+            row = msgspec.msgpack.decode(mapped[head + start : head + end].data, type=SegmentRow)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._damaged(self._names[segment]) from error
+        is_whole = row.row.length == len(row.span)
+        if not is_whole or xxhash.xxh3_64_intdigest(row.span) != row.row.xxh3:
+            raise self._damaged(self._names[segment])
+        return row
 
     def _map(self, segment: int) -> NDArray[np.uint8]:
         name = self._names[segment]
@@ -153,7 +165,8 @@ class Segments:
             path.parent.mkdir(parents=True, exist_ok=True)
             with published(path, sync=False) as file:
                 self._out.fetch(f"{SEGMENTS}/{name}", Path(file.name))
-        mapped = np.memmap(path, np.uint8, mode="r")
+        with open_file(path) as file:
+            mapped = np.memmap(file, np.uint8, mode="r")
         if segment not in self._whole:
             if (
                 xxhash.xxh3_128_hexdigest(mapped.data)

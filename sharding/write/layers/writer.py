@@ -41,8 +41,9 @@ from fuelrail.pipeline.format.layers import (
 )
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER
 from fuelrail.pipeline.settings import convert
+from fuelrail.pipeline.storage.files import open_lock
 from fuelrail.pipeline.text import differences
-from fuelrail.sharding.output.folder import check_out, open_output
+from fuelrail.sharding.output.folder import check_out, open_output, read_json
 from fuelrail.sharding.planning.recipe import ZSTD_VERSION, channel_codec
 from fuelrail.sharding.write.layers.finish import LayerRun, finish_layer, scalar_channels
 from fuelrail.sharding.write.layers.segments import (
@@ -255,22 +256,16 @@ class LayerWriter:
 
     def _check_run(self) -> None:
         """Agree with the other writers of the folder on what is written."""
-        data = None
+        found = None
         if not self.is_finished:
             with self._out.writing(_KEPT), self._locked():
-                data = self._out.read(_RUN_FILE)
-                if data is None and not self.is_finished:
+                remedy = "remove it, all writers make the same one"
+                found = read_json(self._out, _RUN_FILE, LayerRun, remedy)
+                if found is None and not self.is_finished:
                     with self._out.publish(_RUN_FILE) as file:
                         file.write(msgspec.json.encode(self._run))
                     return
-        if data is not None:
-            try:
-                found = msgspec.json.decode(data, type=LayerRun)
-            except msgspec.DecodeError as error:
-                raise DatasetError(
-                    f"'{self._out.shown}/{_RUN_FILE}' is damaged: {error}; remove it, all writers make the same one"
-                ) from error
-        else:
+        if found is None:
             manifest: Any = open_layer_data(self._out.location).manifest
             recipe = {
                 name: value for name, value in manifest.recipe.items() if name not in _OWN_RECIPE
@@ -301,12 +296,15 @@ class LayerWriter:
         At a URL it is one of this machine's processes alone. Whatever another machine writes has the same bytes.
         """
         with contextlib.ExitStack() as stack:
+            path = self._out.work / "lock"
             while True:
                 try:
                     self._out.work.mkdir(parents=True, exist_ok=True)
-                    file = stack.enter_context((self._out.work / "lock").open("ab"))
+                    file = stack.enter_context(os.fdopen(open_lock(path), "r+b"))
                 except FileNotFoundError:  # the process that finishes the layer removes the folder
                     continue
+                except PermissionError as error:
+                    raise DatasetError(f"'{path}' cannot be used: {error.strerror}") from error
                 except FileExistsError:  # as above, between two looks of mkdir
                     if self._out.work.exists():
                         raise

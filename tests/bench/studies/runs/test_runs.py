@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import random
+import shutil
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from fuelrail.pipeline.format.ledger import LedgerFile, read_ledger
 from fuelrail.pipeline.order.spec import OrderStage
 from support.batches import load, unlike
 from support.datasets import build_dataset
+from support.hostile import small_dataset
 from support.storage_suite import spoil
 
 TRAIN = ImageAugment(height=8, width=16, train=True, resize_jitter=(0.9, 1.1), flip_prob=0.5)
@@ -218,6 +220,88 @@ def test_what_is_left_out_is_shown_nowhere(datasets, tmp_path, name):
     assert (
         fr.replay(tmp_path / "b.ledger", first).batch["sample_key"] != found[first][0]["sample_key"]
     )
+
+
+AFTER = [
+    "shuffled",
+    "padded",
+    "windowed",
+    "filter",
+    "weights",
+    "lanes",
+    "edges",
+    "packs",
+    "without",
+]
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
+    shutil.copytree(datasets / "a", tmp_path / "a")
+    path = tmp_path / "a.ledger"
+    worlds = [(1, 4)] if name == "lanes" else [(1, 4), (2, 3)]
+    found = run(tmp_path, path, ORDERS[name], worlds, 6)
+    keys = open_dataset(tmp_path / "a").index.strings("key")
+    names = [*keys[4:25:5], "clip-0001", "clip-0003"]
+    before = [fr.seen(path, [one]) for one in names]
+    gone = [key for key in keys if key.startswith("clip-0001")] + [keys[15], keys[0], keys[24]]
+    first = fr.forget(tmp_path / "a", ["clip-0001", keys[15]])
+    second = fr.forget(tmp_path / "a", [keys[0], keys[24]], receipt=tmp_path / "kept.json")
+    assert first.folders[0].after == second.folders[0].before
+    with pytest.raises(StateMismatchError):  # one receipt is elsewhere
+        fr.seen(path, names[:1])
+    receipts = [tmp_path / "kept.json"]
+    assert [fr.seen(path, [one], receipts=receipts) for one in names] == before
+    whole = changed = 0
+    for step, ranks in enumerate(found):
+        batch_keys = [key for batch in ranks for key in batch["sample_key"]]
+        shown_keys = [key for batch in ranks for key in batch.get("window_key", ())]
+        if name in ("lanes", "packs") and {*batch_keys} & {*gone}:
+            with pytest.raises(ConfigError, match="samples that were deleted"):
+                fr.replay(path, step, receipts=receipts)
+            changed += 1
+            continue
+        again = fr.replay(path, step, receipts=receipts)
+        if len(ranks) == 1 and not again.differences and not shown_keys:
+            assert not {*batch_keys} & {*gone}
+            assert not unlike(again.batch, ranks[0])
+            whole += 1
+        elif {*batch_keys} & {*gone}:
+            assert any("was deleted" in text for text in again.differences)
+            replayed = again.batch["sample_key"]
+            for key, replayed_key in zip(batch_keys, replayed, strict=True):
+                assert key in gone or replayed_key == key or name == "edges"
+            changed += 1
+    assert changed
+    assert whole or name in ("lanes", "windowed", "packs", "edges")
+
+
+def test_what_is_asked_after_a_deletion_needs_attributes_and_the_true_receipt(tmp_path, capsys):
+    small_dataset(tmp_path / "d")
+    path = tmp_path / "a.ledger"
+    order = OrderSpec(filter="night", seed=1)
+    with load(tmp_path / "d", 2, image=TRAIN, order=order, ledger=path) as loader:
+        list(loader)
+    keys = open_dataset(tmp_path / "d").index.strings("key")
+    before = fr.seen(path, [keys[2]])
+    assert before.showings
+    report = fr.forget(tmp_path / "d", [keys[0], keys[1]])
+    assert report.order.attributes["night"] == [True, False]
+    assert fr.seen(path, [keys[2]]) == before
+    (file,) = tmp_path.glob("d-forgot-*.json")
+    words = ["runs", "seen", str(path), keys[2], "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["num_samples"] == 1
+    edited = json.loads(file.read_text())
+    edited["order"]["attributes"]["night"] = [False, False]
+    file.write_text(json.dumps(edited))
+    assert main(words) == 2
+    assert "is not that of a deletion from" in capsys.readouterr().err
+    file.unlink()
+    (tmp_path / "other.json").write_bytes(b"[" * 100_000)
+    for receipt in ("other.json", "none.json", "d"):
+        assert main([*words, "--receipt", str(tmp_path / receipt)]) == 2
+        assert "cannot be read" in capsys.readouterr().err
 
 
 def test_the_newest_state_without_a_clip(datasets, tmp_path):

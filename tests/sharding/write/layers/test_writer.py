@@ -21,7 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import xxhash
 
+from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import (
     ConfigError,
     DatasetError,
@@ -39,8 +41,10 @@ from fuelrail.sharding.write.layers import finish as finish_module
 from fuelrail.sharding.write.layers import writer as writer_module
 from fuelrail.sharding.write.layers.rebase import rebase_layer
 from fuelrail.sharding.write.layers.writer import LayerWriter
+from support.batches import load
 from support.datasets import build_dataset
 from support.forked import fork, join
+from support.hostile import edited, small_dataset, small_layer
 from support.layers import TABLE, digests, values_of, write_layer
 from support.sharding import flip
 
@@ -235,7 +239,7 @@ def test_damaged_work_in_progress_is_named(base, tmp_path) -> None:
         ):
             writer.finish()
     (work / "layer.json").write_bytes(b"{")
-    with pytest.raises(DatasetError, match=r"layer\.json' is damaged"):
+    with pytest.raises(DatasetError, match=r"layer\.json' is cut or damaged"):
         writer.finish()
     (work / "layer.json").unlink()
     segment.write_bytes(whole)
@@ -528,3 +532,47 @@ def small_files(max_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_layer_without_channels_is_attached_nowhere(tmp_path, capsys):
+    base = small_dataset(tmp_path / "d")
+    with edited(small_layer(base, tmp_path / "layer"), tmp_path / "empty") as parts:
+        parts.manifest["channels"] = []
+    with pytest.raises(ManifestError, match="has no channels"):
+        open_layer("t", tmp_path / "empty", open_dataset(base))
+    with pytest.raises(ManifestError, match="has no channels"):
+        load(base, 2, layers={"t": tmp_path / "empty"})
+    for word in ("verify", "inspect", "log"):
+        assert main([word, str(tmp_path / "empty")]) != 0
+        assert "has no channels" in "".join(capsys.readouterr())
+
+
+def test_an_edited_segment_is_named(tmp_path):
+    base = small_dataset(tmp_path / "d")
+    for spoil in ("ends", "row", "key", "attributes"):
+        out = tmp_path / spoil
+        with LayerWriter(base, out, channels=TABLE) as writer:
+            for position in range(8):
+                writer.write(position, values_of(position))
+        (path,) = (out / ".fuelrail" / "segments").iterdir()
+        words = np.frombuffer(path.read_bytes()[: 17 * 8], "<i8").copy()
+        blobs = path.read_bytes()[17 * 8 :]
+        first = msgspec.msgpack.decode(blobs[: words[9]])
+        if spoil == "ends":
+            words[9] = 1 << 40
+        elif spoil == "row":
+            blobs = b"\xc1" + blobs[1:]
+        else:
+            if spoil == "key":
+                first[0][0] = "../x"
+            else:
+                first[1] = ["text"] * len(first[1])
+            encoded = msgspec.msgpack.encode(first)
+            blobs = encoded + blobs[words[9] :]
+            words[9:] += len(encoded) - words[9]
+        content = words.tobytes() + blobs
+        path.unlink()
+        name = f"{path.name.partition('-')[0]}-{xxhash.xxh3_128_hexdigest(content)}.rows"
+        (path.parent / name).write_bytes(content)
+        with pytest.raises(DatasetError, match="segment"):
+            LayerWriter(base, out, channels=TABLE).finish()

@@ -1,0 +1,245 @@
+"""A dataset as it was before samples were deleted, for the orders of runs over it: made of what is
+left and receipts.
+
+Its fingerprint and rows are the old ones, so a run's ledger fits. Samples that are gone have key,
+clip, frame, time and attributes out of the receipt, and no bytes: whoever reads one finds a bad
+sample.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.index.blocks import BlockFile
+from fuelrail.pipeline.format.index.row import IndexRow
+from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardTable
+from fuelrail.pipeline.format.index.tables import open_attributes, open_tables, write_tables
+from fuelrail.pipeline.format.manifest import Manifest, SplitEntry
+from fuelrail.pipeline.storage.files import read_file
+from fuelrail.pipeline.text import shown
+from fuelrail.sharding.forget import MAX_RECEIPT_BYTES, ForgetReport, order_digest
+from fuelrail.sharding.write.publish import ROWS_PER_GROUP, write_attributes, write_index
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.format.index.attributes_file import AttributesFile
+    from fuelrail.pipeline.format.index.shards import ShardEntry
+
+    Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+_MOST_RECEIPTS: Final = 128
+
+
+class _Shards(ShardTable):
+    """The shards that are left, and how many samples each had before."""
+
+    def __init__(self, file: BlockFile, manifest: Manifest, cut: dict[str, list[int]]) -> None:
+        super().__init__(file, manifest)
+        self._cut_by_range = {
+            (entry.first_shard, entry.first_shard + entry.num_shards): cut[name]
+            for name, entry in manifest.splits.items()
+        }
+
+    def split_lengths(self, first: int, end: int) -> Rows:
+        """Return the number of samples of the shards that a split had."""
+        return np.array(self._cut_by_range[first, end], np.int64)
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class EarlierDataset(Dataset):
+    """A dataset as it was; tables are in ``scratch``, shards in the folder of what is left."""
+
+    scratch: Path = Path()
+    deleted: frozenset[str] = frozenset()
+    """Keys of the samples that are gone."""
+
+    def attributes_file(self) -> AttributesFile:
+        """Return ``attributes.parquet`` of all samples that there were."""
+        return open_attributes(self.scratch, self.manifest)
+
+
+def as_it_was(
+    place: str | os.PathLike[str], fingerprint: str, receipts: Sequence[str | os.PathLike[str]] = ()
+) -> Dataset:
+    """Open a dataset in a folder as it was when it had a fingerprint; as it is where no receipts
+    lead there.
+
+    ``receipts`` are those of `fuelrail.forget`; those that lie beside the folder under their usual
+    names are used too. Raises ConfigError for a receipt in ``receipts`` that cannot be read or is
+    not of this dataset.
+    """
+    dataset = open_dataset(place)
+    if dataset.manifest.fingerprint == fingerprint or dataset.url is not None:
+        return dataset
+    root = dataset.root.resolve()
+    files = [*map(Path, receipts)]
+    files += sorted(root.parent.glob(f"{root.name}-forgot-*.json"))[:_MOST_RECEIPTS]
+    reports: dict[str, tuple[Path, ForgetReport]] = {}
+    for number, file in enumerate(files):
+        try:
+            report = msgspec.json.decode(read_file(file, MAX_RECEIPT_BYTES), type=ForgetReport)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if number >= len(receipts):  # another file that has such a name
+                continue
+            why = getattr(error, "strerror", None) or shown(str(error))
+            raise ConfigError(f"receipt '{file}' cannot be read: {why}") from error
+        if report.folders and report.order is not None:
+            reports.setdefault(report.folders[0].after, (file, report))
+    chain: list[tuple[Path, ForgetReport]] = []
+    version = dataset.manifest.fingerprint
+    while version != fingerprint:
+        if version not in reports:
+            return dataset
+        chain.append(reports.pop(version))
+        version = chain[-1][1].folders[0].before
+    return _rebuilt(dataset, fingerprint, chain)
+
+
+def _rebuilt(
+    dataset: Dataset, fingerprint: str, chain: Sequence[tuple[Path, ForgetReport]]
+) -> EarlierDataset:
+    """Make the tables of a dataset as it was before the deletions of a chain, the newest first."""
+    _check_chain(dataset, chain)
+    order = np.arange(len(dataset))  # rows of what is left; below 0: deleted samples
+    deleted: list[IndexRow] = []
+    attributes: list[dict[str, Any]] = []
+    for file, report in chain:
+        inputs = report.order
+        assert inputs is not None, "looked at before"
+        num_rows = len(order) + len(inputs.rows)
+        rows = np.array(inputs.rows, np.int64)
+        counts = {len(inputs.rows), len(report.samples), len(inputs.frames)}
+        counts |= {len(inputs.timestamps_ns), *map(len, inputs.attributes.values())}
+        is_of_rows = len(counts) == 1 and (np.diff(rows, prepend=-1) > 0).all()
+        num_samples = sum(map(sum, inputs.splits.values()))
+        if not (is_of_rows and rows[-1] < num_rows == num_samples):
+            raise _not_of(file, dataset)
+        merged = np.empty(num_rows, np.int64)
+        is_deleted = np.zeros(num_rows, bool)
+        is_deleted[rows] = True
+        merged[~is_deleted] = order
+        merged[rows] = -1 - len(deleted) - np.arange(len(rows))
+        order = merged
+        for number, sample in enumerate(report.samples):
+            frame, time = inputs.frames[number], inputs.timestamps_ns[number]
+            deleted.append(IndexRow(sample.key, sample.clip_id, frame, time, 0, 0, 0, 0, ()))
+            attributes.append({name: values[number] for name, values in inputs.attributes.items()})
+    oldest = chain[-1][1].order
+    assert oldest is not None
+    folder = Path(tempfile.mkdtemp(prefix="fuelrail-"))
+
+    def rows_as_they_were() -> Iterator[IndexRow]:
+        for number in order.tolist():
+            yield dataset.index.row(number) if number >= 0 else deleted[-1 - number]
+
+    write_index(folder, dataset.index.names, dataset.index.codecs, rows_as_they_were())
+    if dataset.attributes_file().exists:
+        write_attributes(folder, _attributes(dataset, order, attributes))
+    splits, entries = _splits(dataset, order, oldest.splits, chain[-1][0])
+    dictionary = [file for file in dataset.manifest.files if file.name == DICTIONARY_FILE]
+    manifest = msgspec.structs.replace(
+        dataset.manifest,
+        fingerprint=fingerprint,
+        num_samples=len(order),
+        splits=splits,
+        files=(*write_tables(folder, entries), *dictionary),
+    )
+    tables = open_tables(folder, manifest)
+    shards = _Shards(BlockFile(folder / SHARDS_FILE), manifest, oldest.splits)
+    weakref.finalize(shards, shutil.rmtree, folder, ignore_errors=True)
+    return EarlierDataset(
+        root=dataset.root,
+        manifest=manifest,
+        shards=shards,
+        index=tables.samples,
+        keys=tables.keys,
+        dictionary=dataset.dictionary,
+        scratch=folder,
+        deleted=frozenset(row.key for row in deleted),
+    )
+
+
+def _check_chain(dataset: Dataset, chain: Sequence[tuple[Path, ForgetReport]]) -> None:
+    """Raise ConfigError unless the newest receipt is the one that the manifest has a digest of."""
+    facts = dataset.manifest.provenance.get("facts", {})
+    forgotten = facts.get("forgotten") if isinstance(facts, dict) else None
+    stated = forgotten.get("order_sha256") if isinstance(forgotten, dict) else None
+    file, report = chain[0]
+    if stated != order_digest(report):
+        raise _not_of(file, dataset)
+
+
+def _not_of(file: Path, dataset: Dataset) -> ConfigError:
+    return ConfigError(
+        f"receipt '{file}' is not that of a deletion from '{dataset.location}', or it was "
+        "edited: give the file that "
+        "`fuelrail forget` wrote"
+    )
+
+
+def _attributes(
+    dataset: Dataset, order: Rows, deleted: Sequence[dict[str, Any]]
+) -> Iterator[pa.Table]:
+    file = dataset.attributes_file()
+    schema = file.schema(len(dataset))
+    left = pa.Table.from_batches(file.batches(schema.names), schema)
+    columns = []
+    for field in schema:
+        values = [row.get(field.name) for row in deleted]
+        try:
+            column = pa.array(values, field.type)
+        except (pa.ArrowException, TypeError, OverflowError):  # of another type than JSON has
+            column = pa.array([str(value) for value in values]).cast(field.type)
+        columns.append(column)
+    fields = [pa.field(field.name, field.type) for field in schema]
+    left = pa.Table.from_arrays(left.columns, schema=pa.schema(fields))
+    gone = pa.Table.from_arrays(columns, schema=pa.schema(fields))
+    places = np.where(order >= 0, order, len(left) - 1 - order)
+    table = pa.concat_tables([left, gone])
+    for first in range(0, len(places), ROWS_PER_GROUP):
+        yield table.take(pa.array(places[first : first + ROWS_PER_GROUP])).combine_chunks()
+
+
+def _splits(
+    dataset: Dataset, order: Rows, cut: dict[str, list[int]], file: Path
+) -> tuple[dict[str, SplitEntry], list[ShardEntry]]:
+    """Return the splits as they were, and the shards that are left, which tile their samples."""
+    splits: dict[str, SplitEntry] = {}
+    entries: list[ShardEntry] = []
+    row_of = np.full(len(dataset), -1, np.int64)
+    row_of[order[order >= 0]] = np.flatnonzero(order >= 0)
+    first = 0
+    for name, lengths in cut.items():
+        num_samples = sum(lengths)
+        end = first + num_samples
+        shards = [shard for shard in dataset.shards if shard.split == name]
+        firsts = [int(row_of[shard.first_sample]) for shard in shards]
+        if firsts and not first <= firsts[0] <= firsts[-1] < end:
+            raise _not_of(file, dataset)
+        firsts[:1] = [first] if firsts else []
+        splits[name] = SplitEntry(
+            first_sample=first,
+            num_samples=num_samples,
+            first_shard=len(entries),
+            num_shards=len(shards),
+            num_clips=dataset.splits[name].num_clips if name in dataset.splits else 0,
+        )
+        for shard, begin, stop in zip(shards, firsts, [*firsts[1:], end], strict=False):
+            entries.append(shard._replace(first_sample=begin, num_samples=stop - begin))
+        first = end
+    if len(entries) != len(dataset.shards):
+        raise _not_of(file, dataset)
+    return splits, entries
