@@ -175,6 +175,7 @@ def _with_fewer_experts(
     """Return models of few experts, each of which takes as many tokens as before, with their weights."""
     result: dict[ModelSettings | str, float] = {}
     for size, share in sizes.items():
+        assert isinstance(size, GptSettings), "made of the model"
         for count, part in _line_through(_EXPERTS, model.experts).items():
             active = model.active_experts * count / model.experts
             fewer = msgspec.structs.replace(size, experts=count, active_experts=active)
@@ -205,7 +206,7 @@ def _spared(
     if not isinstance(model, GptSettings) or settings.recompute == "full":
         return 0
     whole = 2 * 2 * model.width * (1 - 1 / degrees.tp)
-    divided = 0
+    divided = 0.0
     if degrees.dp_shard == 1:
         inner = model.active_experts * (model.ffn or 4 * model.width)
         divided += 2 * inner if model.gated else 0

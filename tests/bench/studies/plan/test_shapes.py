@@ -214,7 +214,7 @@ def test_a_refusal_names_the_largest_parts_and_the_nearest_plan_that_fits():
 def test_a_state_that_is_too_large_is_refused_with_its_parts(tmp_path):
     small = (CLUSTERS / "1x8-h100.yaml").read_text()
     path = tmp_path / "small.yaml"
-    path.write_text(small.replace("memory_gib: {value: 80,", "memory_gib: {value: 0.006,"))
+    path.write_text(small.replace("memory_gib: {value: 80,", "memory_gib: {value: 0.004,"))
     parts = r"weights [\d.]+ MiB, gradients [\d.]+ MiB, optimiser state [\d.]+ MiB; ZeRO stage 0"
     with pytest.raises(ConfigError, match=parts) as caught:
         fuelrail.plan(msgspec.structs.replace(ASKED, cluster=str(path)))
