@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,13 +15,16 @@ from fuelrail.bench.planner.formulas import bubble, sent_bytes
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scenario import TransformerShape
 from fuelrail.bench.planner.shape import Shape, blocks_of, stages
-from fuelrail.bench.planner.state import FP32, state_bytes, zero_stage
+from fuelrail.bench.planner.state import FP32, state_of, zero_stage
 from fuelrail.bench.planner.step_time import (
+    MIXTURE,
     Efficiency,
     StepTime,
     StepWork,
     Traffic,
+    best_of,
     efficiency_of,
+    has_range,
     step_time,
 )
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, num_blocks
@@ -37,6 +40,24 @@ TEACHER_WEIGHTS = "teacher's weights"
 _STATE_MARGIN = 1.05  # what is over by less is shaped, and refused with its kinds
 _STATE_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
 _BUCKET_BYTES = (1 << 20, 25 << 20)  # of torch's DDP: the first one, and the others
+_LARGEST = 3  # parts that a refusal names
+# What torch's memory tracker calls them, and what they are.
+_WORDS = {
+    "Parameter": "weights",
+    "Sharded Param": "weights",
+    "Unsharded Param": "gathered weights of blocks",
+    "All Gather": "gathered weights of blocks",
+    "Gradient": "gradients",
+    "Sharded Grad": "gradients",
+    "Unsharded Grad": "gradients",
+    "Reduce Scatter": "gradients",
+    "moments": "optimiser state",
+    "Activation": "activations of a micro-batch",
+    "activations in flight": "activations of other micro-batches in the pipeline",
+    "Inputs and buckets": "inputs and gradient buckets",
+    "Temp": "temporary tensors of operators",
+    "Buffer": "buffers of modules",
+}
 
 
 class Taught(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,9 +91,28 @@ class Fit(NamedTuple):
         return sum(shape.flop for shape in self.once) / len(self.once) * self.inputs.micro_batches
 
 
-def efficiency(asked: Scenario, cluster: ClusterSettings) -> Efficiency:
-    """Return the efficiencies of a scenario: its own, else those of the device's generation."""
-    return asked.efficiency or efficiency_of(cluster.device.name, asked.precision)
+def is_bound(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -> bool:
+    """Return whether a plan says no time but a bound: the least that a step takes.
+
+    So it is for families of models of which no steps of this device were published or measured, and for an offload,
+    whose copies between device and host are not modelled.
+    """
+    if asked.accelerator is not None:
+        return False
+    device, software = cluster.device.name, asked.software
+    return settings.offload or (
+        asked.efficiency is None and not has_range(device, asked.precision, asked.family, software)
+    )
+
+
+def efficiency(
+    asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None = None
+) -> Efficiency:
+    """Return the efficiencies of a scenario: its own, else those of its row; the best for a bound."""
+    used = asked.efficiency or efficiency_of(
+        cluster.device.name, asked.precision, asked.software, asked.family
+    )
+    return best_of(used) if is_bound(asked, cluster, settings or ParallelSettings()) else used
 
 
 def virtual_of(asked: Scenario, settings: ParallelSettings) -> int:
@@ -81,7 +121,10 @@ def virtual_of(asked: Scenario, settings: ParallelSettings) -> int:
 
 
 def model_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> ModelSettings | str:
-    """Return the model as a rank of a context-parallel group runs it, with an equal number of layers a stage.
+    """Return the model as a rank of a context- or expert-parallel group runs it.
+
+    It has an equal number of layers a stage, and its part of the experts, each of which takes tokens
+    of all ranks of the group.
 
     A shape whose layers the stages do not divide is planned as if each stage had as many as the largest.
     """
@@ -94,7 +137,8 @@ def model_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> M
             else model.depth
         )
         context = model.context // (asked.context_parallel or 1)
-        return msgspec.structs.replace(model, depth=depth, context=context)
+        experts = model.experts // (asked.expert_parallel or 1)
+        return msgspec.structs.replace(model, depth=depth, context=context, experts=experts)
     return model
 
 
@@ -145,7 +189,8 @@ def composed(
 def named(settings: ParallelSettings) -> str:
     """Return a strategy in words."""
     again = "" if settings.recompute == "none" else f", {settings.recompute} recomputation"
-    return (settings.mesh or settings.strategy) + again
+    moved = ", offload" if settings.offload else ""
+    return (settings.mesh or settings.strategy) + again + moved
 
 
 class TooLargeError(ConfigError):
@@ -181,18 +226,33 @@ def fit(
     found = beside(shaped(settings))
     if peak(found) > usable and not fits:
         worst = max(found, key=lambda shape: shape.peak_bytes)
-        largest = sorted(worst.memory.items(), key=lambda item: -item[1])[:3]
+        where = f" on stage {worst.stage}" if len(found) > 1 else ""
         raise TooLargeError(
-            f"needs {worst.peak_bytes / GIB:.1f} GiB on stage {worst.stage} ("
-            + ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in largest)
-            + f"), and {usable / GIB:.1f} GiB of a device are usable"
+            f"needs {gib(worst.peak_bytes)}{where} (the largest parts: {largest_parts(worst.memory)}), and "
+            f"{gib(usable)} of a device are usable"
         )
     once = found
     if settings.recompute != "none":
         once = beside(shaped(msgspec.structs.replace(settings, recompute="none"), once=True))
     work = work_of(asked, settings, degrees, inputs, found, once)
-    time = step_time(work, cluster, asked.precision, efficiency(asked, cluster))
+    used = efficiency(asked, cluster, settings)
+    time = step_time(work, cluster, asked.precision, used)
     return Fit(settings, degrees, inputs, found, once, work, time)
+
+
+def largest_parts(memory: Mapping[str, float]) -> str:
+    """Return the largest parts of a rank's memory in words, with their sizes."""
+    sizes: dict[str, float] = {}
+    for kind, size in memory.items():
+        words = _WORDS.get(kind, kind)
+        sizes[words] = sizes.get(words, 0.0) + size
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:_LARGEST]
+    return ", ".join(f"{words} {gib(size)}" for words, size in largest)
+
+
+def gib(size: float) -> str:
+    """Return bytes in GiB, or in MiB where they are less than one."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.3g} MiB"
 
 
 def inputs_of(
@@ -203,6 +263,13 @@ def inputs_of(
     if degrees.data % shares:
         raise ConfigError(
             f"context_parallel is {shares}, which does not divide the {degrees.data} data-parallel ranks; use a divisor"
+        )
+    experts = asked.expert_parallel or 1
+    sharing = degrees.dp_shard if degrees.dp_shard > 1 else degrees.data
+    if sharing % experts:
+        raise ConfigError(
+            f"expert_parallel is {experts}, which does not divide the {sharing} ranks that share the model's data; use "
+            "a divisor"
         )
     at_once = degrees.data // shares * asked.micro_batch
     if asked.global_batch % at_once:
@@ -220,6 +287,10 @@ def inputs_of(
         height=asked.height or 1,
         width=asked.width or 1,
         low=asked.low,
+        gradient_bytes=asked.gradient_bytes,
+        tied_parameters=asked.tied_parameters,
+        expert_parallel=asked.expert_parallel or 1,
+        stores_8_bits=asked.precision == "fp8" and asked.software == "nvidia",
     )
     if degrees.pp > 1 and settings.micro_batches not in (None, inputs.micro_batches):
         raise ConfigError(
@@ -236,12 +307,27 @@ def check_state(
     asked: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float
 ) -> None:
     """Refuse by arithmetic what cannot fit with no activation at all: shaping it would take time for nothing."""
-    state = state_bytes(asked.settings, settings, degrees, asked.run_precision, low=asked.low)
+    if settings.offload:
+        return
+    parts = state_of(
+        asked.settings,
+        settings,
+        degrees,
+        asked.run_precision,
+        low=asked.low,
+        gradient_bytes=asked.gradient_bytes,
+        tied_parameters=asked.tied_parameters,
+    )
+    state = sum(parts) / (asked.expert_parallel or 1)
     if state > usable * _STATE_MARGIN:
         stage, _ = zero_stage(settings, degrees)
+        words = (
+            f"weights {gib(parts.weights)}, gradients {gib(parts.gradients)}, optimiser state "
+            f"{gib(parts.optimiser)}; ZeRO stage {stage}"
+        )
         raise TooLargeError(
-            f"needs {state / GIB:.1f} GiB for weights, gradients and optimiser state alone (ZeRO stage {stage}), and "
-            f"{usable / GIB:.1f} GiB of a device are usable"
+            f"needs {gib(state)} without any activations ({words}), and {gib(usable)} of a device "
+            "are usable"
         )
 
 
@@ -346,10 +432,12 @@ def work_of(
     )  # what is computed again moves its activations again
     # The tokens of a sample are on all ranks of a context-parallel group, and each attends to those of the others.
     shares = asked.context_parallel or 1
-    attention = shape.attention * shares
+    attention = shape.attention * shares * asked.attention_share
     flop = shape.flop + attention - shape.attention
     if shares > 1:
         sent.append(ring_of(asked, degrees, inputs, attention / flop, blocks / degrees.pp))
+    if (asked.expert_parallel or 1) > 1:
+        sent.append(exchange_of(asked, degrees, inputs, blocks / degrees.pp))
     virtual = virtual_of(asked, settings)
     device_s = None
     if asked.accelerator is not None:
@@ -372,6 +460,27 @@ def work_of(
         bubble=bubble(degrees.pp, count, virtual),
         traffic=tuple(one for one in sent if one.times and one.count),
         step_state_bytes=state,
+        # A compiled block has fewer, and grouped products of a mixture do not launch each expert.
+        operators=0.0 if settings.compile != "none" or asked.family == MIXTURE else shape.operators,
+        is_fused=asked.attention != "unfused",
+    )
+
+
+def exchange_of(asked: Scenario, degrees: Degrees, inputs: Inputs, blocks: float) -> Traffic:
+    """Return what expert-parallel ranks send each other in a micro-batch, which hides behind nothing.
+
+    Tokens go to their experts and back, in the forward and in the backward pass (arXiv 2006.16668).
+    """
+    model, ranks = asked.settings, asked.expert_parallel or 1
+    assert isinstance(model, GptSettings), "only a mixture's experts are shared"
+    tokens = inputs.micro_batch * model.context / (asked.context_parallel or 1)
+    once = 2 * tokens * model.active_experts * model.width * (1 - 1 / ranks)  # in 16 bits
+    return Traffic(
+        bytes=4 * blocks * once,
+        count=4 * blocks,
+        times=inputs.micro_batches,
+        reach=degrees.tp * ranks,
+        stride=degrees.tp,
     )
 
 
@@ -384,7 +493,7 @@ def ring_of(
     """
     model, shares = asked.settings, asked.context_parallel or 1
     assert isinstance(model, GptSettings), "only tokens are shared"
-    channels = model.width // model.heads * (model.kv_heads or model.heads) / degrees.tp
+    channels = model.channels_of_head * (model.kv_heads or model.heads) / degrees.tp
     each = 2 * 2 * inputs.micro_batch * model.context / shares * channels  # in 16 bits
     turns = 3 * (shares - 1) * blocks
     return Traffic(

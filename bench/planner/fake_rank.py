@@ -37,12 +37,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fuelrail.bench.measure.collectives import Collective, Counter, LocalOperators, summed
-from fuelrail.bench.trainer.models.build import build_model, maker
+from fuelrail.bench.planner.state import make_own
+from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.gpt import VOCABULARY_PART
 from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.runtime.stages import stage_error
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.staged import StagedModel
@@ -58,7 +60,10 @@ Bytes = dict[str, tuple[int, int]]
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank trains on: samples of a micro-batch, number of micro-batches in a step, and images of a sample.
 
-    ``low``: weights and activations are in 16 bits, and shards reduce their gradients after each micro-batch.
+    ``low``: weights and activations are in 16 bits, and shards reduce their gradients after each micro-batch. Then
+    ``gradient_bytes`` are those of a gradient as it is kept and reduced, and ``tied_parameters`` the number of those of
+    the model that are two layers' at once. ``expert_parallel`` ranks share the experts, of which each holds its part;
+    ``stores_8_bits``: products keep their inputs in 8 bits.
     """
 
     micro_batch: int
@@ -67,13 +72,18 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     height: int = 256
     width: int = 704
     low: bool = False
+    gradient_bytes: int = 4
+    tied_parameters: int = 0
+    expert_parallel: int = 1
+    stores_8_bits: bool = False
 
 
 class RankRun(NamedTuple):
     """A rank's forward and backward pass. Pairs are bytes that do not depend on the micro-batch, and those of a sample.
 
     ``parameters`` and their ``tensors`` are the rank's own; ``flop`` (all, of attention, of convolutions),
-    ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``forward`` and ``backward`` are the bytes in memory
+    ``hidden_bytes`` and ``input_bytes`` are those of a sample. ``operators`` is the number of those that the host
+    launches in a micro-batch. ``forward`` and ``backward`` are the bytes in memory
     after each operator, [operator, kind, 2], by ``kinds``; ``kept`` is what the forward pass kept. ``sent``:
     collectives of a forward pass, of a backward pass, and of what the last micro-batch of a step adds to them, at
     ``ROWS`` samples.
@@ -82,6 +92,7 @@ class RankRun(NamedTuple):
     parameters: int
     tensors: int
     flop: tuple[int, int, int]
+    operators: int
     hidden_bytes: int
     input_bytes: int
     kinds: list[str]
@@ -98,10 +109,21 @@ class _Memory(LocalOperators):
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracker = tracker
         self.noted: list[Bytes] = []
+        self.operators = 0
 
-    def after(self, *_: object) -> None:
+    def after(self, func: Any, *_: object) -> None:
         """Note the bytes after an operator."""
         self.noted.append(_bytes_by_kind(self._tracker))
+        self.operators += launches(func)
+
+
+@cache
+def launches(func: Any) -> bool:
+    """Return whether an operator computes something, rather than make a view or an empty tensor."""
+    returns = func._schema.returns  # noqa: SLF001 - its only place
+    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    name = func._schema.name  # noqa: SLF001
+    return not is_view and name.startswith("aten::") and not name.startswith("aten::empty")
 
 
 def _bytes_by_kind(tracker: Any) -> Bytes:
@@ -260,7 +282,7 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
 
 
 def _own(name: str) -> Any:
-    made = maker(name)()
+    made = make_own(name)
     if not hasattr(made, "example"):
         raise ConfigError(
             f"model '{name}' has no method example(samples), which returns a batch of that many samples: tensors of "
@@ -268,6 +290,20 @@ def _own(name: str) -> Any:
             f"{type(made).__name__}"
         )
     return made
+
+
+def example_of(name: str) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors of an own model's ``example``, with the samples first.
+
+    Raises ConfigError for a model without one, and StageError for an error of its own.
+    """
+    with torch.device("meta"):
+        made = _own(name)
+        try:
+            batch = made.example(1)
+        except Exception as error:
+            raise stage_error(f"model '{name}': example(1)", error) from error
+    return [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -354,13 +390,14 @@ class _Passes:
                         partial(_into_bucket, bucket=bucket)
                     )  # type: ignore[no-untyped-call]
                 forward, backward, kept, counters = self._pass(tracker, last=last)
+                operators = forward.operators + backward.operators
                 passes.append([counter.collectives() for counter in counters])
         sent = passes[0]  # which alone gathers all of a stage's weights
         if count > 1:
             first, second = (summed(list(chain.from_iterable(ways))) for ways in passes)
             beyond = summed([*second, *summed(first, -1)])
             sent[2] = [one for one in beyond if one.count > 0]
-        kinds = sorted({kind for noted in (*forward, *backward) for kind in noted})
+        kinds = sorted({kind for noted in (*forward.noted, *backward.noted) for kind in noted})
         return RankRun(
             parameters=sum(_local(parameter).numel() for parameter in learnt),
             tensors=len(learnt),
@@ -369,18 +406,19 @@ class _Passes:
                 sum(one.attention for one in counters) // ROWS,
                 sum(one.convolution for one in counters) // ROWS,
             ),
+            operators=operators,
             hidden_bytes=0 if self._received is None else self._received.nbytes // ROWS,
             input_bytes=sum(one.nbytes for one in tree_leaves(self._given)) // ROWS,
             kinds=kinds,
-            forward=_as_array(forward, kinds),
-            backward=_as_array(backward, kinds),
+            forward=_as_array(forward.noted, kinds),
+            backward=_as_array(backward.noted, kinds),
             kept=kept,
             sent=sent,
         )
 
     def _pass(
         self, tracker: Any, *, last: bool
-    ) -> tuple[list[Bytes], list[Bytes], tuple[int, int], list[Counter]]:
+    ) -> tuple[_Memory, _Memory, tuple[int, int], list[Counter]]:
         part, mesh = self._part, self._parallel.mesh
         if isinstance(part, FSDPModule) and self._pipeline:
             part.set_is_last_backward(False)
@@ -400,7 +438,7 @@ class _Passes:
                 PipelineStage.perform_reduce_grad(
                     cast("PipelineStage", SimpleNamespace(submod=part)), 1
                 )
-        return forward.noted, backward.noted, kept, counters
+        return forward, backward, kept, counters
 
     def _result(self) -> Tensor:
         named = {f"input_{number}": tensor for number, tensor in enumerate(self._given)}

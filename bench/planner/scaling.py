@@ -58,11 +58,15 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of ranks under one condition: with equal batches a rank (weak), or one batch for all (strong)."""
+    """Numbers of ranks under one condition: with equal batches a rank (weak), or one batch for all (strong).
+
+    ``is_bound``: steps are not shorter than they say, so rates are at most theirs, occupancy and efficiency at least.
+    """
 
     name: str
     scaling: Scaling
     points: list[Point]
+    is_bound: bool = False
 
     @property
     def line(self) -> list[tuple[int, float]]:
@@ -212,6 +216,8 @@ def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> li
 
     A cluster without a link between nodes scales to one node.
     """
+    from fuelrail.bench.planner.choice import is_bound  # needs torch, and the simulation does not
+
     most = MAX_DEVICES if cluster.between is not None else cluster.devices_per_node
 
     def point(scaling: Scaling, ranks: int) -> Point | None:
@@ -234,8 +240,11 @@ def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> li
     first_power = 1 if chosen.degrees.dp_shard > 1 else 0
     counts = [2**power for power in range(first_power, MAX_DEVICES.bit_length())]
     scalings: tuple[Scaling, ...] = get_args(Scaling)
+    is_lower = is_bound(asked, cluster, chosen.settings)
     return [
-        curve for one in scalings for curve in draw_curves(one, {"as planned": one}, counts, point)
+        msgspec.structs.replace(curve, is_bound=is_lower)
+        for one in scalings
+        for curve in draw_curves(one, {"as planned": one}, counts, point)
     ]
 
 

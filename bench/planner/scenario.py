@@ -9,12 +9,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from fuelrail.bench.planner.hardware import ComputeType
-from fuelrail.bench.planner.step_time import Efficiency
+from fuelrail.bench.planner.step_time import (
+    CONVOLUTION,
+    DECODER,
+    MIXTURE,
+    Efficiency,
+    Software,
+)
 from fuelrail.bench.trainer.models.settings import (
     MODELS,
     GptSettings,
     ModelName,
     ModelSettings,
+    ResNetSettings,
     predictions,
 )
 from fuelrail.bench.trainer.strategies.settings import (
@@ -26,31 +33,66 @@ from fuelrail.bench.trainer.strategies.settings import (
 from fuelrail.pipeline.channels.logits import code_of, logits_entry, logits_store
 from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Above0, Positive, Settings, flag
+from fuelrail.pipeline.settings import Above0, NotNegative, Settings, flag
 
 Auto = Literal["auto"]
 Recompute = Literal["none", "selective", "full"]
 TeacherFrom = Annotated[str, msgspec.Meta(pattern="^(model|layer|(topk|sampled):[1-9][0-9]{0,5})$")]
 _TOKENS = 2048  # of a shape's sample, where the scenario does not say
+# Nothing that is trained comes near these; beyond them planning would not end.
+Layers = Annotated[int, msgspec.Meta(gt=0, le=10_000)]
+Channels = Annotated[int, msgspec.Meta(gt=0, le=2**22)]
+Pixels = Annotated[int, msgspec.Meta(gt=0, le=2**16)]
+Samples = Annotated[int, msgspec.Meta(gt=0, le=2**22)]
+Tokens = Annotated[int, msgspec.Meta(gt=0, le=2**26)]
+Ranks = Annotated[int, msgspec.Meta(gt=0, le=2**20)]
+Large = Annotated[int, msgspec.Meta(gt=0, le=2**50)]
 
 
 class TransformerShape(Settings, frozen=True, kw_only=True, tag_field="kind", tag="transformer"):
-    """A decoder by its sizes, as of `GptSettings`; a sample is ``sequence`` tokens of the scenario."""
+    """A decoder by its sizes, as of `GptSettings`; a sample is ``sequence`` tokens of the scenario.
 
-    layers: Positive
-    width: Positive
-    heads: Positive
-    kv_heads: Positive | None = None
-    ffn: Positive | None = None
+    A token attends to ``window`` tokens before it (default: to all), but for ``global_layers`` of the layers. ``tied``
+    embeddings are the weights of the last layer, too; a pipeline has both.
+    """
+
+    layers: Layers
+    width: Channels
+    heads: Channels
+    kv_heads: Channels | None = None
+    head_width: Channels | None = None
+    ffn: Channels | None = None
     gated: bool = False
-    vocabulary: Positive
-    experts: Positive = 1
-    active_experts: Positive = 1
+    vocabulary: Annotated[int, msgspec.Meta(gt=0, le=2**26)]
+    tied: bool = False
+    window: Tokens | None = None
+    global_layers: NotNegative = 0
+    experts: Annotated[int, msgspec.Meta(gt=0, le=2**14)] = 1
+    active_experts: Annotated[int, msgspec.Meta(gt=0, le=2**14)] = 1
 
     def settings(self, context: int) -> GptSettings:
         """Return the size of the decoder that reads this number of tokens."""
-        sizes = {name: getattr(self, name) for name in self.__struct_fields__ if name != "layers"}
-        return GptSettings(depth=self.layers, context=context, **sizes)
+        return GptSettings(
+            depth=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_width=self.head_width,
+            ffn=self.ffn,
+            gated=self.gated,
+            vocabulary=self.vocabulary,
+            context=context,
+            experts=self.experts,
+            active_experts=self.active_experts,
+        )
+
+    def attention_share(self, context: int) -> float:
+        """Return the share of pairs of tokens that attend to each other within the windows, of all that could."""
+        if self.window is None or self.window >= context:
+            return 1.0
+        local = self.window * (2 * context - self.window) / context**2
+        whole = min(self.global_layers, self.layers) / self.layers
+        return whole + (1 - whole) * local
 
 
 class Facts(Settings, frozen=True, kw_only=True):
@@ -61,16 +103,16 @@ class Facts(Settings, frozen=True, kw_only=True):
     """
 
     max_global_batch: Annotated[
-        Positive | None, flag("largest global batch that trains as well: ends weak scaling")
+        Samples | None, flag("largest global batch that trains as well: ends weak scaling")
     ] = None
-    cameras: Annotated[Positive | None, flag("images of a sample")] = None
-    height: Annotated[Positive | None, flag("height of an image in pixels")] = None
-    width: Annotated[Positive | None, flag("width of an image in pixels")] = None
+    cameras: Annotated[Pixels | None, flag("images of a sample")] = None
+    height: Annotated[Pixels | None, flag("height of an image in pixels")] = None
+    width: Annotated[Pixels | None, flag("width of an image in pixels")] = None
     sequence: Annotated[
-        Positive | None, flag("tokens of a GPT's sample (default: the model's own)")
+        Tokens | None, flag("tokens of a GPT's sample (default: the model's own)")
     ] = None
-    sample_bytes: Annotated[Positive | None, flag("stored bytes of a sample")] = None
-    samples_per_epoch: Annotated[Positive | None, flag("samples of an epoch")] = None
+    sample_bytes: Annotated[Large | None, flag("stored bytes of a sample")] = None
+    samples_per_epoch: Annotated[Large | None, flag("samples of an epoch")] = None
     failures_per_day: Annotated[Above0 | None, flag("failures of the whole job a day")] = None
     teacher: Annotated[ModelName | None, flag("model that the student is distilled from")] = None
     weights: Annotated[
@@ -81,11 +123,34 @@ class Facts(Settings, frozen=True, kw_only=True):
             "each micro-batch, the vocabulary's loss divided: as Megatron and others with torch's FSDP train"
         ),
     ] = None
+    gradients: Annotated[
+        Literal["fp32", "bf16"] | None,
+        flag(
+            "type in which gradients are kept and reduced, with weights bf16: fp32 (default), or bf16 as in NeMo and "
+            "Megatron Bridge"
+        ),
+    ] = None
+    software: Annotated[
+        Software | None,
+        flag(
+            "whose kernels compute in 8 bits: torch (torchao, as torchtitan trains) or nvidia (Transformer Engine, as "
+            "NeMo and Megatron Bridge train); without it the range is that of both"
+        ),
+    ] = None
     context_parallel: Annotated[
-        Positive | None, flag("data-parallel ranks that share the tokens of a sample (default: 1)")
+        Ranks | None, flag("data-parallel ranks that share the tokens of a sample (default: 1)")
+    ] = None
+    attention: Annotated[
+        Literal["fused", "unfused"] | None,
+        flag(
+            "fused (default): one kernel, as FlashAttention; unfused: its scores pass through memory"
+        ),
+    ] = None
+    expert_parallel: Annotated[
+        Ranks | None, flag("data-parallel ranks that share the experts of a mixture (default: 1)")
     ] = None
     virtual_stages: Annotated[
-        Positive | None, flag("stages of a rank in Interleaved1F1B (default: the trainer's 2)")
+        Layers | None, flag("stages of a rank in Interleaved1F1B (default: the trainer's 2)")
     ] = None
     accelerator: Annotated[
         str | None,
@@ -107,8 +172,8 @@ class Scenario(Facts, frozen=True, kw_only=True):
     name: str
     model: str | TransformerShape
     cluster: str
-    global_batch: Positive
-    micro_batch: Positive = 1
+    global_batch: Samples
+    micro_batch: Samples = 1
     precision: ComputeType = "bf16"
     parallel: ParallelSettings | Auto = "auto"
     teacher_from: TeacherFrom = "model"
@@ -128,6 +193,17 @@ class Scenario(Facts, frozen=True, kw_only=True):
         return isinstance(self.model, str) and ":" in self.model
 
     @property
+    def family(self) -> str:
+        """What models have in common whose steps say how far a plan of this one may be from its step.
+
+        That is a kind of network that published steps are of; any other model is a family of its own.
+        """
+        size = self.settings
+        if isinstance(size, GptSettings):
+            return MIXTURE if size.experts > 1 else DECODER
+        return CONVOLUTION if isinstance(size, ResNetSettings) else self.named
+
+    @property
     def named(self) -> str:
         """The model's name."""
         if isinstance(self.model, str):
@@ -138,6 +214,25 @@ class Scenario(Facts, frozen=True, kw_only=True):
     def low(self) -> bool:
         """Whether weights and activations are in bf16."""
         return self.weights == "bf16"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient as it is kept and reduced."""
+        return 2 if self.gradients == "bf16" else 4
+
+    @property
+    def tied_parameters(self) -> int:
+        """Number of the parameters that embedding and last layer share."""
+        if isinstance(self.model, TransformerShape) and self.model.tied:
+            return self.model.vocabulary * self.model.width
+        return 0
+
+    @property
+    def attention_share(self) -> float:
+        """Share of pairs of tokens that attend to each other within windows, of all that could."""
+        if isinstance(self.model, TransformerShape):
+            return self.model.attention_share(self.sequence or _TOKENS)
+        return 1.0
 
     @property
     def run_precision(self) -> Precision:
@@ -202,9 +297,9 @@ class PlanOptions(Facts, frozen=True, kw_only=True):
     cluster: Annotated[
         str | None, flag("cluster to train on: a name of configs/clusters, or a .yaml file")
     ] = None
-    global_batch: Annotated[Positive | None, flag("samples of an optimiser step")] = None
+    global_batch: Annotated[Samples | None, flag("samples of an optimiser step")] = None
     micro_batch: Annotated[
-        Positive | None, flag("samples of a data-parallel rank at once (default: 1)")
+        Samples | None, flag("samples of a data-parallel rank at once (default: 1)")
     ] = None
     precision: Annotated[ComputeType | None, flag("compute type (default: bf16)")] = None
     strategy: Annotated[
@@ -300,12 +395,27 @@ def check(asked: Scenario) -> None:
             "...}) in a scenario, or MODULE:FUNCTION for a module of your own"
         )
     if not isinstance(asked.settings, GptSettings):
-        wrong = {"weights": asked.low, "context_parallel": (asked.context_parallel or 1) > 1}
+        wrong = {
+            "weights": asked.low,
+            "context_parallel": (asked.context_parallel or 1) > 1,
+            "expert_parallel": (asked.expert_parallel or 1) > 1,
+        }
         wrong["teacher"] = asked.is_own and asked.teacher is not None
         for name in [name for name, value in wrong.items() if value]:
             raise ConfigError(
                 f"{name} is planned of decoders, and model '{asked.named}' is none; leave it out"
             )
+    if asked.gradients is not None and not asked.low:
+        raise ConfigError(
+            f"gradients '{asked.gradients}' is given without weights: bf16; Fuelrail's own trainer keeps gradients as "
+            "it keeps weights: leave it out, or add weights: bf16"
+        )
+    if asked.software is not None and asked.precision != "fp8":
+        raise ConfigError(
+            f"software '{asked.software}' is given with precision {asked.precision}; it says whose kernels compute in "
+            "8 bits: leave it out, or use precision: fp8"
+        )
+    _check_experts(asked)
     if asked.is_own:
         return
     if asked.teacher is not None:
@@ -357,6 +467,21 @@ def check(asked: Scenario) -> None:
             f"scenario '{asked.name}': model '{asked.model}' reads images, and {', '.join(missing)} of a sample "
             f"{'is' if len(missing) == 1 else 'are'} not given; add {'it' if len(missing) == 1 else 'them'}, such as "
             "cameras: 6, height: 256, width: 704"
+        )
+
+
+def _check_experts(asked: Scenario) -> None:
+    """Raise ConfigError where ranks cannot share the experts of the model."""
+    ranks, size = asked.expert_parallel or 1, asked.settings
+    experts = size.experts if isinstance(size, GptSettings) else 1
+    if ranks > 1 and experts % ranks:
+        raise ConfigError(
+            f"expert_parallel is {ranks}, which does not divide the {experts} experts of model '{asked.named}'; use a "
+            "divisor"
+        )
+    if isinstance(asked.model, TransformerShape) and asked.model.active_experts > experts:
+        raise ConfigError(
+            f"active_experts is {asked.model.active_experts}, and the model has {experts}; use at most that"
         )
 
 

@@ -7,8 +7,9 @@ moments, for torch counts DTensors in full in a step under fake tensors.
 
 Many plans share a run, for what ranks share is divided by their number, and models of equal blocks are run with 2 and 3
 blocks a stage: the peaks of the forward pass and of the first and the last operators of the backward pass (as many as
-the smaller run has in each half) are linear in blocks, as FLOP, parameters, collectives and what a pass keeps are.
-Padding of small shards is not in it.
+the smaller run has in each half) are linear in blocks, as FLOP, parameters, collectives and what a pass keeps are. All
+of them are linear in the experts of a mixture, too, of which many are run with 4 and 8. Padding of small shards is not
+in it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.fake_rank import ROWS, Inputs, RankRun, is_gather_of_weights, run_rank
@@ -40,7 +42,10 @@ _PLANNED_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
 _BLOCKS = (2, 3)  # of the small runs
 _SHARDS = 8
 _REDUCED = ("reduce_scatter", "dp_shard")
+_EXPERTS = (4, 8)  # of the small runs of a mixture
 _DIVIDED = ("Sharded Param", "Sharded Grad")
+_WEIGHTS = ("Parameter", "Gradient", *_DIVIDED)
+_GRADIENTS = ("Gradient", "Sharded Grad", "Unsharded Grad")
 
 Value = Callable[[RankRun], float]
 
@@ -50,7 +55,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     ``kept_bytes`` are the activations that a micro-batch keeps from its forward pass to its backward pass, of which
     ``in_flight`` lie in memory at once, of interleaved stages a fraction; ``hidden_bytes`` go to the next stage.
-    ``attention`` and ``convolution`` are FLOP among the others. ``collectives`` are those of a step of
+    ``attention`` and ``convolution`` are FLOP among the others. ``operators`` are those that the host launches for a
+    micro-batch. ``collectives`` are those of a step of
     ``micro_batches``, ``forward`` those of them that forward passes wait for.
     """
 
@@ -64,6 +70,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     flop: int
     attention: int = 0
     convolution: int = 0
+    operators: int = 0
     hidden_bytes: int
     micro_batches: int
     collectives: list[Collective]
@@ -86,7 +93,7 @@ def shape_of(
 ) -> Shape:
     """Run one rank of the whole model. Raises ConfigError for degrees that do not divide, and as :func:`run_rank`."""
     _check(settings, degrees, model, inputs)
-    ranks = _Ranks([_run(model, settings, degrees, inputs, rank, precision)], 0.0, degrees)
+    ranks = _Ranks([_run(model, settings, degrees, inputs, rank, precision)], [1.0], degrees)
     return ranks.shape(settings, degrees, inputs, rank // (degrees.data * degrees.tp), rank)
 
 
@@ -118,9 +125,15 @@ def stages(
         dp_shard=_SHARDS if degrees.dp_shard > 1 else 1,
         tp=degrees.tp,
     )
-    sizes: list[ModelSettings | str] = [model]
+    sizes: dict[ModelSettings | str, float] = {model: 1.0}
     if equal and isinstance(model, (GptSettings, VitSettings)):
-        sizes = [msgspec.structs.replace(model, depth=count * small.pp) for count in numbers]
+        shares = _line_through(numbers, blocks)
+        sizes = {
+            msgspec.structs.replace(model, depth=count * small.pp): share
+            for count, share in shares.items()
+        }
+    if isinstance(model, GptSettings) and model.experts > _EXPERTS[-1]:
+        sizes = _with_fewer_experts(sizes, model)
     found = []
     for stage in range(degrees.pp):
         like = stage if small.pp == degrees.pp else min(stage, 1) + (stage == degrees.pp - 1)
@@ -128,26 +141,97 @@ def stages(
         runs = [
             _run(size, settings, small, inputs, rank, precision, 1 if once else 2) for size in sizes
         ]
-        spared = _spared(model, settings, degrees, blocks) if inputs.low else 0
-        ranks = _Ranks(runs, blocks - numbers[0], small, spared)
-        found.append(
-            ranks.shape(
-                settings, degrees, inputs, stage, stage * degrees.data * degrees.tp, virtual
-            )
-        )
+        spared = _spared(model, settings, degrees, blocks, inputs) if inputs.low else 0
+        again = 0
+        if inputs.low and settings.recompute == "selective" and degrees.dp_shard > 1:
+            more, again = _second_products(model, degrees, blocks)
+            spared += more
+        experts = 0.0
+        if isinstance(model, GptSettings) and inputs.expert_parallel > 1:
+            experts = expert_parameters(model) * blocks
+        # The halves of a backward pass are those of the run with as many experts and the fewest blocks.
+        counts = [getattr(size, "experts", 1) for size in sizes]
+        halves = [len(runs[counts.index(count)].backward) // 2 for count in counts]
+        ranks = _Ranks(runs, list(sizes.values()), small, halves, spared, experts)
+        rank = stage * degrees.data * degrees.tp
+        shape = ranks.shape(settings, degrees, inputs, stage, rank, virtual)
+        flop = shape.flop + inputs.micro_batch * again
+        found.append(msgspec.structs.replace(shape, flop=flop))
     return found
 
 
-def _spared(
-    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, blocks: float
-) -> int:
-    """Return bytes of a sample's activations that our tensor parallel keeps and Megatron's does not.
+def _line_through(numbers: Sequence[int], count: float) -> dict[int, float]:
+    """Return the weight of each number's value in the value of ``count``, on the line through them."""
+    if len(numbers) == 1:
+        return {numbers[0]: 1.0}
+    few, many = numbers
+    beyond = (count - few) / (many - few)
+    return {few: 1 - beyond, many: beyond}
 
-    It keeps its part of two tensors a block in place of the whole (arXiv 2205.05198, section 4.2.2).
+
+def _with_fewer_experts(
+    sizes: dict[ModelSettings | str, float], model: GptSettings
+) -> dict[ModelSettings | str, float]:
+    """Return models of few experts, each of which takes as many tokens as before, with their weights."""
+    result: dict[ModelSettings | str, float] = {}
+    for size, share in sizes.items():
+        assert isinstance(size, GptSettings), "made of the model"
+        for count, part in _line_through(_EXPERTS, model.experts).items():
+            active = model.active_experts * count / model.experts
+            fewer = msgspec.structs.replace(size, experts=count, active_experts=active)
+            result[fewer] = share * part
+    return result
+
+
+def expert_parameters(model: GptSettings) -> int:
+    """Return the number of parameters of all experts of a block."""
+    inner, matrices = model.ffn or 4 * model.width, 3 if model.gated else 2
+    one = matrices * model.width * inner + (matrices - 1) * inner + model.width
+    return model.experts * one
+
+
+def _spared(
+    model: ModelSettings | str,
+    settings: ParallelSettings,
+    degrees: Degrees,
+    blocks: float,
+    inputs: Inputs,
+) -> int:
+    """Return bytes of a sample's activations that our model keeps and Megatron's does not.
+
+    Its tensor parallel keeps its part of two tensors a block in place of the whole (arXiv 2205.05198, section 4.2.2).
+    Where whole copies of a stage are trained, its gate is one operator, which keeps its inputs alone, and products in 8
+    bits keep their inputs in 8 bits.
     """
     if not isinstance(model, GptSettings) or settings.recompute == "full":
         return 0
-    return round(2 * 2 * model.context * model.width * (1 - 1 / degrees.tp) * blocks)
+    whole = 2 * 2 * model.width * (1 - 1 / degrees.tp)
+    divided = 0.0
+    if degrees.dp_shard == 1:
+        inner = model.active_experts * (model.ffn or 4 * model.width)
+        divided += 2 * inner if model.gated else 0
+        if inputs.stores_8_bits:
+            divided += 2 * model.width + model.heads * model.channels_of_head + inner
+    return round(model.context * blocks * (whole + divided / degrees.tp))
+
+
+def _second_products(
+    model: ModelSettings | str, degrees: Degrees, blocks: float
+) -> tuple[int, int]:
+    """Return bytes of a sample that selective recomputation does not keep beside ours, and the FLOP that it takes.
+
+    Torchtitan computes every second product of a block again: keys, attention's output, and of a gated perceptron the
+    second matrix, else the last one. Ours keeps all.
+    """
+    if not isinstance(model, GptSettings):
+        return 0, 0
+    attended = model.heads * model.channels_of_head
+    keys = (model.kv_heads or model.heads) * model.channels_of_head
+    inner = model.ffn or 4 * model.width
+    outputs = keys + model.width + (inner if model.gated else model.width)
+    products = keys * model.width + attended * model.width + inner * model.width
+    share = model.context * blocks / degrees.tp
+    return round(2 * outputs * share), round(2 * products * share)
 
 
 def _check(
@@ -199,7 +283,13 @@ def _run(
         micro_batches=degrees.pp if degrees.pp > 1 else None,
     )
     few = msgspec.structs.replace(
-        inputs, micro_batch=ROWS, micro_batches=min(passes, inputs.micro_batches)
+        inputs,
+        micro_batch=ROWS,
+        micro_batches=min(passes, inputs.micro_batches),
+        gradient_bytes=FP32,
+        tied_parameters=0,
+        expert_parallel=1,
+        stores_8_bits=False,
     )
     return run_rank(model, how, degrees, few, rank, precision)
 
@@ -207,13 +297,24 @@ def _run(
 class _Ranks:
     """Ranks that are like that of ``runs``, which had the degrees ``small``: one run, or of 2 and 3 blocks.
 
-    ``more`` is the number of blocks beyond those of the smaller run, ``spared`` bytes of a sample that are not kept.
+    A figure is the sum of the runs' figures with these ``weights``. ``halves`` is the number of
+    operators of each run that are the first part of its backward pass; the last part has one more.
+    ``spared`` are bytes of a sample that are not kept, ``experts`` the parameters of a stage that
+    expert-parallel ranks hold a part of.
     """
 
     def __init__(
-        self, runs: Sequence[RankRun], more: float, small: Degrees, spared: int = 0
+        self,
+        runs: Sequence[RankRun],
+        weights: Sequence[float],
+        small: Degrees,
+        halves: Sequence[int] | None = None,
+        spared: int = 0,
+        experts: float = 0.0,
     ) -> None:
-        self._runs, self._more, self._small, self._spared = runs, more, small, spared
+        self._runs, self._weights, self._small = runs, weights, small
+        self._halves = halves or [len(run.backward) // 2 for run in runs]
+        self._spared, self._experts = spared, experts
 
     def shape(
         self,
@@ -226,30 +327,45 @@ class _Ranks:
     ) -> Shape:
         """Shape a rank of that stage."""
         schedule, count, rows = settings.pipeline_schedule, inputs.micro_batches, inputs.micro_batch
+        is_offloaded = settings.offload and degrees.dp_shard > 1
         own = self._at(lambda run: run.parameters)
+        tied = inputs.tied_parameters / degrees.tp / self._small.dp_shard if degrees.pp == 1 else 0
+        untied = 1 - tied / own
+        own = round(own * untied)
         divided = own * self._small.dp_shard // degrees.dp_shard
+        # Each expert-parallel rank shares its experts with fewer ranks than the rest of the model.
+        local = self._experts / degrees.tp / self._small.dp_shard / own
+        wider = 1 + local * (inputs.expert_parallel - 1)
         moments = FP32 * MOMENTS[settings.optimiser] * divided
         if inputs.low:  # an fp32 copy of the weights, to update them
             moments += FP32 * divided
         copied = inputs.low and degrees.dp_shard == 1
         if settings.shards_optimiser or copied:
             moments //= degrees.data
+        if settings.shards_optimiser or copied or degrees.dp_shard > 1:
+            moments = round(moments * wider)
         kept = self._at(lambda run: run.kept[0] + rows * run.kept[1]) - rows * self._spared
         flying: float = in_flight(schedule, degrees.pp, stage, count)
         if schedule == "Interleaved1F1B" and degrees.pp > 1:
             flying = chunks_in_flight(degrees.pp, stage, count, virtual) / virtual
         beyond = round(kept * (flying - 1))
-        memory = {**self._peak(rows, degrees), "moments": moments, "activations in flight": beyond}
+        memory = {
+            **self._peak(rows, degrees, has_own_gradients=not copied),
+            "moments": moments,
+            "activations in flight": beyond,
+        }
+        for kind in (*_DIVIDED, "moments") if is_offloaded else ():  # in the host's memory
+            memory.pop(kind, None)
+        for kind in memory.keys() & set(_WEIGHTS):
+            memory[kind] = round(memory[kind] * untied * (wider if kind in _DIVIDED else 1))
         if self._spared:
             memory["Activation"] = max(0, memory.get("Activation", 0) - rows * self._spared)
         if copied:
             memory.pop(
                 "Unsharded Param", None
             )  # torch's shards of one rank are copied to be gathered
-        if inputs.low and (
-            degrees.data == 1 or not degrees.composed
-        ):  # torch sums gradients of shards in fp32
-            memory["fp32 of gradients"] = FP32 // 2 * divided
+            # One buffer of all gradients, into which each pass adds.
+            memory["gradients"] = inputs.gradient_bytes * divided
         if (
             degrees.pp > 1
         ):  # a stage has the whole batch's inputs, also where it reads the targets alone
@@ -266,6 +382,8 @@ class _Ranks:
             )
             whole = FP32 * own * self._small.dp_shard // degrees.dp_shard
             sent[2].append(_replicated("all_reduce", degrees, times, whole))
+        if inputs.low and inputs.gradient_bytes != FP32:
+            sent = [_in_16_bits(way) for way in sent]
         return Shape(
             rank=rank,
             stage=stage,
@@ -277,6 +395,7 @@ class _Ranks:
             flop=rows * self._at(lambda run: run.flop[0]),
             attention=rows * self._at(lambda run: run.flop[1]),
             convolution=rows * self._at(lambda run: run.flop[2]),
+            operators=self._at(lambda run: run.operators),
             hidden_bytes=rows * self._at(lambda run: run.hidden_bytes),
             micro_batches=count,
             collectives=summed([one for way in sent for one in way]),
@@ -284,24 +403,27 @@ class _Ranks:
         )
 
     def _at(self, value: Value) -> int:
-        """Extrapolate a figure that is linear in blocks."""
+        """Extrapolate a figure that is linear in blocks and experts."""
         return self._line([value(run) for run in self._runs])
 
     def _line(self, values: Sequence[float]) -> int:
-        few, *many = values
-        return round(few + self._more * (many[0] - few)) if many else round(few)
+        return round(sum(w * value for w, value in zip(self._weights, values, strict=True)))
 
-    def _peak(self, rows: int, degrees: Degrees) -> dict[str, int]:
-        """Return bytes by kind at the peak of a pass."""
-        early = len(self._runs[0].backward) // 2
-        late = len(self._runs[0].backward) - early
+    def _peak(
+        self, rows: int, degrees: Degrees, *, has_own_gradients: bool = True
+    ) -> dict[str, int]:
+        """Return bytes by kind at the peak of a pass, without ``has_own_gradients`` but for gradients.
+
+        Then what does not grow with the samples of the kinds that are temporary or buckets is of gradients, too.
+        """
         phases: list[dict[str, int]] = []
         for phase in range(3):
             peaks: list[dict[str, float]] = []
-            for run in self._runs:
-                sizes = (run.forward, run.backward[:early], run.backward[-late:])[phase] @ np.array(
-                    [1, rows]
-                )
+            for run, half in zip(self._runs, self._halves, strict=True):
+                part = (run.forward, run.backward[:half], run.backward[-half - 1 :])[phase]
+                if not has_own_gradients:
+                    part = _without_gradients(part, run.kinds)
+                sizes = part @ np.array([1, rows])
                 peaks.append(dict(zip(run.kinds, sizes[sizes.sum(axis=1).argmax()], strict=True)))
             kinds = sorted({kind for peak in peaks for kind in peak})
             phases.append(
@@ -362,6 +484,27 @@ class _Ranks:
             tensors = self._at(lambda run: run.tensors)
             found.append(_replicated("broadcast", degrees, tensors, FP32 * own))
         return found
+
+
+def _without_gradients(noted: NDArray[np.float64], kinds: Sequence[str]) -> NDArray[np.float64]:
+    """Return bytes [operator, kind, 2] without those of gradients."""
+    result = noted.copy()
+    for number, kind in enumerate(kinds):
+        if kind in _GRADIENTS:
+            result[:, number] = 0
+        elif kind in ("Temp", "Inputs and buckets"):
+            result[:, number, 0] = 0
+    return result
+
+
+def _in_16_bits(collectives: Sequence[Collective]) -> list[Collective]:
+    """Return collectives of which those that reduce over data-parallel ranks send half of the bytes."""
+    return [
+        msgspec.structs.replace(one, bytes=one.bytes // 2)
+        if one.axis.startswith("dp_") and "reduce" in one.kind
+        else one
+        for one in collectives
+    ]
 
 
 def _replicated(kind: str, degrees: Degrees, count: int, size: int) -> Collective:

@@ -14,7 +14,8 @@ from fuelrail.bench.trainer.models.build import build_model, maker
 from fuelrail.bench.trainer.models.settings import MODELS, ModelSettings
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES
 from fuelrail.bench.trainer.strategies.parallel import units_of
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.runtime.stages import stage_error
 
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision
@@ -36,11 +37,31 @@ class Counted(NamedTuple):
 def num_parameters(model: ModelSettings | str) -> Counted:
     """Count the parameters of a model on the meta device; a text is ``MODULE:FUNCTION``."""
     with torch.device("meta"):
-        made: Any = maker(model)() if isinstance(model, str) else build_model(model)
+        made: Any = make_own(model) if isinstance(model, str) else build_model(model)
     units = units_of(made, ())
     whole, *blocks = (sum(one.numel() for one in part.parameters()) for part in (made, *units))
     trained = sum(one.numel() for one in made.parameters() if one.requires_grad)
     return Counted(whole, trained, max(blocks, default=0), len(units))
+
+
+def make_own(name: str) -> Any:
+    """Make the module that a name of ours or ``MODULE:FUNCTION`` says, on torch's default device.
+
+    Raises ConfigError where that is no module, and StageError for an error of the function's own.
+    """
+    make = maker(name)
+    try:
+        made = make()
+    except FuelrailError:
+        raise
+    except Exception as error:
+        raise stage_error(f"model '{name}' cannot be made", error) from error
+    if not isinstance(made, torch.nn.Module):
+        raise ConfigError(
+            f"model '{name}' returned {type(made).__name__}, and a torch.nn.Module is needed; name a function without "
+            "arguments that makes one"
+        )
+    return made
 
 
 def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
@@ -52,17 +73,28 @@ def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
     return 2 if settings.strategy == "zero2" else 3, degrees.dp_shard
 
 
-def state_bytes(
+class State(NamedTuple):
+    """Bytes on a rank."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+
+
+def state_of(
     model: ModelSettings | str,
     settings: ParallelSettings,
     degrees: Degrees,
     precision: Precision,
     *,
     low: bool = False,
-) -> float:
-    """Return bytes of weights, gradients and optimiser state on one rank (arXiv 1910.02054, section 3.1).
+    gradient_bytes: int = FP32,
+    tied_parameters: int = 0,
+) -> State:
+    """Return weights, gradients and optimiser state on one rank (arXiv 1910.02054, section 3.1).
 
-    Tensor parallel and pipelines are taken to divide everything, which is the least. ``low``: weights in 16 bits.
+    Tensor parallel and pipelines are taken to divide everything, which is the least. ``low``: weights in 16 bits, and
+    gradients of ``gradient_bytes``; ``tied_parameters`` are those that two layers share.
     """
     stage, ranks = zero_stage(settings, degrees)
     # ZeRO-2 keeps what it gathered, in the precision of computing, beside the shards that the optimiser updates.
@@ -72,9 +104,22 @@ def state_bytes(
         weights, moments = FP32 / 2 * (1 + (stage == 2) / ranks), moments + FP32
         stage, ranks = (1, degrees.data) if stage == 0 else (stage, ranks)
     counted = num_parameters(model)
+    learnt = counted.trained - tied_parameters
+    grad = gradient_bytes if low else FP32
     frozen = (counted.whole - counted.trained) * weights / (ranks if stage == 3 else 1)
-    trained = zero_state_bytes(counted.trained, ranks, stage, weights, FP32, moments)
-    return (trained + frozen) / degrees.pp / degrees.tp
+    parts = (
+        zero_state_bytes(learnt, ranks, stage, weights, 0, 0) + frozen,
+        zero_state_bytes(learnt, ranks, stage, 0, grad, 0),
+        zero_state_bytes(learnt, ranks, stage, 0, 0, moments),
+    )
+    return State(*(part / degrees.pp / degrees.tp for part in parts))
+
+
+def state_bytes(
+    model: ModelSettings | str, settings: ParallelSettings, degrees: Degrees, precision: Precision
+) -> float:
+    """Return the bytes of the state in all, as :func:`state_of`."""
+    return sum(state_of(model, settings, degrees, precision))
 
 
 def least_bytes(

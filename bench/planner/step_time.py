@@ -1,13 +1,15 @@
 """Step time from counted work, a cluster and four efficiencies.
 
-A micro-batch computes matrix products, attention and convolutions, each at a share of
-the device's peak, moves its activations through the device's memory a number of times, and waits for the messages of
-its layers, each of which takes the link's latency and its bytes; these times add up. A pipeline lasts for
-m + (p - 1) / v micro-batches. Collectives of gradients and weights hide behind the computing of their own pass, as far
-as that does not wait for them; the rest is exposed. The optimiser moves its state through memory once.
+A micro-batch computes matrix products, attention and convolutions, each at a share of the device's peak, moves its
+activations through the device's memory a number of times, and waits for the messages of its layers, each of which takes
+the link's latency and its bytes; these times add up. No pass takes less than the host needs to launch its operators. A
+pipeline lasts for m + (p - 1) / v micro-batches. Collectives of gradients and weights hide behind the computing of
+their own pass, as far as that does not wait for them; the rest is exposed. The optimiser moves its state through memory
+once.
 
-The efficiencies belong to a generation of devices: `EFFICIENCIES` are fits to published steps, and `fit` moves them to
-steps that a user measured.
+The efficiencies belong to a generation of devices, and in 8 bits to a software: they are fits to published steps, and
+`fit` moves them to steps that a user measured. How far a step may be from its prediction belongs to a family of models
+on a generation: it is known where steps of that family were published by more than one source.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,10 +26,14 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
 
+Software = Literal["torch", "nvidia"]
+
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the peak in matrix products, attention and convolutions; ``passes``: how often an activation moves.
 
+    ``unfused`` is the share in attention whose scores pass through memory, as before FlashAttention
+    (arXiv 2205.14135). ``launch_us`` are the microseconds in which the host launches an operator.
     ``spread`` is the standard deviation of log(predicted / measured) of steps that others published, of which none of
     the same publication was fitted.
     """
@@ -36,27 +42,106 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     attention: float = 0.2
     convolution: float = 0.25
     passes: float = 9.0
+    unfused: float = 0.1
+    launch_us: float = 4.0
     spread: float = 0.3
 
 
-# Fits to 28 and 16 published steps, those of 8 bits among them (tests/slow/test_reference_figures.py): numbers of their
-# own for 8 bits were further from a publication that was left out.
+DECODER, CONVOLUTION, MIXTURE = "dense decoder", "convolution", "mixture of experts"
+EIGHT_BITS = "H100, 8 bits"
+TORCH_8_BITS, NVIDIA_8_BITS = f"{EIGHT_BITS}, torch", f"{EIGHT_BITS}, nvidia"
+WITHOUT_TENSOR_CORES = "fp32, without tensor cores"
+# Fits to published steps of dense decoders and ResNet-50 (tests/slow/test_reference_figures.py).
 EFFICIENCIES: dict[str, Efficiency] = {
-    "A100": Efficiency(products=0.73, attention=0.14, convolution=0.22, passes=5.2, spread=0.15),
-    "H100": Efficiency(products=0.57, attention=0.57, convolution=0.35, passes=16.4, spread=0.15),
+    "A100": Efficiency(
+        products=0.704, attention=0.65, convolution=0.251, passes=8.4, unfused=0.142, spread=0.16
+    ),
+    "H100": Efficiency(
+        products=0.529, attention=0.374, convolution=0.134, passes=7.24, unfused=0.15, spread=0.19
+    ),
+    EIGHT_BITS: Efficiency(
+        products=0.63, attention=0.517, convolution=0.3, passes=10.7, unfused=0.15, spread=0.23
+    ),
+    TORCH_8_BITS: Efficiency(
+        products=0.356, attention=0.569, convolution=0.3, passes=3.2, unfused=0.15, spread=0.23
+    ),
+    NVIDIA_8_BITS: Efficiency(
+        products=0.722, attention=0.979, convolution=0.3, passes=16.3, unfused=0.15, spread=0.12
+    ),
+    # No share of a tensor core's peak: fp32 arithmetic reaches far more of its own. Its convolutions are a fit to
+    # ResNet-50 on V100; no step of anything else was published.
+    WITHOUT_TENSOR_CORES: Efficiency(
+        products=0.7, attention=0.4, convolution=0.637, passes=3.3, unfused=0.2, spread=0.3
+    ),
 }
-_SPREAD_OF_8_BITS = 0.3
+# Spreads by row and family of models, where two sources or more published steps: they are of a source that was left
+# out. A plan of anything else has no range: it is a bound.
+SPREADS: dict[tuple[str, str], float] = {
+    **{
+        (row, DECODER): EFFICIENCIES[row].spread
+        for row in ("A100", "H100", EIGHT_BITS, TORCH_8_BITS, NVIDIA_8_BITS)
+    },
+    ("A100", CONVOLUTION): 0.25,  # of three steps, by Student's t
+}
+# What the best tuned software reaches, at the least: ResNet-50 of a benchmark trains twice as fast as those above.
+_BEST = Efficiency(products=0.8, attention=0.8, convolution=0.5, passes=3.0, unfused=0.3)
 
 
-def efficiency_of(device: str, kind: ComputeType) -> Efficiency:
-    """Return the efficiencies of a device's generation, by its name; of an unknown one a mean with a wide spread."""
-    name = device.replace("H200", "H100")  # the same arithmetic
-    found = next((one for part, one in EFFICIENCIES.items() if part in name), Efficiency())
-    return (
-        msgspec.structs.replace(found, spread=max(found.spread, _SPREAD_OF_8_BITS))
-        if kind == "fp8"
-        else found
-    )
+def row_of(device: str, kind: ComputeType, software: Software | None = None) -> str | None:
+    """Return the row of `EFFICIENCIES` for a device by its name; None: nothing was published of it.
+
+    In 8 bits without a software it is that of all software.
+    """
+    if kind == "fp32":
+        return WITHOUT_TENSOR_CORES
+    # The arithmetic of an H200 is that of an H100.
+    name = next((part for part in ("A100", "H100") if part in device.replace("H200", "H100")), None)
+    if name == "H100" and kind == "fp8":
+        rows: dict[Software | None, str] = {"torch": TORCH_8_BITS, "nvidia": NVIDIA_8_BITS}
+        return rows.get(software, EIGHT_BITS)
+    return name
+
+
+def efficiency_of(
+    device: str, kind: ComputeType, software: Software | None = None, family: str = DECODER
+) -> Efficiency:
+    """Return the efficiencies of a device's generation, by its name; of an unknown one a mean with a wide spread.
+
+    The spread is that of the family, where it is known.
+    """
+    row = row_of(device, kind, software)
+    if row is None:
+        return Efficiency()
+    used = EFFICIENCIES[row]
+    return msgspec.structs.replace(used, spread=SPREADS.get((row, family), used.spread))
+
+
+def has_range(
+    device: str, kind: ComputeType, family: str, software: Software | None = None
+) -> bool:
+    """Return whether published steps say how far a plan of such a model may be from its step."""
+    return (row_of(device, kind, software), family) in SPREADS
+
+
+_DEVIATIONS = 1.28  # of a normal distribution: 4 of 5 are nearer to its mean, 9 of 10 are not below
+
+
+def spread_factor(deviation: float) -> float:
+    """Return the factor within which 4 of 5 steps are of their prediction, and 9 of 10 are not faster."""
+    return math.exp(_DEVIATIONS * deviation)
+
+
+def best_of(used: Efficiency) -> Efficiency:
+    """Return efficiencies that no software is known to exceed, for the least time of a model of another kind.
+
+    They are those that 9 of 10 published steps do not exceed, or the best known ones where these are better.
+    """
+    factor = spread_factor(used.spread)
+    names = ("products", "attention", "convolution", "unfused")
+    shares = {
+        name: min(1.0, max(factor * getattr(used, name), getattr(_BEST, name))) for name in names
+    }
+    return msgspec.structs.replace(used, passes=min(used.passes / factor, _BEST.passes), **shares)
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +165,8 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
     ``tensor_count`` and ``pipeline_count``: number of messages of that kind; ``*_reach``: number of successive ranks
     in which their group lies. ``flop`` has those of attention and convolutions in it. ``device_s``: measured seconds of
-    all computing of a micro-batch, instead of what FLOP and bytes would take.
+    all computing of a micro-batch, instead of what FLOP and bytes would take. ``operators``: number of them that the
+    host launches. ``is_fused``: attention is one kernel.
     """
 
     flop: float
@@ -98,10 +184,12 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     traffic: tuple[Traffic, ...] = ()
     step_state_bytes: float = 0.0
     device_s: float | None = None
+    operators: float = 0.0
+    is_fused: bool = True
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Parts of a step in seconds; ``total`` is their sum."""
+    """Parts of a step in seconds; ``total`` is their sum. ``launch``: for which the device waits for the host."""
 
     compute: float
     memory: float
@@ -111,11 +199,12 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     data_exposed: float
     data_total: float
     optimiser: float
+    launch: float = 0.0
 
     @property
     def total(self) -> float:
         """Step time."""
-        inside = (self.compute, self.memory, self.tensor, self.pipeline, self.bubble)
+        inside = (self.compute, self.memory, self.launch, self.tensor, self.pipeline, self.bubble)
         return sum((*inside, self.data_exposed, self.optimiser))
 
 
@@ -131,13 +220,15 @@ def step_time(
     if work.attention_flop:
         each += (
             work.attention_flop
-            / efficiency.attention
+            / (efficiency.attention if work.is_fused else efficiency.unfused)
             / cluster.peak_flops("bf16" if kind == "fp8" else kind)
         )
     compute = count * (each if work.device_s is None else work.device_s)
-    memory = 0.0
+    memory = launch = 0.0
     if work.device_s is None:
         memory = count * efficiency.passes * work.activation_bytes / memory_rate
+        launches = count * work.operators * efficiency.launch_us / 1e6
+        launch = max(0.0, launches - compute - memory)
     seconds = partial(_seconds, cluster)
     tensor = count * seconds(work.tensor_bytes, work.tensor_count, work.tensor_reach)
     reach = work.pipeline_reach
@@ -145,7 +236,7 @@ def step_time(
     data = exposed = 0.0
     for one in work.traffic:
         taken = seconds(one.bytes, one.count, one.reach, one.stride)
-        behind = one.hidden * (compute + memory) / count
+        behind = one.hidden * (compute + memory + launch) / count
         data += one.times * taken
         exposed += one.times * max(taken * one.last, taken - behind * (1 - one.last))
     return StepTime(
@@ -153,10 +244,11 @@ def step_time(
         memory=memory,
         tensor=tensor,
         pipeline=pipeline,
-        bubble=work.bubble * (compute + memory + tensor + pipeline),
+        bubble=work.bubble * (compute + memory + launch + tensor + pipeline),
         data_exposed=exposed,
         data_total=data,
         optimiser=work.step_state_bytes / memory_rate,
+        launch=launch,
     )
 
 
@@ -169,10 +261,17 @@ def _seconds(
     )
 
 
-NUMBERS = ("products", "attention", "convolution", "passes")
-_PRIOR = np.array(
-    [0.4, 0.5, 0.5, 0.7]
-)  # deviations of the logarithms of the numbers between models on one device
+NUMBERS = ("products", "attention", "convolution", "passes", "launch_us")
+# Deviations of the logarithms of the numbers between models on one device.
+_PRIOR = {
+    "products": 0.4,
+    "attention": 0.5,
+    "convolution": 0.5,
+    "passes": 0.7,
+    "unfused": 0.5,
+    "launch_us": 0.7,
+}
+_NO_SHARES = ("passes", "launch_us")
 _NOISE = 0.05  # of a step that was measured well, against a model that describes it
 
 
@@ -193,11 +292,15 @@ Case = tuple[StepWork, "ClusterSettings", "ComputeType", float]
 
 
 def slopes(
-    work: StepWork, cluster: ClusterSettings, kind: ComputeType, at: Efficiency
+    work: StepWork,
+    cluster: ClusterSettings,
+    kind: ComputeType,
+    at: Efficiency,
+    names: Sequence[str] = NUMBERS,
 ) -> NDArray[np.float64]:
-    """Return the change of a step's logarithm with that of each of `NUMBERS`."""
+    """Return the change of a step's logarithm with that of each of the numbers."""
     found = []
-    for name in NUMBERS:
+    for name in names:
         few, many = (_moved(at, {name: sign * 0.01}) for sign in (-1, 1))
         ratio = (
             step_time(work, cluster, kind, many).total / step_time(work, cluster, kind, few).total
@@ -206,27 +309,28 @@ def slopes(
     return np.array(found)
 
 
-def fit(cases: Sequence[Case], start: Efficiency) -> Fitted:
-    """Fit all numbers to measured steps, in seconds: as near to them and as near to ``start`` as their spreads say.
+def fit(cases: Sequence[Case], start: Efficiency, names: Sequence[str] = NUMBERS) -> Fitted:
+    """Fit these numbers to measured steps, in seconds: as near to them and as near to ``start`` as their spreads say.
 
     So a number that the steps do not determine stays what it was (maximum a posteriori of logarithms, by Gauss and
     Newton). Needs a case.
     """
-    moved, at = np.zeros(len(NUMBERS)), start
-    weights = np.diag(_PRIOR**-2)
+    moved, at = np.zeros(len(names)), start
+    prior = np.array([_PRIOR[name] for name in names])
+    weights = np.diag(prior**-2)
     for _ in range(30):
         errors = np.array([math.log(step_time(*case[:3], at).total / case[3]) for case in cases])
-        table = np.array([slopes(*case[:3], at) for case in cases])
+        table = np.array([slopes(*case[:3], at, names) for case in cases])
         normal = table.T @ table / _NOISE**2 + weights
         step = np.linalg.solve(normal, table.T @ errors / _NOISE**2 + weights @ moved)
         moved = moved - np.clip(step, -0.5, 0.5)
-        at = _moved(start, dict(zip(NUMBERS, moved, strict=True)))
+        at = _moved(start, dict(zip(names, moved, strict=True)))
     covariance = np.linalg.inv(normal)
-    known = np.sqrt(np.diag(covariance)) < _PRIOR / 2
+    known = np.sqrt(np.diag(covariance)) < prior / 2
     # The cases' own spread, with two more of the spread before.
     spread = math.sqrt((float(errors @ errors) + 2 * start.spread**2) / (len(cases) + 2))
     at = msgspec.structs.replace(at, spread=spread)
-    determined = [name for name, yes in zip(NUMBERS, known, strict=True) if yes]
+    determined = [name for name, yes in zip(names, known, strict=True) if yes]
     return Fitted(at, determined, [math.exp(one) - 1 for one in errors], covariance)
 
 
@@ -234,5 +338,8 @@ def _moved(start: Efficiency, by: dict[str, float]) -> Efficiency:
     changed = {name: getattr(start, name) * math.exp(step) for name, step in by.items()}
     return msgspec.structs.replace(
         start,
-        **{name: value if name == "passes" else min(value, 1.0) for name, value in changed.items()},
+        **{
+            name: value if name in _NO_SHARES else min(value, 1.0)
+            for name, value in changed.items()
+        },
     )

@@ -19,7 +19,15 @@ from fuelrail.bench.planner import choice
 from fuelrail.bench.planner.formulas import bubble, sent_bytes, zero_state_bytes
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.planner.scenario import Scenario
-from fuelrail.bench.planner.step_time import fit, slopes, step_time
+from fuelrail.bench.planner.step_time import (
+    CONVOLUTION,
+    DECODER,
+    efficiency_of,
+    fit,
+    slopes,
+    spread_factor,
+    step_time,
+)
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from support.published_formulas import (
     first_stage_layers,
@@ -30,9 +38,14 @@ from support.published_formulas import (
     training_days,
     utilisation,
 )
-from support.reference_steps import TIMED, cluster_of, scenario_of, seconds_of, transformer
-
-_DEVIATIONS = 1.28  # as the report's range of 4 of 5 steps
+from support.reference_steps import (
+    TIMED,
+    cluster_of,
+    scenario_of,
+    seconds_of,
+    software_of,
+    transformer,
+)
 
 NOT_EXPRESSIBLE = {
     "titan-8B-n8-mem": "which activations torchtitan's selective recomputation kept is not in the case",
@@ -189,7 +202,8 @@ def timed(case: Case) -> tuple[choice.Fit, Any, Any, float]:
 def step(case: Case, by_id: dict[str, Case]) -> Predicted:
     """Predict a measured step with the product's efficiencies, and with those fitted to what the case names."""
     found, cluster, kind, seconds = timed(case)
-    used = choice.efficiency_of(cluster.device.name, kind)
+    family = DECODER if "layers" in case.given else CONVOLUTION
+    used = efficiency_of(cluster.device.name, kind, software_of(case.given), family)
     error = found.time.total / seconds - 1
     fitted, inside = None, True
     if case.calibrate_on:
@@ -198,13 +212,13 @@ def step(case: Case, by_id: dict[str, Case]) -> Predicted:
         predicted = step_time(found.work, cluster, kind, result.efficiency).total
         deviation = result.deviation(slopes(found.work, cluster, kind, result.efficiency))
         fitted = predicted / seconds - 1
-        inside = abs(math.log(1 + fitted)) <= _DEVIATIONS * deviation
+        inside = abs(math.log(1 + fitted)) <= math.log(spread_factor(deviation))
     return Predicted(
         id=case.id,
         role="step",
         error=error,
         within=abs(error) <= case.expect.tolerance["relative"],
-        in_range=abs(math.log(1 + error)) <= _DEVIATIONS * used.spread,
+        in_range=abs(math.log(1 + error)) <= math.log(spread_factor(used.spread)),
         fitted=fitted,
         fitted_in_range=inside,
         peak_gib=choice.peak(found.stages) / GIB,

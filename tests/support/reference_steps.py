@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fuelrail.bench.planner.hardware import ComputeType
+    from fuelrail.bench.planner.step_time import Software
 
 _MPT_VOCABULARY = 50368  # llm-foundry's, padded
 _GPT_VOCABULARY = 51200  # Megatron's, padded
@@ -44,6 +45,19 @@ def transformer(given: Mapping[str, Any]) -> Transformer:
 def precision_of(given: Mapping[str, Any]) -> ComputeType:
     """The type of the matrix products."""
     return "fp8" if str(given.get("precision", "")).startswith(("fp8", "float8")) else "bf16"
+
+
+def software_of(given: Mapping[str, Any]) -> Software | None:
+    """Whose kernels computed in 8 bits: torchtitan says float8, NVIDIA fp8."""
+    if precision_of(given) != "fp8":
+        return None
+    return "torch" if str(given["precision"]).startswith("float8") else "nvidia"
+
+
+def is_fused(given: Mapping[str, Any]) -> bool:
+    """Whether attention was one kernel: in Megatron on A100, before FlashAttention, it was not."""
+    is_mpt = given.get("tied", False) or str(given.get("model", "")).startswith("MPT")
+    return is_mpt or not str(given["gpu"]).startswith("A100")
 
 
 def cluster_of(given: Mapping[str, Any]) -> ClusterSettings:
@@ -118,10 +132,14 @@ def scenario_of(identity: str, given: Mapping[str, Any], step_s: float | None = 
             ffn=model.ffn,
             gated=model.gated,
             vocabulary=model.vocab,
+            tied=given.get("tied", str(given.get("model", "")).startswith("MPT")),
         ),
         sequence=given["seq"],
         precision=precision_of(given),
         weights="bf16",
+        gradients="bf16" if software_of(given) == "nvidia" else None,
+        software=software_of(given),
+        attention=None if is_fused(given) else "unfused",
         context_parallel=cp,
         virtual_stages=virtual,
         measured_step_s=step_s,

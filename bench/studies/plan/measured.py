@@ -12,7 +12,14 @@ import msgspec
 from fuelrail.bench.measure.machine import dataset_facts
 from fuelrail.bench.planner.hardware import Sourced, load_cluster
 from fuelrail.bench.planner.scenario import Scenario
-from fuelrail.bench.planner.step_time import NUMBERS, Fitted, fit
+from fuelrail.bench.planner.step_time import (
+    NUMBERS,
+    Efficiency,
+    Fitted,
+    efficiency_of,
+    fit,
+    has_range,
+)
 from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.studies.loader import report as loader_report
 from fuelrail.bench.studies.loader.report import LoaderReport
@@ -24,14 +31,19 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.settings import load_yaml
 
+_LEAST_PIXELS = 8  # of a side: matrices of cameras are smaller
+
 if TYPE_CHECKING:
     from fuelrail.bench.planner.hardware import ClusterSettings
 
 
 def measured(
     asked: Scenario, cluster: ClusterSettings, files: Sequence[str]
-) -> tuple[Fitted, list[str]]:
-    """Fit the efficiencies to measured steps, and say how well they are known. Raises ConfigError."""
+) -> tuple[Fitted | None, list[str]]:
+    """Fit the efficiencies to measured steps, and say how well they are known. Raises ConfigError.
+
+    None where neither the measured steps nor published ones are of the model's family: it stays a bound.
+    """
     runs = [_run(Path(name), cluster) for name in files]
     from fuelrail.bench.planner import choice  # needs torch, and the checks above do not
 
@@ -44,7 +56,19 @@ def measured(
         )
         for run, where, seconds in runs
     ]
-    found = fit(cases, choice.efficiency(asked, cluster))
+    device = cluster.device.name
+    published = has_range(device, asked.precision, asked.family, asked.software)
+    families = sorted({run.family for run, _, _ in runs})
+    if not published and asked.family not in families:
+        said = (
+            f"--measure: the measured steps are of {', '.join(families)}, and the plan of "
+            f"{asked.family}; it stays a bound: measure a step of this model"
+        )
+        return None, [said]
+    start = efficiency_of(device, asked.precision, asked.software, asked.family)
+    if not published:
+        start = msgspec.structs.replace(start, spread=max(start.spread, Efficiency().spread))
+    found = fit(cases, start)
     numbers = ", ".join(
         f"{name} {getattr(found.efficiency, name):.2f}"
         + (
@@ -125,13 +149,59 @@ def _run_of(
 def with_data(asked: Scenario, dataset: str, split: str) -> Scenario:
     """Take from a dataset what the scenario does not say."""
     facts = dataset_facts(open_dataset(dataset), split)
+    has_images = asked.reads_images or asked.is_own  # an own model may read them by other names
     size = None if facts.mean_sample_bytes is None else max(1, round(facts.mean_sample_bytes))
     return msgspec.structs.replace(
         asked,
-        cameras=asked.cameras or (len(facts.cameras) if asked.reads_images else 0) or None,
+        cameras=asked.cameras or (len(facts.cameras) if has_images else 0) or None,
         sample_bytes=asked.sample_bytes or size,
         samples_per_epoch=asked.samples_per_epoch or facts.num_samples or None,
     )
+
+
+def with_example(asked: Scenario) -> Scenario:
+    """Take from an own model's ``example`` how many images a sample has, and their size, where it has some.
+
+    Images are tensors of three channels, first or last, of at least ``_LEAST_PIXELS`` a side.
+    """
+    from fuelrail.bench.planner.fake_rank import example_of  # needs torch
+
+    sizes: list[tuple[int, int, int]] = []  # images of a sample, height, width
+    for shape in example_of(str(asked.model)):
+        if len(shape) < 4:
+            continue
+        for height, width, channels in (shape[-2:] + shape[-3:-2], shape[-3:]):
+            if channels == 3 and min(height, width) >= _LEAST_PIXELS:
+                sizes.append((math.prod(shape[1:-3]), height, width))
+                break
+    if not sizes:
+        return asked
+    _, height, width = max(sizes, key=lambda size: size[1] * size[2])
+    return msgspec.structs.replace(
+        asked,
+        cameras=asked.cameras or sum(count for count, _, _ in sizes),
+        height=asked.height or height,
+        width=asked.width or width,
+    )
+
+
+def images_said(read: Scenario, asked: Scenario, example: Scenario) -> str:
+    """Say how many images of an own model's sample are decoded, and who says so.
+
+    ``read`` is the scenario as it was given, ``example`` with what the model's example has.
+    """
+    if asked.cameras is None:
+        return (
+            f"decoding: none, for example() of '{asked.model}' has no images (tensors of 3 channels); give --cameras, "
+            "--height and --width if a sample has some"
+        )
+    source = f"as example() of '{asked.model}' has them"
+    if read.cameras is not None:
+        source = "as was given"
+    elif example.cameras is None:
+        source = "as the dataset has them"
+    size = "" if asked.height is None else f" of {asked.height} x {asked.width}"
+    return f"decoding: {asked.cameras} images{size} in a sample, {source}"
 
 
 def with_loader(
@@ -144,9 +214,10 @@ def with_loader(
         raise ConfigError(
             f"--loader-report '{path}' has no figures: {report.too_short}; measure for longer"
         )
+    has_images = asked.reads_images or asked.is_own
     asked = msgspec.structs.replace(
         asked,
-        cameras=asked.cameras or (len(report.dataset.cameras) if asked.reads_images else 0) or None,
+        cameras=asked.cameras or (len(report.dataset.cameras) if has_images else 0) or None,
         sample_bytes=asked.sample_bytes or max(1, round(report.dataset.mean_sample_bytes or 0)),
     )
     per_cpu = 1000 / figures.cpu_s_per_1000_images

@@ -21,6 +21,8 @@ from fuelrail.bench.report.page import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.bench.planner.scaling import Curve
+    from fuelrail.bench.planner.step_time import StepTime
     from fuelrail.bench.studies.plan.report import PlanReport
     from fuelrail.bench.studies.plan.variants import Planned
 
@@ -29,7 +31,7 @@ SCALING_HEADER = (
     "scaling",
     "devices",
     "global batch",
-    "step s",
+    "step",
     "samples/s",
     "efficiency",
     "occupancy",
@@ -47,12 +49,10 @@ SHOWN_OF_SWEEP = 20
 
 def figures(found: PlanReport) -> list[tuple[str, str]]:
     """Name and text of each figure."""
-    step, cluster, taught = found.step, found.cluster, found.teacher
-    images, read = found.images_per_node_s, found.read_gb_per_s
-    low, high = found.step_range_s
-    overlap = (
-        f", {1 - step.data_exposed / step.data_total:.0%} of it hidden" if step.data_total else ""
-    )
+    cluster, taught = found.cluster, found.teacher
+    read = found.read_gb_per_s
+    is_bound = found.basis == "bound"
+    most, least = ("at most ", "at least ") if is_bound else ("", "")
     often = (
         ""
         if found.checkpoint_interval_s is None
@@ -60,49 +60,100 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
     )
     epoch = "not known: the samples of an epoch are not given"
     if found.device_hours_per_epoch is not None:
-        epoch = _cost(found.device_hours_per_epoch, found.usd_per_epoch)
+        epoch = least + _cost(found.device_hours_per_epoch, found.usd_per_epoch)
     lines = {
         "strategy": found.strategy,
         "memory": f"{found.peak_gib:.1f} of {found.usable_gib:.1f} GiB usable on a device",
-        "step": (
-            f"{found.step_s:.3g} s, 4 of 5 such steps within {low:.3g} to {high:.3g} s: computing {step.compute:.3f}, "
-            f"memory {step.memory:.3f}, tensor {step.tensor:.3f}, pipeline {step.pipeline:.3f}, bubble "
-            f"{step.bubble:.3f}, gradients and weights {step.data_exposed:.3f} exposed of {step.data_total:.3f}"
-            f"{overlap}, optimiser {step.optimiser:.3f}"
-        ),
-        "bottleneck": found.bottleneck,
+        "step": f"{step_in_words(found)}: {parts_in_words(found.step)}",
+        "bottleneck": found.bottleneck
+        + (", where the devices reach their bound" if is_bound else ""),
         "rate": (
-            f"{found.samples_per_s:,.1f} samples/s; MFU {found.mfu:.1%}, occupancy {found.occupancy:.1%}, "
-            f"bubble {found.bubble:.1%}"
+            f"{most}{_rounded(found.samples_per_s)} samples/s; MFU {most}{found.mfu:.1%}, occupancy "
+            f"{least}{found.occupancy:.1%}, bubble {found.bubble:.1%}"
         ),
-        "decoding": (
-            "none"
-            if images is None
-            else f"{images:,.0f} of {cluster.images_per_node_s:,.0f} images/s on a node"
-        ),
+        "decoding": _decoding(found, most),
         "storage": "not known"
         if read is None
-        else f"{read:.2f} of {cluster.storage_gb_per_s.value:g} GB/s",
+        else f"{most}{_rounded(read, 2)} of {cluster.storage_gb_per_s.value:g} GB/s",
     }
     if taught is not None:
         pays = "never, for reading it takes longer"
-        if taught.pays_after_epochs is not None:
-            pays = f"after {taught.pays_after_epochs:.3g} epochs of all students together"
+        if is_bound and taught.pays_after_epochs is None:
+            pays = "after a number of epochs that a bound does not say"
+        elif taught.pays_after_epochs is not None:
+            pays = f"after {most}{taught.pays_after_epochs:.3g} epochs of all students together"
         of_token = ""
         if taught.bytes_per_token != taught.layer_bytes:
             of_token = f" ({taught.bytes_per_token:,.0f} a token)"
         lines["teacher"] = (
             f"{taught.model}, from its {found.scenario.teacher_from}: beside the student {taught.flop_share:.0%} of "
             f"all FLOP and {taught.memory_gib:.1f} GiB while it predicts; as a layer {taught.layer_bytes:,} bytes a "
-            f"sample{of_token}, made once in {_cost(taught.layer_device_hours_per_million)} a million samples, which "
-            f"pays {pays}"
+            f"sample{of_token}, made once in {least}{_cost(taught.layer_device_hours_per_million)} "
+            f"a million samples, which pays {pays}"
         )
-    lines["cost of a million samples"] = _cost(
+    lines["cost of a million samples"] = least + _cost(
         found.device_hours_per_million, found.usd_per_million
     )
     lines["cost of an epoch"] = epoch
-    lines["checkpoint"] = f"{found.checkpoint_gb:,.1f} GB in {found.checkpoint_s:,.1f} s{often}"
+    lines["checkpoint"] = (
+        f"{_rounded(found.checkpoint_gb)} GB in {duration(found.checkpoint_s)}{often}"
+    )
     return list(lines.items())
+
+
+def duration(seconds: float) -> str:
+    """Return seconds, milliseconds or microseconds with three digits."""
+    value, unit = 1e6 * seconds, "us"
+    if seconds >= 1:
+        value, unit = seconds, "s"
+    elif seconds >= 1e-3:
+        value, unit = 1e3 * seconds, "ms"
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
+
+
+def step_in_words(found: PlanReport) -> str:
+    """Return what a plan says of the time of a step: a range, a bound, or what a profile says."""
+    if found.basis == "profile":
+        by = f"by the profile '{found.scenario.accelerator}', whose error is not known"
+        return f"{duration(found.step_s)} {by}"
+    assert found.step_range_s is not None, "a range and a bound have a lower end"
+    low, high = found.step_range_s
+    if high is None:
+        return f"not faster than {duration(low)}; the time itself is not known, --measure says it"
+    if low == high:
+        return f"{duration(low)}, which {found.bottleneck} takes, however fast the devices are"
+    text = f"{duration(low)} to {duration(high)}"
+    return f"{duration(found.step_s)}, 4 of 5 such steps within {text}"
+
+
+def parts_in_words(step: StepTime) -> str:
+    """Return the parts of a step that take time."""
+    hidden = (
+        f", {1 - step.data_exposed / step.data_total:.0%} of it hidden" if step.data_total else ""
+    )
+    parts = {
+        "computing": step.compute,
+        "memory": step.memory,
+        "waiting for launches": step.launch,
+        "tensor": step.tensor,
+        "pipeline": step.pipeline,
+        "bubble": step.bubble,
+    }
+    said = [f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds]
+    if step.data_total:
+        exposed = duration(step.data_exposed) if step.data_exposed else "nothing"
+        total = duration(step.data_total)
+        said.append(f"gradients and weights {exposed} exposed of {total}{hidden}")
+    return ", ".join([*said, f"optimiser {duration(step.optimiser)}"])
+
+
+def _decoding(found: PlanReport, most: str) -> str:
+    images = found.images_per_node_s
+    if images is not None:
+        return f"{most}{images:,.0f} of {found.cluster.images_per_node_s:,.0f} images/s on a node"
+    if found.scenario.is_own:
+        return "none: no images are known of a sample (--cameras, --height, --width)"
+    return "none: a sample is tokens"
 
 
 def _cost(hours: float, usd: float | None = None) -> str:
@@ -121,12 +172,20 @@ def planned_rows(found: Sequence[Planned]) -> list[list[str]]:
             one.strategy,
             str(one.micro_batch),
             "" if one.peak_gib is None else f"{one.peak_gib:.1f}",
-            "" if one.samples_per_s is None else f"{one.samples_per_s:,.1f}",
-            "" if one.mfu is None else f"{one.mfu:.1%}",
+            "" if one.samples_per_s is None else _up_to(one) + _rounded(one.samples_per_s),
+            "" if one.mfu is None else f"{_up_to(one)}{one.mfu:.1%}",
             one.fails or "",
         ]
         for one in found
     ]
+
+
+def _up_to(one: Planned | Curve) -> str:
+    return "\u2264 " if one.is_bound else ""
+
+
+def _from(curve: Curve) -> str:
+    return "\u2265 " if curve.is_bound else ""
 
 
 def scaling_rows(found: PlanReport) -> list[list[str]]:
@@ -136,10 +195,10 @@ def scaling_rows(found: PlanReport) -> list[list[str]]:
             curve.scaling,
             f"{point.num_ranks:,}",
             f"{point.global_batch:,}",
-            f"{point.step_ms / 1e3:.3f}",
-            f"{point.samples_per_s:,.1f}",
-            f"{point.efficiency:.1%}",
-            f"{point.occupancy:.1%}",
+            _from(curve) + duration(point.step_ms / 1e3),
+            _up_to(curve) + _rounded(point.samples_per_s),
+            f"{_from(curve)}{point.efficiency:.1%}",
+            f"{_from(curve)}{point.occupancy:.1%}",
         ]
         for curve in found.scaling
         for point in curve.points
@@ -166,15 +225,20 @@ def stage_rows(found: PlanReport) -> list[list[str]]:
 
 def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
     """Return the plan as a document with these plots: first what was tried, and what the choice costs."""
-    low, high = found.step_range_s
+    is_bound = found.basis == "bound"
+    titles = {
+        "range": "samples/s, predicted",
+        "bound": "samples/s at most: a bound, no prediction",
+        "profile": "samples/s, as the profile says",
+    }
     parts: list[Block | Section] = [
         Hero(
             f"{found.samples_per_s:,.3g}"
             if found.samples_per_s < 1000
             else f"{found.samples_per_s:,.0f}",
-            "samples/s, predicted",
-            f"{found.strategy}: {found.peak_gib:.1f} of {found.usable_gib:.1f} GiB, a step in "
-            f"{low:.3g} to {high:.3g} s. The bottleneck: {found.bottleneck}.",
+            titles[found.basis],
+            f"{found.strategy}: {found.peak_gib:.1f} of {found.usable_gib:.1f} GiB; a step: {step_in_words(found)}. "
+            f"The bottleneck: {found.bottleneck}{', where the devices reach their bound' if is_bound else ''}.",
         ),
         Section("What was tried", [Table(PLANNED_HEADER, planned_rows(found.tried), texts=True)]),
         Section("The plan", [Table(("figure", ""), figures(found), texts=True)]),
@@ -192,12 +256,15 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
             found.sweep, key=lambda one: -(one.samples_per_s or 0.0)
         )  # the JSON has them as they are
         fits = sum(one.fails is None for one in found.sweep)
-        text = Text(f"{len(found.sweep)} plans, {fits} of them fit; the fastest:")
+        best = "the highest bounds, which are no ranking" if is_bound else "the fastest"
+        text = Text(f"{len(found.sweep)} plans, {fits} of them fit; {best}:")
         table = Table(PLANNED_HEADER, planned_rows(ranked[:SHOWN_OF_SWEEP]), texts=True)
         parts.append(Section("Sweep", [text, table]))
     if any(curve.points for curve in found.scaling):
         figure = Figure(
-            plots.get("scaling", ""), "Samples/s a device over those of the smallest number."
+            plots.get("scaling", ""),
+            "Samples/s a device over those of the smallest number"
+            + (", of bounds: slower steps scale better." if is_bound else "."),
         )
         parts.append(Section("Scaling", [figure, Table(SCALING_HEADER, scaling_rows(found))]))
     if found.explained:
@@ -213,7 +280,7 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         )
     if found.remedies:
         rows = [
-            [change, f"{rate:,.1f}", f"{rate / found.samples_per_s - 1:+.0%}"]
+            [change, _rounded(rate), f"{rate / found.samples_per_s - 1:+.0%}"]
             for change, rate in found.remedies.items()
         ]
         parts.append(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FILES = {"slurm": "launch.sbatch", "kubernetes": "launch.yaml", "torchrun": "launch.sh"}
 _RECIPES = CLUSTERS.parent / "recipes"
-_EVERY = 100  # steps between two checkpoints, where the failures of the job are not known
+_EVERY = 100  # steps between two checkpoints, where failures of the job or the time of a step are not known
 _TRAINER = re.compile(r"configs/trainers/fsdp2\.py.*\Z", re.DOTALL)
 
 
@@ -25,7 +25,11 @@ def recipe(
     kind: str, asked: Scenario, cluster: ClusterSettings, fit: Fit, interval_s: float | None
 ) -> str:
     """Return the text of a launch file: the shipped recipe with the plan's nodes, devices, CPUs and trainer."""
-    every = _EVERY if interval_s is None else max(1, round(interval_s / fit.time.total))
+    from fuelrail.bench.planner.choice import is_bound  # needs torch
+
+    every = _EVERY
+    if interval_s is not None and not is_bound(asked, cluster, fit.settings):
+        every = max(1, round(interval_s / fit.time.total))
     words, needed = _trainer(asked, fit, every)
     nodes, gpus, cpus = (
         cluster.nodes,

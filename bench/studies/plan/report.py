@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from fuelrail.bench.planner.choice import USABLE, Fit, efficiency, named, peak, taught
+from fuelrail.bench.planner.choice import USABLE, Fit, efficiency, is_bound, named, peak, taught
 from fuelrail.bench.planner.formulas import checkpoint_interval_s
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scaling import Curve, data_seconds
 from fuelrail.bench.planner.scenario import Scenario, questions
 from fuelrail.bench.planner.shape import Shape
 from fuelrail.bench.planner.state import FP32, MOMENTS
-from fuelrail.bench.planner.step_time import Fitted, StepTime, slopes
+from fuelrail.bench.planner.step_time import Fitted, StepTime, slopes, spread_factor
 from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.plan.variants import Planned
 
 SCHEMA = "fuelrail-plan"
-VERSION = 4
-_DEVIATIONS = 1.28  # of a normal distribution, of which 4 of 5 are nearer to its mean
+VERSION = 5
+Basis = Literal["range", "bound", "profile"]
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +51,11 @@ class TeacherCost(msgspec.Struct, frozen=True, kw_only=True):
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report. Times in seconds; bytes and rates of the whole cluster unless a name says otherwise.
 
-    ``step`` is the devices' time by parts; ``step_s`` that of the slowest of devices, decoding and storage, and 4 of 5
-    such steps are in ``step_range_s``; ``bubble`` is the pipeline's idle share. ``remedies`` are what to change first,
+    ``step`` is the devices' time by parts; ``step_s`` that of the slowest of devices, decoding and storage; ``bubble``
+    is the pipeline's idle share. ``basis`` says what the times are. Of a range 4 of 5 such steps are in
+    ``step_range_s``. A bound is the least time, which has no upper end: times, cost and occupancy are at least what
+    they say, rates and MFU at most. Of a profile the devices' time is what that says, and
+    its error is not known. ``remedies`` are what to change first,
     with the samples/s of each. A figure is None where the scenario does not say what it needs; ``questions`` are what
     only the user can know.
     """
@@ -69,8 +71,9 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     usable_gib: float
     stages: list[Shape]
     step: StepTime
+    basis: Basis
     step_s: float
-    step_range_s: tuple[float, float]
+    step_range_s: tuple[float, float | None] | None
     bubble: float
     bottleneck: str
     occupancy: float
@@ -112,12 +115,7 @@ def build_report(
     if asked.failures_per_day is not None:
         interval = checkpoint_interval_s(saved_s, asked.failures_per_day)
     images = rate * asked.cameras / cluster.nodes if asked.reads_images and asked.cameras else None
-    # By the errors of the steps that the efficiencies rest on.
-    used = efficiency(asked, cluster)
-    deviation = used.spread
-    if fitted is not None:
-        deviation = fitted.deviation(slopes(fit.work, cluster, asked.precision, used))
-    factor = math.exp(_DEVIATIONS * deviation)
+    basis, within = step_range(asked, cluster, fit, fitted)
     return PlanReport(
         schema=SCHEMA,
         version=VERSION,
@@ -129,11 +127,9 @@ def build_report(
         usable_gib=USABLE * cluster.device.memory_gib.value,
         stages=fit.stages,
         step=time,
+        basis=basis,
         step_s=step_s,
-        step_range_s=(
-            max(time.total / factor, *seconds.values()),
-            max(time.total * factor, *seconds.values()),
-        ),
+        step_range_s=within,
         bubble=time.bubble / time.total,
         bottleneck=bottleneck(time, seconds),
         occupancy=time.total / step_s,
@@ -149,9 +145,27 @@ def build_report(
         checkpoint_gb=saved_gb,
         checkpoint_s=saved_s,
         checkpoint_interval_s=interval,
-        assumed=assumptions(asked, cluster),
+        assumed=assumptions(asked, cluster, fit),
         questions=questions(asked),
     )
+
+
+def step_range(
+    asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None
+) -> tuple[Basis, tuple[float, float | None] | None]:
+    """Return what a plan's times are, and the seconds within which 4 of 5 such steps are, where that is known."""
+    total, seconds = fit.time.total, data_seconds(asked, cluster).values()
+    if asked.accelerator is not None:
+        return "profile", None
+    if is_bound(asked, cluster, fit.settings):
+        return "bound", (max(total, *seconds), None)
+    # By the errors of the steps that the efficiencies rest on.
+    used = efficiency(asked, cluster, fit.settings)
+    deviation = used.spread
+    if fitted is not None:
+        deviation = fitted.deviation(slopes(fit.work, cluster, asked.precision, used))
+    factor = spread_factor(deviation)
+    return "range", (max(total / factor, *seconds), max(total * factor, *seconds))
 
 
 def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
@@ -162,7 +176,7 @@ def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> Teacher
     own = sum(shape.flop for shape in fit.once) / len(fit.once) - (
         found.flop if asked.teacher_from == "model" else 0
     )
-    used = efficiency(asked, cluster)
+    used = efficiency(asked, cluster, fit.settings)
     seconds = found.flop / (used.products * cluster.peak_flops(asked.precision))
     seconds += used.passes * found.moved_bytes / (cluster.device.memory_gb_per_s.value * 1e9)
     made = seconds / asked.micro_batch  # of one device, a sample
@@ -182,7 +196,7 @@ def teacher_cost(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> Teacher
 def bottleneck(time: StepTime, seconds: dict[str, float]) -> str:
     """Name what a step waits for most: the data where it is slower than the devices, else the devices' largest part."""
     parts = {
-        "computing": time.compute + time.memory + time.optimiser,
+        "computing": time.compute + time.memory + time.launch + time.optimiser,
         "communication": time.tensor + time.pipeline + time.data_exposed,
         "pipeline bubble": time.bubble,
     }
@@ -196,17 +210,26 @@ def checkpoint_gb(fit: Fit) -> float:
     return weights * FP32 * (1 + MOMENTS[fit.settings.optimiser]) / 1e9
 
 
-def assumptions(asked: Scenario, cluster: ClusterSettings) -> list[str]:
+def assumptions(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> list[str]:
     """Say what the figures rest on that nobody measured."""
     found = [
         f"{1 - USABLE:.0%} of a device's memory is left for the collective library, gaps and scratch memory"
     ]
-    if asked.efficiency is None:
-        used = efficiency(asked, cluster)
+    used = efficiency(asked, cluster, fit.settings)
+    shares = (
+        f"{used.products:.0%} of the peak in matrix products, {used.attention:.0%} in attention, "
+        f"{used.convolution:.0%} in convolutions, activations moved {used.passes:.2g} times"
+    )
+    if is_bound(asked, cluster, fit.settings):
         found.append(
-            f"efficiency: {used.products:.0%} of the peak in matrix products, {used.attention:.0%} in attention, "
-            f"{used.convolution:.0%} in convolutions, activations moved {used.passes:.2g} times: a fit to published "
-            "steps of such devices, not of this model; --measure fits it to yours"
+            f"a bound, no time: {why_bound(asked, cluster, fit)}. It is the least with {shares}, which no published "
+            f"software exceeds, and {used.launch_us:g} us for the launch of an operator. Published camera detectors "
+            "take several times as long as their bound"
+        )
+    elif asked.efficiency is None and asked.accelerator is None:
+        found.append(
+            f"efficiency: {shares}: a fit to published steps of such devices, not of this model; --measure fits it to "
+            "yours"
         )
     if asked.accelerator is not None:
         found.append(
@@ -234,9 +257,21 @@ def assumptions(asked: Scenario, cluster: ClusterSettings) -> list[str]:
     ]
 
 
+def why_bound(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> str:
+    """Say why a plan is a bound, and what would make a time of it."""
+    if fit.settings.offload:
+        return "copies between device and host are not modelled"
+    kind = "" if asked.precision in ("bf16", "fp16", "tf32") else f" in {asked.precision}"
+    return (
+        f"no step of {asked.family}{kind} on {cluster.device.name} was published by two sources, or measured; give "
+        "--measure FILE of a step of it"
+    )
+
+
 def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[str, Explained]:
     """Return formula, inputs and source of each figure."""
-    device, used, work, degrees = cluster.device, efficiency(asked, cluster), fit.work, fit.degrees
+    device, work, degrees = cluster.device, fit.work, fit.degrees
+    used = efficiency(asked, cluster, fit.settings)
     top, moved = device.peak_tflops[asked.precision], device.memory_gb_per_s
     rate = cluster.bytes_per_s
     ring = "NVIDIA nccl-tests, doc/PERFORMANCE.md; "
@@ -279,6 +314,12 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[st
             activation_bytes=work.activation_bytes,
             gb_per_s=moved.value,
         ),
+        "step.launch": line(
+            "micro_batches x operators x seconds of a launch - compute - memory, at least 0",
+            "assumed: PyTorch launches an operator from Python in no less",
+            operators=work.operators,
+            launch_us=used.launch_us,
+        ),
         "step.tensor": line(
             "micro_batches x (bytes sent on axis tp / bus bandwidth + messages x latency)",
             ring + cluster.inside.gb_per_s.source,
@@ -293,7 +334,7 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[st
             messages=work.pipeline_count,
         ),
         "step.bubble": line(
-            "(p - 1) / (v m) x (compute + memory + tensor + pipeline)",
+            "(p - 1) / (v m) x (compute + memory + launch + tensor + pipeline)",
             "arXiv 2104.04473, section 2.2",
             p=degrees.pp,
             m=count,

@@ -10,7 +10,13 @@ import msgspec
 
 from fuelrail.bench.planner.hardware import load_cluster
 from fuelrail.bench.planner.scenario import PlanOptions, Scenario, check, with_options
-from fuelrail.bench.studies.plan.measured import measured, with_data, with_loader
+from fuelrail.bench.studies.plan.measured import (
+    images_said,
+    measured,
+    with_data,
+    with_example,
+    with_loader,
+)
 from fuelrail.pipeline.settings import load_yaml, make_options
 
 if TYPE_CHECKING:
@@ -29,9 +35,13 @@ def plan(
     each strategy.
     """
     options = make_options(PlanOptions, options, changes)
-    read = scenario if isinstance(scenario, Scenario | None) else load_yaml(scenario, Scenario)
-    asked = with_options(read, options)
+    named = scenario if isinstance(scenario, Scenario | None) else load_yaml(scenario, Scenario)
+    asked = with_options(named, options)
     assumed: list[str] = []
+    read = asked
+    if asked.is_own:
+        asked = with_example(asked)
+    example = asked
     if options.data is not None:
         asked = with_data(asked, options.data, options.split)
         if options.loader_report is None:
@@ -44,10 +54,13 @@ def plan(
         asked, cluster, found = with_loader(asked, cluster, Path(options.loader_report))
         assumed += found
     check(asked)
+    if asked.is_own:
+        assumed.append(images_said(read, asked, example))
     fitted = None
     if options.measure:
         fitted, found = measured(asked, cluster, options.measure)
-        asked = msgspec.structs.replace(asked, efficiency=fitted.efficiency)
+        if fitted is not None:
+            asked = msgspec.structs.replace(asked, efficiency=fitted.efficiency)
         assumed += found
     from fuelrail.bench.planner.scaling import (
         scaling_curves,

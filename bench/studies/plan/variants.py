@@ -14,7 +14,9 @@ from fuelrail.bench.planner.choice import (
     candidates,
     composed,
     fit,
+    gib,
     hybrid,
+    is_bound,
     named,
     peak,
 )
@@ -29,12 +31,17 @@ if TYPE_CHECKING:
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+_RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
+_MOST_NODES = 1024
 _SIMPLE: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp2")
 _WORTH = 1.02  # below which a change is not named
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A strategy with a micro-batch: what of it fails, or memory and rate, the data's limit included."""
+    """A strategy with a micro-batch: what of it fails, or memory and rate, the data's limit included.
+
+    ``is_bound``: the rate is at most this.
+    """
 
     strategy: str
     micro_batch: int
@@ -42,6 +49,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     peak_gib: float | None = None
     samples_per_s: float | None = None
     mfu: float | None = None
+    is_bound: bool = False
 
 
 def planned(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> Planned:
@@ -53,13 +61,15 @@ def planned(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> Planned:
         peak_gib=peak(fit.stages) / GIB,
         samples_per_s=asked.global_batch / seconds,
         mfu=fit.useful_flop / (seconds * cluster.peak_flops(asked.precision)),
+        is_bound=is_bound(asked, cluster, fit.settings),
     )
 
 
 def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Planned]]:
     """Return the simplest strategy that fits, or the asked one, and all that were tried. Raises ConfigError.
 
-    Other ways to train without recomputation and without divided layers are tried too, for some may be faster.
+    Other ways to train without recomputation and without divided layers are tried too, for some may be faster; where a
+    plan is a bound they are not, for nothing says so.
     """
     tried: list[Planned] = []
     chosen: Fit | None = None
@@ -68,24 +78,26 @@ def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Planned
             break
         try:
             found = fit(asked, cluster, settings)
-        except IndivisibleError as error:
-            hint = (
-                ""
-                if asked.parallel != "auto"
-                else ", or --mesh, which can divide the layers instead"
-            )
-            raise ConfigError(f"strategy {named(settings)}: {error}{hint}") from error
         except ConfigError as error:
+            if asked.parallel == "auto" and isinstance(error, IndivisibleError):
+                raise ConfigError(_uneven_batch(asked, cluster)) from error
             if asked.parallel != "auto":
-                raise ConfigError(f"strategy {named(settings)}: {error}") from error
+                would = ""
+                if isinstance(error, TooLargeError):
+                    would = _nearest_in_words(asked, cluster, settings)
+                raise ConfigError(f"strategy {named(settings)}: {error}{would}") from error
             tried.append(
                 Planned(strategy=named(settings), micro_batch=asked.micro_batch, fails=str(error))
             )
             continue
         chosen = chosen or found
         tried.append(planned(asked, cluster, found))
+        if tried[-1].is_bound:
+            break  # bounds of other strategies rank nothing
     if chosen is not None:
         return chosen, tried
+    if asked.global_batch % (cluster.num_devices * asked.micro_batch):
+        raise ConfigError(_uneven_batch(asked, cluster))
     reasons = list(dict.fromkeys(one.fails for one in tried))
     why = (
         reasons[0]
@@ -97,9 +109,82 @@ def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Planned
             f"{why}; this is with fp32 weights and whole gradients, as Fuelrail's trainer has them: --weights bf16 "
             "plans a trainer with less"
         )
+    would = _nearest_in_words(asked, cluster, None)
     raise ConfigError(
-        f"model '{asked.named}' does not fit on {cluster.num_devices} x {cluster.device.name}: {why}"
+        f"model '{asked.named}' does not fit on {cluster.num_devices} x {cluster.device.name}{would}. What was tried: "
+        f"{why}"
     )
+
+
+def _uneven_batch(asked: Scenario, cluster: ClusterSettings) -> str:
+    """Say that the devices cannot share the global batch, and which batches they could."""
+    at_once = cluster.num_devices * asked.micro_batch
+    below = asked.global_batch // at_once * at_once
+    near = f"{below} or {below + at_once}" if below else f"{at_once} or {2 * at_once}"
+    return (
+        f"a global batch of {asked.global_batch} cannot be shared evenly by {cluster.num_devices} devices with "
+        f"micro-batches of {asked.micro_batch}; use a multiple of {at_once}, such as {near}"
+    )
+
+
+def _nearest_in_words(
+    asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None
+) -> str:
+    """Return the plan that fits and is nearest to the refused one, in words."""
+    for change, facts, how in _nearer(asked, cluster, settings):
+        try:
+            found = fit(msgspec.structs.replace(asked, **facts), cluster, how)
+        except ConfigError:
+            continue
+        return f"; it would fit with {change}: {gib(peak(found.stages))}"
+    nodes = cluster.nodes
+    while nodes < _MOST_NODES and cluster.between is not None:
+        nodes *= 2
+        larger = msgspec.structs.replace(cluster, nodes=nodes)
+        batch = larger.num_devices
+        sized = msgspec.structs.replace(
+            asked, global_batch=max(batch, asked.global_batch // batch * batch), micro_batch=1
+        )
+        try:
+            fit(sized, larger, ParallelSettings(strategy="fsdp2", recompute="full"))
+        except ConfigError:
+            continue
+        return (
+            f"; no change fits on this cluster, and fsdp2, full recomputation would on {nodes} nodes "
+            f"({larger.num_devices} devices)"
+        )
+    return "; no change of recomputation, micro-batch, sharding or offload makes it fit on this cluster"
+
+
+def _nearer(
+    asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings | None
+) -> Iterator[tuple[str, dict[str, Any], ParallelSettings]]:
+    """Yield changes of a plan, the smallest first: in words, of the scenario, and the strategy."""
+    small = {"micro_batch": 1} if asked.micro_batch > 1 else {}
+    if settings is not None:
+        more = _RECOMPUTED[_RECOMPUTED.index(settings.recompute) + 1 :]
+        again = [msgspec.structs.replace(settings, recompute=kind) for kind in more]
+        for how in again:
+            yield f"recompute: {how.recompute}", {}, how
+        for how in (settings, *again) if small else ():
+            yield f"micro_batch: 1 ({named(how)})", small, how
+    if cluster.num_devices == 1:
+        for kind in _RECOMPUTED if small and settings is None else ():
+            how = ParallelSettings(recompute=kind)
+            yield f"micro_batch: 1 ({named(how)})", small, how
+        return
+    sharded = [ParallelSettings(strategy="fsdp2", recompute=kind) for kind in _RECOMPUTED]
+    for facts in ({}, small) if small else ({},):
+        for how in sharded if settings is not None or facts else ():
+            yield f"{named(how)}{' and micro_batch: 1' if facts else ''}", facts, how
+    if not isinstance(asked.settings, str) and settings is not None:
+        for tp in (2, 4, 8):
+            if cluster.devices_per_node % tp == 0 and cluster.num_devices > tp:
+                how = composed(cluster, 1, tp)
+                yield f"mesh: {named(how)}", small, how
+    for how in sharded:
+        how = msgspec.structs.replace(how, offload=True)
+        yield f"{named(how)}{' and micro_batch: 1' if small else ''}", small, how
 
 
 def sweep(asked: Scenario, cluster: ClusterSettings) -> list[Planned]:
@@ -141,7 +226,12 @@ def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
 def remedies(
     asked: Scenario, cluster: ClusterSettings, chosen: Fit, tried: Sequence[Planned]
 ) -> dict[str, float]:
-    """Return changes that make a plan faster, each with its rate, the best first; other strategies were ``tried``."""
+    """Return changes that make a plan faster, each with its rate, the best first; other strategies were ``tried``.
+
+    A bound has none.
+    """
+    if is_bound(asked, cluster, chosen.settings):
+        return {}  # the gain of one bound over another says nothing of the steps
     found = dict(_changed(asked, cluster, chosen))
     found |= {
         f"use {one.strategy}": one.samples_per_s for one in tried if one.samples_per_s is not None

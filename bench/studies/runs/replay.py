@@ -103,9 +103,14 @@ def replay(
         batch = next(iter(source))
     else:
         folder = Path(ledger).parent if files is None else files
-        with make_loader(part, rank, dataset, functions or {}, folder, without) as loader:
         with make_loader(
-            part, rank, dataset, functions or {}, without=without, receipts=receipts
+            part,
+            rank,
+            dataset,
+            functions or {},
+            folder,
+            without=without,
+            receipts=receipts,
         ) as loader:
             state = state_at(part.identity, place, start.global_batch)
             if without is not None:
@@ -204,16 +209,8 @@ def make_loader(
     rank: int | None,
     dataset: str | os.PathLike[str] | None,
     functions: dict[str, Callable[..., Any]],
-        folder = Path(ledger).parent if files is None else files
-        with make_loader(
-            part,
-            rank,
-            dataset,
-            functions or {},
-            folder,
-            without=without,
-            receipts=receipts,
-        ) as loader:
+    files: str | os.PathLike[str],
+    *,
     without: str | Sequence[str] | None = None,
     receipts: Sequence[str | os.PathLike[str]] = (),
 ) -> DataLoader:
@@ -269,7 +266,7 @@ def make_loader(
     if options["mix"] is None and not is_url(data) and isinstance(part.identity.dataset, str):
         data = as_it_was(data, part.identity.dataset, receipts)
         if isinstance(data, EarlierDataset):  # the policy of the run does not know such samples
-            has_packs = any(options["order"].get(name) for name in ("pack", "bucket"))
+            has_packs = order.pack is not None or order.bucket is not None
             options["bad_samples"] = {
                 "on_error": "raise" if has_packs else "substitute",
                 "max_bad": len(data),
@@ -364,33 +361,6 @@ def seen(
     functions: dict[str, Callable[..., Any]] | None = None,
     checkpoints: str | os.PathLike[str] | None = None,
     files: str | os.PathLike[str] | None = None,
-) -> SeenReport:
-    """Return at which steps of a run samples were shown, by inverting its order; ``names`` are keys or clips.
-
-    Frames of windows count. ``dataset``, ``functions`` and ``files`` are as in `replay`.
-    ``checkpoints`` are those to choose the newest clean state among: a folder or URL of
-    `Checkpoints`, or a JSON file of loaders' states by the checkpoints' names; None: the states
-    that the ledger has. Raises ConfigError for a name that the run's split does not have, and what
-    `replay` raises.
-    receipts: Sequence[str | os.PathLike[str]] = (),
-) -> SeenReport:
-    """Return at which steps of a run samples were shown, by inverting its order; ``names`` are keys or clips.
-
-    Frames of windows count. ``dataset``, ``functions`` and ``receipts`` are as in `replay`.
-    ``checkpoints`` are those to choose the newest clean state among: a folder or URL of
-    `Checkpoints`, or a JSON file of loaders' states by the checkpoints' names; None: the states
-    that the ledger has. Raises ConfigError for a name that the
-    run's split does not have, and what `replay` raises.
-    """
-    history = RunHistory(ledger)
-    replaced = history.replaced()
-    found: list[Showing] = []
-    folder = Path(ledger).parent if files is None else files
-    num = 0
-    for part in history.parts:
-        if not part.length:
-            continue
-    files: str | os.PathLike[str] | None = None,
     receipts: Sequence[str | os.PathLike[str]] = (),
 ) -> SeenReport:
     """Return at which steps of a run samples were shown, by inverting its order; ``names`` are keys or clips.
@@ -400,6 +370,16 @@ def seen(
     `Checkpoints`, or a JSON file of loaders' states by the checkpoints' names; None: the states
     that the ledger has. Raises ConfigError for a name that the run's split does not have, and what
     `replay` raises.
+    """
+    history = RunHistory(ledger)
+    replaced = history.replaced()
+    found: list[Showing] = []
+    folder = Path(ledger).parent if files is None else files
+    num = 0
+    for part in history.parts:
+        if not part.length:
+            continue
+        with make_loader(part, None, dataset, functions or {}, folder, receipts=receipts) as loader:
             state = state_at(part.identity, part.walk.start, loader.batch_size)
             loader.load_state_dict(state)  # refuses another dataset, or one that has changed
             wanted = _samples(loader, part.identity.split, names)

@@ -103,7 +103,14 @@ def _block(settings: GptSettings) -> Block:
         )
     else:
         mlp = perceptron(width, inner, gated=gated)
-    return Block(width, settings.heads, causal=True, kv_heads=settings.kv_heads, mlp=mlp)
+    return Block(
+        width,
+        settings.heads,
+        causal=True,
+        kv_heads=settings.kv_heads,
+        head_width=settings.head_width,
+        mlp=mlp,
+    )
 
 
 class _Embeddings(nn.Module):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.runtime.stages import stage_error
-from fuelrail.pipeline.settings import NotNegative, Positive, Settings
+from fuelrail.pipeline.settings import Above0, NotNegative, Positive, Settings
 from fuelrail.pipeline.transforms.image import ImageAugment
 
 MODEL_IMAGE = ImageAugment(height=256, width=704)
@@ -63,7 +63,8 @@ class GptSettings(Settings, frozen=True):
 
     ``kv_heads`` (default: ``heads``) are shared by groups of queries. A perceptron has ``ffn`` channels inside
     (default: four times the width), and with ``gated`` a third matrix. ``experts`` is the number of perceptrons of a
-    block, of which a token passes ``active_experts`` on average.
+    block, of which a token passes ``active_experts`` on average. A head has ``head_width`` channels (default: ``width``
+    over ``heads``).
     """
 
     width: Positive
@@ -75,7 +76,13 @@ class GptSettings(Settings, frozen=True):
     ffn: Positive | None = None
     gated: bool = False
     experts: Positive = 1
-    active_experts: Positive = 1
+    active_experts: Above0 = 1
+    head_width: Positive | None = None
+
+    @property
+    def channels_of_head(self) -> int:
+        """Return the number of channels of a head."""
+        return self.head_width or self.width // self.heads
 
 
 GridSettings = BevSettings | VitSettings  # of models that say which cells are occupied

@@ -122,7 +122,8 @@ GATED_PLAN: dict[str, ParallelStyle] = {
 class Block(nn.Module):
     """The pre-norm block of GPT-2 and ViT: attention, and a perceptron of four times the width unless ``mlp`` is given.
 
-    ``kv_heads`` are the heads of keys and values, each of which a group of queries shares.
+    ``kv_heads`` are the heads of keys and values, each of which a group of queries shares; ``head_width`` is the number
+    of channels of a head (default: ``width`` over ``heads``).
     """
 
     def __init__(
@@ -132,11 +133,14 @@ class Block(nn.Module):
         *,
         causal: bool,
         kv_heads: int | None = None,
+        head_width: int | None = None,
         mlp: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, kv_heads or heads, causal=causal)
+        self.attention = Attention(
+            width, heads, kv_heads or heads, head_width or width // heads, causal=causal
+        )
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = mlp or perceptron(width, 4 * width)
 
@@ -171,7 +175,7 @@ class Experts(nn.Module):
     them on average. Which tokens an expert takes depends on the later ones too.
     """
 
-    def __init__(self, width: int, inner: int, number: int, active: int, *, gated: bool) -> None:
+    def __init__(self, width: int, inner: int, number: int, active: float, *, gated: bool) -> None:
         super().__init__()
         self.router = nn.Linear(width, number, bias=False)
         self.experts = nn.ModuleList(perceptron(width, inner, gated=gated) for _ in range(number))
@@ -180,7 +184,7 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute hidden states [B, T, C] of the same shape."""
         weights = self.router(hidden).softmax(-1).transpose(1, 2)  # [B, E, T]
-        taken = max(1, hidden.shape[1] * self.active // len(self.experts))
+        taken = max(1, int(hidden.shape[1] * self.active // len(self.experts)))
         weight, place = weights.topk(min(taken, hidden.shape[1]))
         result = torch.zeros_like(hidden)
         for number, expert in enumerate(self.experts):
@@ -193,13 +197,15 @@ class Experts(nn.Module):
 class Attention(nn.Module):
     """Attention between tokens; groups of query heads share heads of keys and values."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, *, causal: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, head_width: int, *, causal: bool
+    ) -> None:
         super().__init__()
-        self.head_width, self.causal, self.grouped = width // heads, causal, kv_heads != heads
+        self.head_width, self.causal, self.grouped = head_width, causal, kv_heads != heads
         # Apart, not fused: tensor parallel cuts each of them between heads.
-        sizes = (width, kv_heads * self.head_width, kv_heads * self.head_width)
+        sizes = (heads * head_width, kv_heads * head_width, kv_heads * head_width)
         self.query, self.key, self.value = (nn.Linear(width, size) for size in sizes)
-        self.output = nn.Linear(width, width)
+        self.output = nn.Linear(heads * head_width, width)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Compute hidden states [B, T, C] of the same shape; ``mask`` as in `Block.forward`."""

@@ -216,8 +216,10 @@ def check_fits(
             f"tp={tp} does not divide the {size} {name} of the model; {divisors('tp', size)}",
         )
     if isinstance(model, VitSettings | GptSettings):
-        uneven = model.width % model.heads
-        _refuse(uneven, f"{model.heads} heads do not divide the model's width of {model.width}")
+        divides = model.width % model.heads == 0 or getattr(model, "head_width", None) is not None
+        _refuse(
+            not divides, f"{model.heads} heads do not divide the model's width of {model.width}"
+        )
     if isinstance(model, GptSettings):
         groups = model.heads % (model.kv_heads or 1)
         _refuse(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
@@ -166,7 +168,10 @@ def test_a_sweep_says_what_fits_and_how_fast_by_a_few_small_runs(tmp_path, monke
     assert found["ddp", 1].peak_gib < found["ddp", 8].peak_gib
     assert found["ddp", 8].samples_per_s > found["ddp", 1].samples_per_s
     assert "do not divide the global batch of 64" in found["fsdp2", 3].fails
-    assert found["ddp", 16].fails.startswith("needs 0.0 GiB on stage 0 (Activation 0.0, ")
+    words = (
+        r"needs [\d.]+ MiB \(the largest parts: activations of a micro-batch [\d.]+ MiB, optimiser"
+    )
+    assert re.match(words, found["ddp", 16].fails)
     assert found["ddp", 32].fails == f"a smaller micro-batch {found['ddp', 16].fails}", (
         "it is not tried"
     )
@@ -226,7 +231,7 @@ def test_efficiencies_are_fitted_to_training_on_the_cluster(tmp_path):
     found, said = measured(asked, cluster, [str(path)])
     # A tiny model takes milliseconds, of which an H100 needs none: it goes as far as one step may move the numbers.
     assert found.efficiency.convolution < choice.efficiency(asked, cluster).convolution
-    assert "4 numbers fitted to 1 measured step; identifiable by them: " in said[0]
+    assert "5 numbers fitted to 1 measured step; identifiable by them: " in said[0]
     emulated = report_of([log(steps(20))])
     path.write_bytes(msgspec.json.encode(emulated))
     with pytest.raises(
@@ -247,7 +252,7 @@ def test_a_users_own_measured_steps_narrow_the_range(tmp_path):
         "parallel": {"strategy": "ddp"},
     }
     for number, size in enumerate((1, 2)):
-        text = {**asked, "name": "mine", "micro_batch": size, "measured_step_s": 0.004 / size}
+        text = {**asked, "name": "mine", "micro_batch": size, "measured_step_s": 0.04 / size}
         (tmp_path / f"{number}.yaml").write_bytes(msgspec.yaml.encode(text))
     files = (str(tmp_path / "0.yaml"), str(tmp_path / "1.yaml"))
     before = fuelrail.plan(None, **FLAGS)

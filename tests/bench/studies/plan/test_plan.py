@@ -22,7 +22,7 @@ from support.datasets import CAMERAS, build_dataset
 pytestmark = pytest.mark.slow  # each strategy takes seconds
 
 SCENARIOS = CLUSTERS.parent / "scenarios"
-GPT = Scenario(name="tiny", model="gpt-tiny", cluster="1x8-h100", global_batch=16, precision="fp32")
+GPT = Scenario(name="tiny", model="gpt-tiny", cluster="1x8-h100", global_batch=16)
 
 
 def cluster(tmp_path, **values):
@@ -40,7 +40,7 @@ def test_the_simplest_strategy_that_fits_and_why_the_simpler_one_does_not(tmp_pa
     small = msgspec.structs.replace(GPT, cluster=cluster(tmp_path, memory_gib=0.0021))
     found = plan(small, explain=True)
     assert [one.strategy for one in found.tried] == ["ddp", "zero1", "zero2", "fsdp2"]
-    assert "GiB on stage 0 (" in found.tried[0].fails
+    assert "MiB (the largest parts: " in found.tried[0].fails
     assert found.strategy == "zero1"
     assert found.peak_gib < found.usable_gib == pytest.approx(0.0021 * 0.9)
     assert found.explained["step.compute"].inputs["micro_batches"] == 2
@@ -88,7 +88,7 @@ def test_a_pipeline_has_a_bubble_and_all_its_stages():
     assert [shape.stage for shape in found.stages] == [0, 1, 2, 3]
     parts = found.step
     assert parts.bubble == pytest.approx(
-        3 / 16 * (parts.compute + parts.memory + parts.tensor + parts.pipeline)
+        3 / 16 * (parts.compute + parts.memory + parts.launch + parts.tensor + parts.pipeline)
     )
     weights = sum(shape.parameters for shape in plan(GPT).stages)
     # Norms and what else no plan divides lie on both ranks of the tensor-parallel group.
@@ -122,7 +122,7 @@ def test_other_strategies_that_may_be_faster_are_tried_and_named():
 def test_a_batch_that_does_not_divide_is_refused_and_one_that_is_too_small_divides_the_model():
     with pytest.raises(
         ConfigError,
-        match=r"ddp: 8 .* do not divide the global batch of 12; use a multiple of 8, or --",
+        match=r"batch of 12 cannot be shared evenly by 8 devices .* multiple of 8, such as 8 or 16",
     ):
         plan(msgspec.structs.replace(GPT, global_batch=12))
     found = plan(msgspec.structs.replace(GPT, global_batch=4))
@@ -177,7 +177,7 @@ def test_what_a_scenario_must_say(changes, message):
     # Of 2 and 3 blocks: copies and two kinds of shards, three stages with recomputation and without; else whole models.
     # One run more is of a remedy.
     [
-        ("bev-student-8-gpus", 7),
+        ("bev-student-8-gpus", 4),
         pytest.param("gpt-1.3b-4-gpus", 10, marks=pytest.mark.long),
         pytest.param("gpt-100b-64-gpus", 12, marks=pytest.mark.long),
         pytest.param("resnet50-4-gpus", 6, marks=pytest.mark.long),

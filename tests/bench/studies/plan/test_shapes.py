@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import textwrap
@@ -13,10 +14,13 @@ import yaml
 import fuelrail
 from fuelrail.__main__ import main
 from fuelrail.bench.planner import choice
-from fuelrail.bench.planner.hardware import load_cluster
+from fuelrail.bench.planner.fake_rank import Inputs
+from fuelrail.bench.planner.hardware import CLUSTERS, Sourced, load_cluster
 from fuelrail.bench.planner.scenario import Scenario, TransformerShape
+from fuelrail.bench.planner.shape import expert_parameters, shape_of
 from fuelrail.bench.planner.state import num_parameters
-from fuelrail.bench.trainer.strategies.settings import ParallelSettings
+from fuelrail.bench.planner.step_time import efficiency_of, step_time
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
 from support.shared_data import shared_data
 from test_recipes import schema_of
@@ -110,6 +114,157 @@ def test_bf16_weights_and_low_precision_say_what_they_change():
     tf32 = planned(precision="tf32")
     assert tf32.stages == planned(precision="fp32").stages
     assert tf32.time.compute < planned(precision="fp32").time.compute
+
+
+@pytest.mark.slow
+def test_gradients_in_bf16_take_half_and_are_sent_as_half():
+    wide = msgspec.structs.replace(
+        ASKED, weights="bf16", parallel=ParallelSettings(mesh="tp=2,dp_replicate=4")
+    )
+    fp32, bf16 = (
+        choice.fit(one, load_cluster("1x8-h100"), one.parallel)
+        for one in (wide, msgspec.structs.replace(wide, gradients="bf16"))
+    )
+    parameters = fp32.stages[0].parameters
+    assert [fit.stages[0].memory["gradients"] for fit in (fp32, bf16)] == [
+        4 * parameters,
+        2 * parameters,
+    ]
+    assert not {"Gradient", "Sharded Grad", "Unsharded Grad"} & fp32.stages[0].memory.keys()
+    sizes = [
+        sum(one.bytes for one in fit.stages[0].collectives if one.axis == "dp_replicate")
+        for fit in (fp32, bf16)
+    ]
+    assert sizes[1] < sizes[0]
+    with pytest.raises(ConfigError, match="gradients 'bf16' is given without weights: bf16"):
+        fuelrail.plan(msgspec.structs.replace(ASKED, gradients="bf16"))
+
+
+@pytest.mark.slow
+def test_copies_in_bf16_have_one_buffer_of_gradients():
+    """As Megatron: 2 bytes of a weight, 4 of its gradient; the optimiser's 12 are shared by the copies."""
+    found = planned(weights="bf16", parallel=ParallelSettings()).stages[0]
+    assert found.memory["gradients"] == 4 * found.parameters
+    assert found.memory["moments"] == 12 * found.parameters // 8
+    assert found.memory["Parameter"] == pytest.approx(2 * found.parameters, rel=0.01)
+
+
+@pytest.mark.slow
+def test_tied_embeddings_windows_and_wide_heads():
+    plain = planned(sequence=64)
+    tied = planned(model=msgspec.structs.replace(SMALL, tied=True))
+    assert plain.stages[0].parameters - tied.stages[0].parameters == pytest.approx(512 * 64, abs=2)
+    window = planned(model=msgspec.structs.replace(SMALL, window=16))
+    share = 16 * (2 * 64 - 16) / 64**2
+    assert window.work.attention_flop == pytest.approx(share * plain.work.attention_flop)
+    half = planned(model=msgspec.structs.replace(SMALL, window=16, global_layers=4))
+    assert half.work.attention_flop == pytest.approx((1 + share) / 2 * plain.work.attention_flop)
+    wide = planned(model=msgspec.structs.replace(SMALL, head_width=32))  # of 8 heads of 64 channels
+    more = 8 * 64 * (256 - 64) * 2 + 8 * 64 * (128 - 32) * 2 + 8 * ((256 - 64) + 2 * (128 - 32))
+    assert wide.stages[0].parameters - plain.stages[0].parameters == more
+
+
+@pytest.mark.slow
+def test_a_mixture_of_many_experts_is_run_with_few():
+    """With all of its experts it has the same FLOP, parameters and, nearly, memory."""
+    few = msgspec.structs.replace(SMALL, experts=16, active_experts=2, layers=4)
+    short = planned(model=few).stages[0]
+    model = few.settings(64)
+    whole = shape_of(
+        model,
+        ParallelSettings(),
+        Degrees(dp_replicate=8),
+        Inputs(micro_batch=1, micro_batches=2),
+        precision="bf16",
+    )
+    assert (short.parameters, short.flop) == (whole.parameters, whole.flop)
+    assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.03)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_experts_hold_their_part_and_exchange_tokens():
+    mixture = msgspec.structs.replace(SMALL, experts=8, active_experts=2)
+    alone, shared = (
+        planned(model=mixture, weights="bf16", expert_parallel=ranks) for ranks in (1, 4)
+    )
+    experts = 8 * expert_parameters(mixture.settings(64))
+    fewer = alone.stages[0].parameters - shared.stages[0].parameters
+    assert fewer == pytest.approx(experts * 3 / 4, rel=0.01)
+    assert shared.work.flop == pytest.approx(alone.work.flop, rel=0.02)
+    (exchange,) = [one for one in shared.work.traffic if one.reach == 4]
+    assert exchange.bytes == 4 * 8 * 2 * 64 * 2 * 64 * 3 / 4
+    with pytest.raises(ConfigError, match="expert_parallel is 3, which does not divide the 8"):
+        fuelrail.plan(msgspec.structs.replace(ASKED, model=mixture, expert_parallel=3))
+
+
+@pytest.mark.slow
+def test_a_refusal_names_the_largest_parts_and_the_nearest_plan_that_fits():
+    asked = {"model": "gpt-1.3b", "cluster": "1x4-a100-40gb", "global_batch": 64, "micro_batch": 4}
+    with pytest.raises(ConfigError) as caught:
+        fuelrail.plan(None, **asked, strategy="ddp")
+    text = str(caught.value)
+    parts = ("activations of a micro-batch", "optimiser state", "inputs and gradient buckets")
+    assert all(f"{part} " in text for part in parts)
+    (change,) = re.findall(r"it would fit with recompute: (\w+): [\d.]+ GiB", text)
+    fitting = fuelrail.plan(None, **asked, strategy="ddp", recompute=change)
+    assert fitting.peak_gib <= fitting.usable_gib
+
+
+@pytest.mark.slow
+def test_a_state_that_is_too_large_is_refused_with_its_parts(tmp_path):
+    small = (CLUSTERS / "1x8-h100.yaml").read_text()
+    path = tmp_path / "small.yaml"
+    path.write_text(small.replace("memory_gib: {value: 80,", "memory_gib: {value: 0.004,"))
+    parts = r"weights [\d.]+ MiB, gradients [\d.]+ MiB, optimiser state [\d.]+ MiB; ZeRO stage 0"
+    with pytest.raises(ConfigError, match=parts) as caught:
+        fuelrail.plan(msgspec.structs.replace(ASKED, cluster=str(path)))
+    assert "it would fit with fsdp2" in str(caught.value)
+    moved = ParallelSettings(strategy="fsdp2", offload=True)
+    shards = choice.fit(ASKED, load_cluster("1x8-h100"), ParallelSettings(strategy="fsdp2"))
+    offloaded = choice.fit(ASKED, load_cluster("1x8-h100"), moved)
+    kinds = ("Sharded Param", "Sharded Grad", "moments")
+    assert not set(kinds) & offloaded.stages[0].memory.keys()
+    assert choice.peak(offloaded.stages) < choice.peak(shards.stages)
+    assert choice.is_bound(ASKED, load_cluster("1x8-h100"), moved), "copies to the host take time"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("software", ["torch", "nvidia"])
+def test_eight_bits_are_of_a_software(software):
+    mean, own = planned(precision="fp8"), planned(precision="fp8", software=software)
+    assert (own.time.compute > mean.time.compute) == (software == "torch")
+    with pytest.raises(ConfigError, match="is given with precision bf16"):
+        fuelrail.plan(msgspec.structs.replace(ASKED, software=software))
+
+
+@pytest.mark.slow
+def test_convolutions_in_fp32_are_those_of_a_device_without_tensor_cores():
+    """ResNet-50, 256 images, V100: 367 images/s in fp32 (NVIDIA DeepLearningExamples, ConvNets, resnet50v1.5)."""
+    cluster = load_cluster("1x8-a100")
+    device = msgspec.structs.replace(
+        cluster.device,
+        name="NVIDIA V100-SXM2-32GB",
+        memory_gb_per_s=Sourced(value=900, source="data sheet"),
+        peak_tflops={"fp32": Sourced(value=15.7, source="data sheet")},
+    )
+    asked = Scenario(
+        name="n",
+        model="resnet50",
+        cluster="none",
+        cameras=1,
+        height=224,
+        width=224,
+        global_batch=256,
+        micro_batch=256,
+        precision="fp32",
+        parallel=ParallelSettings(optimiser="sgd"),
+    )
+    alone = msgspec.structs.replace(cluster, devices_per_node=1, device=device)
+    found = choice.fit(asked, alone, asked.parallel, fits=True)
+    used = efficiency_of(device.name, "fp32")
+    assert step_time(found.work, alone, "fp32", used).total == pytest.approx(256 / 367, rel=0.05)
+    assert choice.is_bound(asked, alone, asked.parallel)
+    assert found.time.total < 256 / 367
 
 
 OWN = """
