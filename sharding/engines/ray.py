@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import hashlib
 import itertools
+import os
 import pickle
 import shutil
 import time

@@ -496,7 +496,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             ):
                 if data is not None:
                     names.discard(member.name)
-                    yield f"{tar}#{member.name}", plain_png(data)
+                    yield f"{tar}#{member.name}", bytes(plain_png(data))
             if names:
                 raise SourceError(f"tar '{self.files.shown}/{tar}' has no '{min(names)}' any more")
 
