@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import os
 from pathlib import Path
@@ -100,9 +101,8 @@ class _Lengths:
     """The lengths of the epochs that ended in a segment; of an epoch that is not over, no number is too large."""
 
     def __init__(self, records: Sequence[Record], start: int) -> None:
-        segment = itertools.takewhile(
-            lambda one: not isinstance(one, SegmentStart), records[start + 1 :]
-        )
+        following = (records[number] for number in range(start + 1, len(records)))
+        segment = itertools.takewhile(lambda one: not isinstance(one, SegmentStart), following)
         reached = [one for one in segment if isinstance(one, PlaceReached)]
         self._known = {
             one.place[0] - 1: one.epoch_length for one in reached if one.epoch_length is not None
@@ -124,9 +124,12 @@ class RunHistory:
         stretches, self.lost = seen_by_weights(self.ledger.records)
         self.parts: list[Part] = []
         self.num_steps = 0
+        identities: dict[int, Identity] = {}
         for stretch in stretches:
             setup, start = stretch.setup, stretch.start
-            identity = identity_of(setup, path)
+            if id(setup) not in identities:
+                identities[id(setup)] = identity_of(setup, path)
+            identity = identities[id(setup)]
             varying = {"has_pack", "without"} & identity.order.keys()
             lengths = _Lengths(self.ledger.records, stretch.record) if varying else None
             world = World(0, start.ranks)
@@ -143,11 +146,13 @@ class RunHistory:
 
     def step(self, number: int) -> tuple[Part, Cursor]:
         """Return the part of a step, and the place before it; raise ConfigError for one that the run does not have."""
-        for part in self.parts:
-            if part.first <= number < part.first + part.length:
-                epoch, at = part.walk.place(number - part.first)
-                batches = part.walk.batches(epoch)
-                return part, Cursor(epoch, batches.start + at * batches.global_batch)
+        # The last part that begins at the step or before it: parts of no steps begin with others.
+        place = bisect.bisect_right(self.parts, number, key=lambda part: part.first) - 1
+        if place >= 0 and number < self.parts[place].first + self.parts[place].length:
+            part = self.parts[place]
+            epoch, at = part.walk.place(number - part.first)
+            batches = part.walk.batches(epoch)
+            return part, Cursor(epoch, batches.start + at * batches.global_batch)
         raise ConfigError(
             f"step {number} is not in ledger '{self.path}': it has the steps 0 to {self.num_steps - 1}"
         )

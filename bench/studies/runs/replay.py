@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -376,10 +377,20 @@ def seen(
     found: list[Showing] = []
     folder = Path(ledger).parent if files is None else files
     num = 0
-    for part in history.parts:
-        if not part.length:
-            continue
-        with make_loader(part, None, dataset, functions or {}, folder, receipts=receipts) as loader:
+    loader_key: tuple[int, int] | None = None
+    with contextlib.ExitStack() as stack:
+        for part in history.parts:
+            if not part.length:
+                continue
+            # A run that was continued often has many parts of one setup.
+            setup_key = id(part.stretch.setup), part.stretch.start.global_batch
+            if loader_key != setup_key:
+                stack.close()
+                loader = make_loader(
+                    part, None, dataset, functions or {}, folder, receipts=receipts
+                )
+                stack.enter_context(loader)
+                loader_key = setup_key
             state = state_at(part.identity, part.walk.start, loader.batch_size)
             loader.load_state_dict(state)  # refuses another dataset, or one that has changed
             wanted = _samples(loader, part.identity.split, names)
