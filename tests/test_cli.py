@@ -146,6 +146,23 @@ def test_an_unknown_word_names_the_one_that_was_meant_or_the_known_ones(invoke) 
     assert all(word in err.splitlines()[-1] for word in WORDS)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--verison"], "unknown option '--verison'; did you mean --version?"),
+        (["--hlep"], "unknown option '--hlep'; did you mean --help?"),
+        (["--bogus"], "unknown option '--bogus'; a command comes before its options"),
+        (["shard", "--hepl"], "unrecognized arguments: --hepl; did you mean --help?"),
+        (["verify", "--deeep"], "unrecognized arguments: --deeep; did you mean --deep?"),
+        (["shard"], "the following arguments are required: KIND:PATH"),
+    ],
+)
+def test_a_mistyped_option_is_said_before_what_is_missing(invoke, words, said) -> None:
+    code, out, err = invoke(*words)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].endswith(f"error: {said}")
+
+
 def test_alone_it_prints_the_overview(invoke) -> None:
     code, out, err = invoke()
     assert (code, err) == (0, "")

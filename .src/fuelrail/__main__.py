@@ -116,11 +116,22 @@ def _overview() -> str:
 class _Parser(argparse.ArgumentParser):
     """Names the option that was probably meant in the place of an unknown one."""
 
+    _words: Sequence[str] = ()
+    """The arguments that are parsed."""
+
     def error(self, message: str) -> NoReturn:
         """Print the message to stderr, without the usage, which would hide it; exit with 2."""
+        options = [text for action in self._actions for text in action.option_strings]
+        if message.startswith("the following arguments are required"):
+            words = [word for word in self._words if word.startswith("--")]
+            wrong = [
+                word
+                for word in words
+                if not any(text.startswith(word.partition("=")[0]) for text in options)
+            ]
+            message = f"unrecognized arguments: {' '.join(wrong)}" if wrong else message
         unknown = re.match(r"unrecognized arguments: --([^\s=]+)", message)
         if unknown is not None:
-            options = (text for action in self._actions for text in action.option_strings)
             names = [text[2:] for text in options if text.startswith("--")]
             close = difflib.get_close_matches(unknown[1], names, n=1, cutoff=0.7)
             message += f"; did you mean --{close[0]}?" if close else ""
@@ -128,6 +139,7 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_any_order(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse options between positional arguments too: ``shard SOURCE --seed 7 OUT``, where OUT is optional."""
+        self._words = arguments
         # argparse has no other way
         words = next(
             (action for action in self._actions if isinstance(action, argparse._SubParsersAction)),  # noqa: SLF001
@@ -227,6 +239,12 @@ def _run(argv: Sequence[str] | None) -> int:
     if not arguments:
         top.print_help()
         return 0
+    first = arguments[0].partition("=")[0]
+    options = ("--help", "--version")
+    if first.startswith("--") and not any(option.startswith(first) for option in options):
+        close = difflib.get_close_matches(first, options, n=1)
+        hint = f"did you mean {close[0]}?" if close else "a command comes before its options"
+        top.error(f"unknown option '{first}'; {hint}")
     word = top.parse_args(arguments[:1]).command
     if word not in _COMMANDS:
         close = difflib.get_close_matches(word, _COMMANDS, n=1)

@@ -99,6 +99,11 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     sync: dict[str, Any] = {}
     license: str | None = None
 
+    @property
+    def frame(self) -> int:
+        """The frame's number in its clip, as batches and filters call it: ``frame_idx`` of the stored record."""
+        return self.frame_idx
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:

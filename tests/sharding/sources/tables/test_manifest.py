@@ -228,10 +228,9 @@ def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
 @pytest.mark.parametrize(
     ("attributes", "match"),
     [
-        (["nigth"], "no attribute 'nigth'; did you mean night"),
+        (["gear", "nigth"], "no channel or attribute 'nigth'; did you mean 'night'"),
         (["frame"], "a batch has another entry 'frame'"),
-        (["night", "gear"], "a batch has another entry 'gear'"),
-        ("night", "attributes='night' must be a list of names of attributes"),
+        ("night", "select='night' must be a list of names of channels and attributes"),
     ],
 )
 def test_attributes_that_cannot_be_in_a_batch(wide, tmp_path, attributes, match):
@@ -240,7 +239,10 @@ def test_attributes_that_cannot_be_in_a_batch(wide, tmp_path, attributes, match)
         f"manifest:{wide}", tmp_path / "out", workers=1, options=OPTIONS, splits={"train": 1.0}
     )
     with pytest.raises(ConfigError, match=match):
-        load(tmp_path / "out", 2, select=["gear", *attributes])
+        load(tmp_path / "out", 2, select=attributes)
+    with load(tmp_path / "out", 2, select=["night", "gear"]) as loader:
+        kinds = {one.name: one.kind for one in loader.selected}
+    assert kinds == {"gear": "array", "night": "array"}, "a name of both is the channel"
 
 
 def test_one_file_is_a_location_too(wide):
