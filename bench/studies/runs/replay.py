@@ -141,7 +141,7 @@ def replay(
             differences.append(
                 f"position {position} was {one.replaced_by}, for {one.key} was bad, and is another"
             )
-    if isinstance(getattr(loader, "dataset", None), EarlierDataset):
+    if loader is not None and isinstance(loader, DataLoader):
         differences += [
             f"{key} was deleted; another sample is in its place"
             for key in _deleted_in_step(loader, place, start.global_batch)
@@ -157,12 +157,20 @@ def replay(
 
 def _deleted_in_step(loader: DataLoader, place: Cursor, global_batch: int) -> list[str]:
     """Return the keys of deleted samples that a step shows, also as frames of windows."""
+    datasets = list(loader.datasets.values())
+    if not any(isinstance(dataset, EarlierDataset) for dataset in datasets):
+        return []
     positions = place.samples_consumed + np.arange(global_batch)
     shown_at = loader.where.places(place.epoch, positions % loader.where.epoch_length)
-    dataset = loader.dataset
-    assert isinstance(dataset, EarlierDataset), "what was deleted from"
-    keys = [dataset.index.row(row).key for row in np.unique(shown_at.rows[shown_at.present])]
-    return [key for key in keys if key in dataset.deleted]
+    keys: dict[str, None] = {}
+    for number, rows in enumerate(shown_at.rows):
+        dataset = datasets[0 if len(datasets) == 1 else int(shown_at.parts[number])]
+        if isinstance(dataset, EarlierDataset):
+            of_rows = (
+                dataset.index.row(row).key for row in rows[shown_at.present[number]].tolist()
+            )
+            keys |= dict.fromkeys(key for key in of_rows if key in dataset.deleted)
+    return sorted(keys)
 
 
 def _first_batch(loader: DataLoader, step: int) -> Any:
@@ -243,10 +251,11 @@ def make_loader(
             is_timed = "channels" in window
             options["window"] = msgspec.convert(window, TimeWindow if is_timed else FrameWindow)
         order = msgspec.convert(setup.loader["order"], OrderSpec)
-        first = next(iter(places.values()))
+        if not places:
+            raise KeyError("datasets")
         if isinstance(options["mix"], list):
             options["mix"] = msgspec.convert(options["mix"], list[MixStage])
-    except (KeyError, TypeError, StopIteration, msgspec.ValidationError) as error:
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
         what = f"the settings of the loader in the setup of record {part.stretch.record} are of no known form: {error}"
         raise LedgerError(what, part.stretch.record) from error
     _check_files(order, Path(files))
@@ -263,16 +272,23 @@ def make_loader(
         raise ConfigError(
             f"dataset='{dataset}' is one, and the run mixed {', '.join(places)}: put them where they were"
         )
-    data: Any = places if options["mix"] is not None else dataset or first
-    if options["mix"] is None and not is_url(data) and isinstance(part.identity.dataset, str):
-        data = as_it_was(data, part.identity.dataset, receipts)
-        if isinstance(data, EarlierDataset):  # the policy of the run does not know such samples
-            has_packs = order.pack is not None or order.bucket is not None
-            options["bad_samples"] = {
-                "on_error": "raise" if has_packs else "substitute",
-                "max_bad": len(data),
-                "file": None,
-            }
+    fingerprints = part.identity.dataset
+    if isinstance(fingerprints, str):
+        fingerprints = dict.fromkeys(places, fingerprints)
+    locations: dict[str, Any] = places if dataset is None else {next(iter(places)): dataset}
+    opened: dict[str, Any] = {
+        name: place if is_url(place) else as_it_was(place, fingerprints.get(name, ""), receipts)
+        for name, place in locations.items()
+    }
+    earlier = [one for one in opened.values() if isinstance(one, EarlierDataset)]
+    if earlier:  # the policy of the run does not know such samples
+        has_packs = order.pack is not None or order.bucket is not None
+        options["bad_samples"] = {
+            "on_error": "raise" if has_packs else "substitute",
+            "max_bad": sum(map(len, earlier)),
+            "file": None,
+        }
+    data = next(iter(opened.values())) if options["mix"] is None else opened
     world = World() if rank is None else World(rank, start.ranks)
     options |= {**functions, "world": world, "prefetch_factor": 1}
     return DataLoader(data, start.global_batch // world.size, **options)
