@@ -51,6 +51,7 @@ from fuelrail.sharding.sources.shared.tars import (
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.source import Reads
 
@@ -484,7 +485,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 )
         return _Values(values, attributes, [])
 
-    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Read images of compressed tars from front to back."""
         by_tar: dict[str, set[str]] = {}
         for ref in refs:
