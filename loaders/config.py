@@ -221,7 +221,8 @@ class Transforms(Settings, frozen=True):
             ``{name}_valid``, False where a sample has none. Channels: :mod:`fuelrail.loaders.batch.channels`; those
             left out are not decoded, and a sample is fetched up to the last one selected. Attributes: numbers, true
             and false as tensors [B], texts as lists. None: the label of a dataset of images without boxes, which is
-            called one of `LABELS`, and all channels of the layers. A name of both is the channel. ``loader.describe()`` lists what there is.
+            called one of `LABELS`, and all channels of the layers. A name of both is the
+            channel. ``loader.describe()`` lists what there is.
         undistort: remove the lens distortion while decoding; None: images as stored, with ``dist`` in the batch.
         normalize: convert ``img`` to floating point on the batch's device; None: uint8.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on the loader's
