@@ -233,6 +233,7 @@ class Transforms(Settings, frozen=True):
         static: True, or a `StaticBatches`: batches of fixed shapes, at fixed addresses.
         two_views: give each sample twice, under two independent draws of all augmentations, from one decode of its
             images: a batch has 2 B rows in the place of B, and ``view`` (:mod:`fuelrail.loaders.batch.assemble`).
+        channels, attributes: earlier names of ``select``, which they become.
 
     Raises ConfigError for values that are not allowed.
     """
@@ -264,11 +265,22 @@ class Transforms(Settings, frozen=True):
         must_be("True, False, a StaticBatches, a dict of its fields, or a YAML file's path"),
     ] = False
     two_views: Annotated[bool, must_be("True or False")] = False
+    channels: Annotated[
+        tuple[str, ...] | None, must_be("a list of names of channels, or None")
+    ] = None
+    attributes: Annotated[tuple[str, ...], must_be("a list of names of attributes")] = ()
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
         resolve_fields(self)
         check_types(self, ConfigError)
+        if self.channels is not None or self.attributes:
+            if self.select is not None:
+                raise ConfigError("select takes channels and attributes alike: leave these out")
+            names = (*(self.channels or ()), *self.attributes)
+            msgspec.structs.force_setattr(self, "select", names)
+            msgspec.structs.force_setattr(self, "channels", None)
+            msgspec.structs.force_setattr(self, "attributes", ())
         for name in ("cameras", "select"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
                 msgspec.structs.force_setattr(self, name, tuple(getattr(self, name)))

@@ -61,6 +61,8 @@ TRANSFORMS = {
     "dali": (fr.DaliOptions(), NOTHING),
     "static": (False, NOTHING),
     "two_views": (False, NOTHING),
+    "channels": (None, NOTHING),
+    "attributes": ((), NOTHING),
 }
 IMAGE = {
     "train": (False, NOTHING),  # random fields are refused without it

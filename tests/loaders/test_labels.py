@@ -153,3 +153,10 @@ def test_a_dataset_with_boxes_has_no_label_of_its_own(tmp_path) -> None:
     build_dataset(tmp_path / "d", {"train": (4,)})
     with fr.DataLoader(tmp_path / "d", 2, world=fr.World()) as loader:
         assert loader.selected == ()
+
+
+def test_the_earlier_names_of_select_become_it():
+    transforms = fr.Transforms(channels=["cls"], attributes=["label", "night"])
+    assert transforms == fr.Transforms(select=["cls", "label", "night"])
+    with pytest.raises(ConfigError, match="leave these out"):
+        fr.Transforms(select=["cls"], attributes=["label"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -203,16 +203,6 @@ def _place_without(history: RunHistory, step: int, loader: DataLoader) -> Cursor
     return walk.cursor(step - part.first)
 
 
-def _transforms_of(loader: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's transforms; what a ledger of an earlier version selected by two fields, in one."""
-    transforms = dict(loader["transforms"])
-    channels = transforms.pop("channels", None)
-    attributes = transforms.pop("attributes", ())
-    if channels or attributes:
-        transforms["select"] = [*(channels or ()), *attributes]
-    return transforms
-
-
 def make_loader(
     part: Part,
     rank: int | None,
@@ -242,7 +232,7 @@ def make_loader(
         # Settings and not dicts of them: in a dict, a text in the place of settings would be the
         # path of a file of them.
         options["transforms"] = msgspec.convert(
-            {**_transforms_of(setup.loader), "decoder": setup.decoder}, Transforms
+            {**options["transforms"], "decoder": setup.decoder}, Transforms
         )
         options["bad_samples"] = msgspec.convert(
             {**options["bad_samples"], "file": None}, BadSamplePolicy
