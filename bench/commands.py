@@ -83,11 +83,13 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
     from fuelrail.loaders.loader import DataLoader  # takes seconds: torch
     from fuelrail.loaders.schedule.selection import stored_image
 
-    dataset, note = open_dataset(arguments.dataset), ""
+    dataset = open_dataset(arguments.dataset)
+    note = ""
     try:
         image = stored_image({dataset.manifest.name: dataset})
     except ConfigError as error:
-        image, note = _SHOWN_IMAGE, f"\nimg is 64 x 64 here: {error}\n"
+        image = _SHOWN_IMAGE
+        note = f"\nimg is 64 x 64 here: {error}\n"
     loader = DataLoader(dataset, 2, split=split, num_workers=1, transforms=Transforms(image=image))
     sys.stdout.write(f"{loader.describe()}\n{note}")
     return 0

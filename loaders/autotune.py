@@ -120,9 +120,11 @@ class Autotuner:
         window_s: float = WINDOW_S,
         window_batches: int = WINDOW_BATCHES,
     ) -> None:
-        self.tuning, self._fewest = start, fewest
+        self.tuning = start
+        self._fewest = fewest
         self.most = Tuning(max(start.num_workers, most.num_workers), max(start.ready, most.ready))
-        self._window_s, self._window_batches = window_s, window_batches
+        self._window_s = window_s
+        self._window_batches = window_batches
         self._trial: _Trial | None = None
         self._ideas: Iterator[Tuning] = iter(())
         self._rest = 0
@@ -162,11 +164,16 @@ class Autotuner:
     def _close_window(
         self, now_s: float, waited_s: float, clocks: Sequence[StageClock]
     ) -> _Window | None:
-        start_s, batches, longest_s = self._start_s, self._batches, self._longest_s
-        earlier, waited_before = self._clocks, self._waited_s
+        start_s = self._start_s
+        batches = self._batches
+        longest_s = self._longest_s
+        earlier = self._clocks
+        waited_before = self._waited_s
         self._start_s = self._last_s = now_s
-        self._batches, self._longest_s = 0, 0.0
-        self._waited_s, self._clocks = waited_s, clocks
+        self._batches = 0
+        self._longest_s = 0.0
+        self._waited_s = waited_s
+        self._clocks = clocks
         if start_s is None:
             return None
         length_s = now_s - start_s
@@ -229,7 +236,8 @@ class Autotuner:
 
     def _changes(self, window: _Window) -> list[Tuning]:
         """Return the changes to try, most promising first."""
-        now, most = self.tuning, self.most
+        now = self.tuning
+        most = self.most
         more = now._replace(
             num_workers=min(now.num_workers + max(1, now.num_workers // 4), most.num_workers)
         )

@@ -181,9 +181,11 @@ def _dali() -> list[Finding]:
 
     found = dali_install.installed_dali()
     if found is None:
-        state, advice = "NVIDIA DALI is not installed", dali_install.what_to_install()
+        state = "NVIDIA DALI is not installed"
+        advice = dali_install.what_to_install()
     elif found.problem:
-        state, advice = f"not ready: {found.problem}", found.advice
+        state = f"not ready: {found.problem}"
+        advice = found.advice
     else:
         state = f"ready: {found}; on the CPU it decodes in full size and is slower than turbo"
         advice = (

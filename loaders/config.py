@@ -265,9 +265,9 @@ class Transforms(Settings, frozen=True):
         must_be("True, False, a StaticBatches, a dict of its fields, or a YAML file's path"),
     ] = False
     two_views: Annotated[bool, must_be("True or False")] = False
-    channels: Annotated[
-        tuple[str, ...] | None, must_be("a list of names of channels, or None")
-    ] = None
+    channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")] = (
+        None
+    )
     attributes: Annotated[tuple[str, ...], must_be("a list of names of attributes")] = ()
 
     def __post_init__(self) -> None:

@@ -124,7 +124,8 @@ def detect_world() -> World:
         return megatron
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    rank = os.environ.get("RANK")
+    size = os.environ.get("WORLD_SIZE")
     if rank is None or size is None:
         return World(rank=0, size=1)
     try:

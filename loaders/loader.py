@@ -183,16 +183,18 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         del given["self"], given["unknown"]
         refuse_unknown(unknown)
         options = Arguments(**given)
-        self.batch_size, self.seed = options.batch_size, options.seed
+        self.batch_size = options.batch_size
+        self.seed = options.seed
         self.world = resolve_world(world)
         self._world_is_detected = world is None
-        self._window, self._check_ranks = options.window, options.check_ranks
+        self._window = options.window
+        self._check_ranks = options.check_ranks
         self.datasets = open_all(
             dataset,
-            options.mix,
-            options.storage.options,
-            options.storage.cache_dir,
-            options.storage.retry,
+            mix=options.mix,
+            storage_options=options.storage.options,
+            cache_dir=options.storage.cache_dir,
+            retry=options.storage.retry,
         )
         self.transforms = options.transforms.with_stored_size(self.datasets)
         """The transforms; the size of the images is known here, also where none was given."""
@@ -207,16 +209,19 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             choose_points(one, options.transforms.points) for one in self.datasets.values()
         ]
         self._schedule, self._batching = _choose_samples(
-            options, self.datasets, self.order, points_of, self.world
+            options, datasets=self.datasets, order=self.order, points=points_of, world=self.world
         )
-        sources, self.where = self._schedule.sources, self._schedule.where
+        sources = self._schedule.sources
+        self.where = self._schedule.where
         """The positions of an epoch to rows of the datasets, and back."""
         self._look_ahead_bytes = options.storage.look_ahead_bytes or max(
             source.storage.look_ahead_bytes for source in sources
         )
         self._bad = BadSamples(options.bad_samples, sources, self.where, self.world.rank)
         transfer = make_transfer(device, pinned=pin_memory is not False)
-        self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
+        self._make = make_batch_pipeline(
+            options, points=points_of, sources=sources, bad=self._bad, transfer=transfer
+        )
         self.selected = self._make.channels.channels
         self.layers = tuple(next(iter(self._schedule.layers.values()), ()))
         self.cameras = self._make.cameras
@@ -247,8 +252,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         )
         clocks_there = self._away.counts.clocks if self._away else tuple
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, clocks_there)
-        self._share, self._batches, self._left_out = WorkerShard(), 0, LeftOut()
-        self._starting, self._walk = threading.Lock(), Walk(self._start, self._batching)
+        self._share = WorkerShard()
+        self._batches = 0
+        self._left_out = LeftOut()
+        self._walk = Walk(self._start, self._batching)
+        self._starting = threading.Lock()
 
     def __repr__(self) -> str:
         names = "+".join(self.datasets)
@@ -300,7 +308,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         if epoch != self._start.epoch:
             self._start = Cursor(epoch)
-        self._position, self._epoch_is_set = self._start, True
+        self._position = self._start
+        self._epoch_is_set = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered batch; plain JSON types, equal on all ranks.
@@ -328,7 +337,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
     def stats(self) -> LoaderStats:
         """Return the stages' clocks and the counts since the loader was made; empty before the first iteration."""
-        runner, samples = self._runner, self._batches * self.batch_size
+        runner = self._runner
+        samples = self._batches * self.batch_size
         there = self._away and self._away.counts
         storage = (there.storage() if there else []) or [
             source.storage.stats() for source in self._schedule.sources
@@ -389,12 +399,14 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
     def _drain(self, pipeline: Pipeline, walk: Walk) -> Iterator[dict[str, Any]]:
         """Hand out one epoch's batches, keeping the position; leaving it early stops the threads."""
-        num_batches, handed_out = walk.num_steps, 0
+        num_batches = walk.num_steps
+        handed_out = 0
 
         def begin_epoch() -> None:
             """Make the following epoch the next iteration's, unless another one was set since this one started."""
             if self._start is walk.start:
-                self._start, self._epoch_is_set = walk.following, False
+                self._start = walk.following
+                self._epoch_is_set = False
 
         try:
             for made in islice(pipeline, num_batches):
@@ -473,7 +485,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         streams = self._schedule.streams(walk)
         asked = prefetch(scheduled, streams, self._look_ahead_bytes)
         tasks = buffer_pool.tasks(
-            asked, self._schedule.sources, self._take, self._window, self._make.groups
+            asked,
+            sources=self._schedule.sources,
+            take=self._take,
+            window=self._window,
+            groups=self._make.groups,
         )
         self._runner.start(
             tasks, self._left_out.stages(self.stages()), [stream.session for stream in streams]
@@ -506,7 +522,9 @@ def _choose_samples(
 ) -> tuple[Schedule, Batching]:
     """Compile the order and open the storages; split the order into steps."""
     check_packs(options)
-    storage, transforms, is_mix = options.storage, options.transforms, options.mix is not None
+    storage = options.storage
+    transforms = options.transforms
+    is_mix = options.mix is not None
     opening: Any = {
         "storage_options": storage.options,
         "cache_dir": storage.cache_dir,
@@ -516,15 +534,22 @@ def _choose_samples(
     check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
     chosen = {
-        name: choose(one, name, options.split, transforms, layers[name], points.lidar)
+        name: choose(
+            one,
+            name=name,
+            split=options.split,
+            options=transforms,
+            layers=layers[name],
+            lidar=points.lidar,
+        )
         for name, one in datasets.items()
     }
     choice = ScheduleRequest(
-        datasets,
-        options.mix,
-        options.split,
-        order,
-        options.window,
+        datasets=datasets,
+        mix=options.mix,
+        split=options.split,
+        order=order,
+        window=options.window,
         points=points.lidar is not None,
         sweeps=points.accumulation is not None,
         chosen=chosen,

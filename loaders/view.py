@@ -88,7 +88,8 @@ class ViewReport(NamedTuple):
         """Return a line on what was drawn."""
         selected = f", {', '.join(self.selected)}" if self.selected else ""
         selected += f"; this sample has no {', '.join(self.missing)}" if self.missing else ""
-        cameras, boxes = "s" * (self.num_cameras != 1), "es" * (self.num_boxes != 1)
+        cameras = "s" * (self.num_cameras != 1)
+        boxes = "es" * (self.num_boxes != 1)
         return f"{shown(self.key)}: {self.num_cameras} camera{cameras}, {self.num_boxes} box{boxes}{selected}"
 
     def _repr_png_(self) -> bytes:
@@ -154,7 +155,8 @@ def view(
     joined = [open_layer(name, one.path, opened, one.missing) for name, one in layers.items()]
     added = [channel.name for layer in joined for channel in layer.channels]
     Selectable(opened, joined).split(options.select or ())
-    image, groups = options.image, None
+    image = options.image
+    groups = None
     if image is None:
         if options.train:
             raise ConfigError(
@@ -203,4 +205,11 @@ def view(
     except OSError as error:
         raise ConfigError(f"output '{output}' cannot be written: {error.strerror}") from error
     num_boxes = 0 if sample.boxes is None else len(sample.boxes.boxes3d)
-    return ViewReport(sample.key, len(sample.images), num_boxes, sheet, found, missing)
+    return ViewReport(
+        key=sample.key,
+        num_cameras=len(sample.images),
+        num_boxes=num_boxes,
+        sheet=sheet,
+        selected=found,
+        missing=missing,
+    )

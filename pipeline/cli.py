@@ -121,17 +121,20 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
         types = list(_plain_types(field.type, about))
         if "description" not in about:
             continue
-        name, help_text, default = (
-            field.name.replace("_", "-"),
-            str(about["description"]),
-            field.default,
-        )
+        name = field.name.replace("_", "-")
+        help_text = str(about["description"])
+        default = field.default
         if isinstance(types[0], inspect.BoolType):
             flag, action = (
                 (f"no-{name}", "store_false") if default is True else (name, "store_true")
             )
             yield _Field(
-                field.name, flag, help_text.replace("%", "%%"), False, None, {"action": action}
+                name=field.name,
+                flag=flag,
+                help=help_text.replace("%", "%%"),
+                required=False,
+                parse=None,
+                arguments={"action": action},
             )
             continue
         if (
@@ -141,13 +144,12 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
         ):
             help_text += f" (default: {default})"
         is_number = isinstance(types[0], inspect.IntType | inspect.FloatType)
-        parse, metavar = about.get("parse"), "N" if is_number else field.name.upper()
+        parse = about.get("parse")
+        metavar = "N" if is_number else field.name.upper()
         if parse is None and isinstance(types[0], inspect.StructType):
             kind = types[0].cls
-            parse, metavar = (
-                partial(load_yaml, to=kind),
-                "PRESET_OR_YAML" if preset_files(kind) else "YAML",
-            )
+            parse = partial(load_yaml, to=kind)
+            metavar = "PRESET_OR_YAML" if preset_files(kind) else "YAML"
         arguments: dict[str, Any] = (
             {} if parse else _arguments(types, f"{kind.__name__}.{field.name}")
         )
@@ -158,7 +160,13 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
             arguments["metavar"] = about.get("metavar", metavar)
         short = (about["short"],) if "short" in about else ()
         yield _Field(
-            field.name, name, help_text.replace("%", "%%"), field.required, parse, arguments, short
+            name=field.name,
+            flag=name,
+            help=help_text.replace("%", "%%"),
+            required=field.required,
+            parse=parse,
+            arguments=arguments,
+            short=short,
         )
 
 

@@ -142,7 +142,10 @@ class ShardError(FuelrailError):
         offset: int | None = None,
         key: str | None = None,
     ) -> None:
-        self.message, self.shard, self.offset, self.key = message, shard, offset, key
+        self.message = message
+        self.shard = shard
+        self.offset = offset
+        self.key = key
         address = [
             f"{label} {value}"
             for label, value in (("shard", shard), ("offset", offset), ("sample", key))
@@ -181,7 +184,9 @@ class MemberError(FuelrailError):
     """
 
     def __init__(self, message: str, *, key: str | None = None, member: str | None = None) -> None:
-        self.message, self.key, self.member = message, key, member
+        self.message = message
+        self.key = key
+        self.member = member
         address = ".".join(part for part in (key, member) if part)
         super().__init__(f"{address}: {message}" if address else message)
 

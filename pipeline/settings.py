@@ -405,7 +405,8 @@ def _expanded_nodes(
         return size
     sizes[id(node)] = None
     line = node.start_mark.line + 1
-    number, levels = 1, 0
+    number = 1
+    levels = 0
     if isinstance(node, yaml.ScalarNode):
         if node.tag == _MERGE and not takes_merges:
             raise ValueError(f"line {line}: it has a merge key, <<: write its entries out")
@@ -532,13 +533,15 @@ def _line_of(root: yaml.Node | None, path: str, message: str) -> int:
     import yaml
 
     named = re.search(r"unknown field `([^`]+)`", message)
-    node, line = root, 1
+    node = root
+    line = 1
     for step in [*_steps(path), *([named.group(1)] if named else [])]:
         if isinstance(node, yaml.MappingNode):
             entry = next(((k, v) for k, v in node.value if k.value == step), None)
             if entry is None:
                 break
-            line, node = entry[0].start_mark.line + 1, entry[1]
+            line = entry[0].start_mark.line + 1
+            node = entry[1]
         elif isinstance(node, yaml.SequenceNode) and step.isdigit() and int(step) < len(node.value):
             node = node.value[int(step)]
             line = node.start_mark.line + 1

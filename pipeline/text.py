@@ -63,7 +63,8 @@ def repeated_key(data: bytes, decoded: object) -> str | None:
 def differing(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield path and both sides of every entry that differs, None where one lacks it; objects are compared by entry."""
     for name in {**one, **two}:
-        a, b = one.get(name), two.get(name)
+        a = one.get(name)
+        b = two.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             yield from ((f"{name}.{inner}", *sides) for inner, *sides in differing(a, b))
         elif a != b:
@@ -81,7 +82,8 @@ def message(text: str) -> str:
     text = escaped(text)
     if len(text) <= MAX_MESSAGE:
         return text
-    begin, end = text[: MAX_MESSAGE - 2 * _MESSAGE_END], text[-_MESSAGE_END:]
+    begin = text[: MAX_MESSAGE - 2 * _MESSAGE_END]
+    end = text[-_MESSAGE_END:]
     return f"{begin}... ({len(text)} characters) ...{end}"
 
 

@@ -180,7 +180,15 @@ def shard(
         raise ConfigError(
             f"'{spec.location}' is already a Fuelrail dataset: use `fuelrail reshard {spec.location} {os.fspath(out)}`"
         )
-    return _run(spec, out, _recipe(recipe, settings), engine, workers, ray_address, progress)
+    return _run(
+        spec,
+        out=out,
+        recipe=_recipe(recipe, settings),
+        engine=engine,
+        workers=workers,
+        ray_address=ray_address,
+        progress=progress,
+    )
 
 
 def check_source(
@@ -237,7 +245,15 @@ def reshard(
             **({"cameras": cameras} if cameras else {}),
         }
         spec = SourceSpec("fuelrail", SEPARATOR.join(locations), kept)
-        return _run(spec, out, _recipe(recipe, options), engine, workers, ray_address, progress)
+        return _run(
+            spec,
+            out=out,
+            recipe=_recipe(recipe, options),
+            engine=engine,
+            workers=workers,
+            ray_address=ray_address,
+            progress=progress,
+        )
     given = {
         "recipe": recipe,
         "engine": engine,
@@ -357,7 +373,14 @@ def _run(
     )
     start = time.monotonic()
     chosen = make_engine(options) if engine is None or isinstance(engine, str) else engine
-    outcome = run_shard(spec, out, recipe, options.num_workers, progress or Quiet(), chosen)
+    outcome = run_shard(
+        spec,
+        out=out,
+        recipe=recipe,
+        num_workers=options.num_workers,
+        progress=progress or Quiet(),
+        engine=chosen,
+    )
     return _report(outcome, out, time.monotonic() - start)
 
 

@@ -176,8 +176,24 @@ def bring_shard(
     then the digest decides, as the source's file may be damaged meanwhile.
     """
     if new.idx_bytes:
-        _bring(source, old.idx_name, out, new.idx_name, new.idx_bytes, new.idx_sha256, again=again)
-    return _bring(source, old.name, out, new.name, new.bytes, new.sha256, again=again)
+        _bring(
+            source,
+            old=old.idx_name,
+            out=out,
+            new=new.idx_name,
+            num_bytes=new.idx_bytes,
+            sha256=new.idx_sha256,
+            again=again,
+        )
+    return _bring(
+        source,
+        old=old.name,
+        out=out,
+        new=new.name,
+        num_bytes=new.bytes,
+        sha256=new.sha256,
+        again=again,
+    )
 
 
 def _bring(
@@ -188,12 +204,12 @@ def _bring(
         return True
     if source.url is None and isinstance(out, FolderOutput):
         if not link_file(source.root / old, out, new):
-            _copy(source, old, out, new, sha256)
+            _copy(source, old=old, out=out, new=new, sha256=sha256)
     elif source.url is not None and isinstance(out, UrlOutput) and _same_store(source.url, out):
         _, root = filesystem(source.url)
         out.fs.copy(f"{root}/{old}", out.path(new))
     else:
-        _copy(source, old, out, new, sha256)
+        _copy(source, old=old, out=out, new=new, sha256=sha256)
     if (size := out.size(new)) != num_bytes:
         raise SourceError(
             f"'{source.location}/{old}' has {size} bytes, its manifest says {num_bytes}: verify it"
@@ -239,8 +255,12 @@ def _publish(
     first = manifests[0]
     dictionary = first.file(DICTIONARY_FILE)
     if dictionary is not None:
-        name, size, sha256 = dictionary.name, dictionary.bytes, dictionary.sha256
-        _bring(datasets[0], name, work.out, name, size, sha256, again=True)
+        name = dictionary.name
+        size = dictionary.bytes
+        sha256 = dictionary.sha256
+        _bring(
+            datasets[0], old=name, out=work.out, new=name, num_bytes=size, sha256=sha256, again=True
+        )
     cameras = [
         msgspec.structs.replace(
             camera,
@@ -278,17 +298,18 @@ def _publish(
     }
     return publish_tables(
         work.out,
-        work.temporary,
-        [piece.new for piece in pieces],
-        num_clips,
-        make,
-        [dictionary] if dictionary else [],
+        folder=work.temporary,
+        shards=[piece.new for piece in pieces],
+        clips_by_split=num_clips,
+        make=make,
+        published=[dictionary] if dictionary else [],
     )
 
 
 def _rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[IndexRow]:
     for number, piece in enumerate(pieces):
-        old, source = piece.old, datasets[piece.dataset].index
+        old = piece.old
+        source = datasets[piece.dataset].index
         for at in range(old.first_sample, old.first_sample + old.num_samples):
             yield source.row(at)._replace(shard=number)
         source.release()

@@ -118,7 +118,8 @@ def _run_reshard(args: argparse.Namespace) -> int:
         return _show(
             args, lambda progress: reshard(args.datasets, args.out, append=True, progress=progress)
         )
-    kept, options = from_flags(args, FuelrailOptions), _options(args)
+    kept = from_flags(args, FuelrailOptions)
+    options = _options(args)
     options |= {"points": kept.points, "cameras": kept.cameras}
     return _show(
         args, lambda progress: reshard(args.datasets, args.out, progress=progress, **options)

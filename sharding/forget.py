@@ -520,8 +520,10 @@ def _write_receipt(file: Path, report: ForgetReport) -> None:
 def _neighbours(base: Dataset, rows: Rows) -> Rows:
     """Return the samples before and behind deleted ones in their clips: their metadata name these."""
     table = ClipTable.build(base.index.clip_numbers(), base.index.column("frame"))
-    gone, clips = np.isin(table.samples, rows), table.clip_numbers()
-    near, same = np.zeros(len(base), bool), clips[1:] == clips[:-1]
+    gone = np.isin(table.samples, rows)
+    clips = table.clip_numbers()
+    near = np.zeros(len(base), bool)
+    same = clips[1:] == clips[:-1]
     near[1:] |= gone[:-1] & same
     near[:-1] |= gone[1:] & same
     return table.samples[near].astype(np.int64)
@@ -536,7 +538,8 @@ def _delete(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFrom:
     """Delete what is to be deleted in a folder, unless that was done; ``keys`` are those of the
     deleted samples.
     """
-    out, source = part.out, part.source
+    out = part.out
+    source = part.source
     if source.root == out.root:
         _make_next(part, base, keys)
     if source.root == out.root or out.size(MANIFEST_FILE) is None:
@@ -558,7 +561,8 @@ def _delete(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFrom:
 
 def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
     """Make the next version of a folder in its working folder."""
-    out, source = part.out, part.source
+    out = part.out
+    source = part.source
     next_version = FolderOutput(str(out.work / _NEXT))
     shutil.rmtree(next_version.root, ignore_errors=True)
     next_version.temporary.mkdir(parents=True)
@@ -570,12 +574,13 @@ def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
     hit = {shard.name for shard in source.shards if _inside(touched, shard).size}
     linked = [name for name in sorted(hit) if (source.root / name).stat().st_nlink > 1]
     _note(out, msgspec.structs.replace(_noted(out), linked=linked, num_cut=len(held)))
-    _write(part, base, hit, keys, next_version)
+    _write(part, base=base, hit=hit, keys=keys, out=next_version)
 
 
 def _take_place(part: _Part) -> None:
     """Put the files of the next version in the place of the old ones."""
-    out, source = part.out, part.source
+    out = part.out
+    source = part.source
     next_version = FolderOutput(str(out.work / _NEXT))
     if next_version.size(MANIFEST_FILE) is None:
         raise _edited(out)
@@ -619,7 +624,8 @@ def _write(
     """Make the next version of the dataset or of a layer in ``out``; ``hit`` are the shards to
     write again.
     """
-    source, rows = part.source, part.rows
+    source = part.source
+    rows = part.rows
     manifest = source.manifest
     kept = np.delete(np.arange(len(source)), rows)
     clips = source.index.clip_numbers()
@@ -628,7 +634,7 @@ def _write(
         out.temporary,
         source.index.names,
         source.index.codecs,
-        _write_shards(part, kept, hit, keys, out, entries),
+        _write_shards(part, kept=kept, hit=hit, keys=keys, out=out, entries=entries),
     )
     if source.attributes_file().exists:
         write_attributes(out.temporary, take_attributes(out.temporary, [source], [(0, kept)]))
@@ -664,7 +670,14 @@ def _write(
         ]
         if clips_of_split:
             num_clips[split] = len(np.unique(np.concatenate(clips_of_split)))
-    publish_tables(out, out.temporary, entries, num_clips, make, files)
+    publish_tables(
+        out,
+        folder=out.temporary,
+        shards=entries,
+        clips_by_split=num_clips,
+        make=make,
+        published=files,
+    )
 
 
 def _write_shards(
@@ -688,7 +701,9 @@ def _write_shards(
         new = old._replace(name=name, first_sample=first, num_samples=len(left))
         rows = [source.index.row(number) for number in left.tolist()]
         if old.name in hit:
-            packed = _pack(part, old.name, name, len(entries), rows, keys, out)
+            packed = _pack(
+                part, old=old.name, new=name, number=len(entries), rows=rows, keys=keys, out=out
+            )
             new = publish_listing(
                 out, new._replace(bytes=packed.num_bytes, sha256=packed.sha256), packed.listing
             )
@@ -719,7 +734,9 @@ def _pack(
         if is_framed(new):
             packer: ShardPacker = FramedPacker(target, number, level, buffer)
         else:
-            packer = ShardPacker(target, number, level, source.dictionary, buffer)
+            packer = ShardPacker(
+                file=target, number=number, level=level, dictionary=source.dictionary, buffer=buffer
+            )
         for row in rows:
             shard.seek(row.offset)
             span = shard.read(row.length)
@@ -738,7 +755,9 @@ def _pack(
                 data: Buffer | None = raw[entry.name]
                 if row.clip_id in part.clips and is_cut(entry.name, channels):
                     times = part.clips[row.clip_id]
-                    data = cut_member(entry.name, raw[entry.name], row, times, channels)
+                    data = cut_member(
+                        entry.name, data=raw[entry.name], row=row, times=times, channels=channels
+                    )
                 if data is not None:
                     members.append(RawMember(entry.name, entry.codec, data))
             buffer.clear()

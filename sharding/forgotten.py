@@ -134,8 +134,21 @@ def _rebuilt(
         merged[rows] = -1 - len(deleted) - np.arange(len(rows))
         order = merged
         for number, sample in enumerate(report.samples):
-            frame, time = inputs.frames[number], inputs.timestamps_ns[number]
-            deleted.append(IndexRow(sample.key, sample.clip_id, frame, time, 0, 0, 0, 0, ()))
+            frame = inputs.frames[number]
+            time = inputs.timestamps_ns[number]
+            deleted.append(
+                IndexRow(
+                    key=sample.key,
+                    clip_id=sample.clip_id,
+                    frame=frame,
+                    timestamp_ns=time,
+                    shard=0,
+                    offset=0,
+                    length=0,
+                    xxh3=0,
+                    members=(),
+                )
+            )
             attributes.append({name: values[number] for name, values in inputs.attributes.items()})
     oldest = chain[-1][1].order
     assert oldest is not None

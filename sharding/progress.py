@@ -47,7 +47,8 @@ class Quiet:
     def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
         """Take the shards that will be made, in this order, and their approximate size in bytes."""
         self._waiting = dict.fromkeys(shards)
-        self.num_shards, self.total_bytes = len(shards), num_bytes
+        self.num_shards = len(shards)
+        self.total_bytes = num_bytes
         self._start = time.monotonic()
         self.show("planned", samples=num_samples, shards=len(shards), bytes=num_bytes)
 
@@ -84,7 +85,8 @@ class JsonLines(Quiet):
         if event == "progress":
             if time.monotonic() - self._last < _TICK_S:
                 return
-            self._last, left = time.monotonic(), max(self.total_bytes - self.num_bytes, 0)
+            left = max(self.total_bytes - self.num_bytes, 0)
+            self._last = time.monotonic()
             values |= {
                 "bytes_per_s": round(self.rate),
                 "eta_s": round(left / self.rate, 1) if self.num_bytes else None,

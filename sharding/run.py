@@ -138,7 +138,7 @@ def shard(
         shards = None if finished is None else _stored_shards(work, finished)
         planned = _plan(work, scan, started, shards)
         manifest, dictionary = _start(work, scan, planned, finished)
-        job = _job(work, spec, scan, planned.plan, dictionary)
+        job = _job(work, spec=spec, scan=scan, plan=planned.plan, dictionary=dictionary)
         num_shards = len(job.shards)
         numbers: Sequence[int] = range(num_shards)
         if manifest is not None and shards is not None:
@@ -146,11 +146,26 @@ def shard(
         bands = None
         if source.reads == "clip" and numbers:
             bands = Bands(numbers, work.folder / "staging")
-            job = _staged(work, scan, planned.plan, job, bands, num_workers)
-        num_written = _make_shards(work, engine, job, numbers, planned, progress, bands)
+            job = _staged(
+                work, scan=scan, plan=planned.plan, job=job, bands=bands, num_workers=num_workers
+            )
+        num_written = _make_shards(
+            work,
+            engine=engine,
+            job=job,
+            numbers=numbers,
+            planned=planned,
+            progress=progress,
+            bands=bands,
+        )
         if manifest is None:
             manifest = finish(
-                work, job, planned.plan, scan.info, scan.table, planned.clips_by_split
+                work,
+                job=job,
+                plan=planned.plan,
+                info=scan.info,
+                table=scan.table,
+                clips_by_split=planned.clips_by_split,
             )
         work.remove()
     return Outcome(manifest, num_written, num_shards - num_written, scan.info.report)
@@ -186,7 +201,13 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
             "or a mapping; it was edited"
         )
     spec = parse_source(source, recipe.source_options)
-    return shard(spec, root, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
+    return shard(
+        spec,
+        out=root,
+        recipe=msgspec.structs.replace(recipe, scan_sha256=""),
+        num_workers=num_workers,
+        progress=progress,
+    )
 
 
 def scan_source(spec: SourceSpec) -> ScanInfo:
@@ -265,10 +286,22 @@ def _plan(
     )
     clips_by_split = assign_splits(info.clips, recipe, info.splits, np.unique(clip).tolist())
     plan = make_plan(
-        rows, clip, frame, (size_bytes * share).astype(np.int64), clips_by_split, recipe
+        rows,
+        clip=clip,
+        frame=frame,
+        size_bytes=(size_bytes * share).astype(np.int64),
+        clips_by_split=clips_by_split,
+        recipe=recipe,
     )
     selected = selection(plan.rows, len(table))
-    state = run_state(recipe, plan, table, selected, info.clips, clips_by_split)
+    state = run_state(
+        recipe,
+        plan=plan,
+        table=table,
+        selection=selected,
+        clips=info.clips,
+        clips_by_split=clips_by_split,
+    )
     if finished is not None:
         check_cut(work.out.shown, shards_of(finished), plan.shards)
         plan = plan._replace(shards=shards_of(finished))
@@ -288,14 +321,19 @@ def _start(
     work: Workspace, scan: _Scan, planned: _Planned, finished: Manifest | None
 ) -> tuple[Manifest | None, Dictionary | None]:
     """Store the state of the run, unless the dataset is finished; returns the manifest then, and the dictionary."""
-    out, rows = work.out, planned.plan.rows
+    out = work.out
+    rows = planned.plan.rows
     if finished is None:
         work.start(planned.state)
         out.remove(MANIFEST_FILE)
         # The state comes first, so that a dictionary in OUT is that of this recipe.
-        return None, train_or_load_dictionary(out, scan.recipe, None, scan.table, rows)
+        return None, train_or_load_dictionary(
+            out, recipe=scan.recipe, finished=None, table=scan.table, rows=rows
+        )
     # The dictionary comes first: it may be the one file that is damaged.
-    dictionary = train_or_load_dictionary(out, scan.recipe, finished, scan.table, rows)
+    dictionary = train_or_load_dictionary(
+        out, recipe=scan.recipe, finished=finished, table=scan.table, rows=rows
+    )
     manifest = if_whole(out, finished)
     if manifest is None:
         work.start(planned.state)
@@ -321,7 +359,8 @@ def _check_channels(info: ScanInfo, recipe: Recipe, spec: SourceSpec) -> None:
 def _job(
     work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary: Dictionary | None
 ) -> WriteJob:
-    info, recipe = scan.info, scan.recipe
+    info = scan.info
+    recipe = scan.recipe
     return WriteJob(
         out=work.out.location,
         scan_table=work.scan_table,
@@ -356,12 +395,12 @@ def _staged(
     with work.out.writing():
         table = stage_clips(
             job.source,
-            job.recipe.images,
-            job.scan_table,
-            of_row,
-            scan.info.clips,
-            scan.stamps,
-            bands,
+            images=job.recipe.images,
+            scan_table=job.scan_table,
+            of_row=of_row,
+            clips=scan.info.clips,
+            stamps=scan.stamps,
+            bands=bands,
             num_workers=num_workers,
         )
     return dataclasses.replace(job, scan_table=table, staging=bands.folder)

@@ -127,7 +127,9 @@ def holders(source: Dataset, clips: Mapping[str, DeletedTimes], deleted: Rows) -
         row = source.index.row(number)
         times = clips[row.clip_id]
         for name, data in _read_raw(source, number, fields).items():
-            cut = cut_member(name, data, row, times, source.manifest.extra_channels)
+            cut = cut_member(
+                name, data=data, row=row, times=times, channels=source.manifest.extra_channels
+            )
             if cut is not data:
                 held.append(number)
                 break

@@ -117,7 +117,8 @@ def test_rooms_import_lower_floors_only(hall: str) -> None:
                 file.parts[1],
                 other.parts[1],
             }:
-                mine, theirs = room(file), room(other)
+                mine = room(file)
+                theirs = room(other)
                 assert mine == theirs or level[theirs] < level[mine], f"{file} imports {other}"
 
 
@@ -127,7 +128,8 @@ def test_no_source_imports_another() -> None:
     for file, others in graph().items():
         for other in others:
             if file.parts[:2] == other.parts[:2] == ("sharding", "sources"):
-                mine, theirs = file.with_suffix("").parts[2], other.with_suffix("").parts[2]
+                mine = file.with_suffix("").parts[2]
+                theirs = other.with_suffix("").parts[2]
                 assert theirs in common | {mine} or mine == "registry", f"{file} imports {other}"
 
 

@@ -50,7 +50,10 @@ MARKED = "javascript:alert"
 
 
 def comm_report():
-    found = [timed("all_reduce", "all", 2, size, 1e-3) for size in (1024, 65536)]
+    found = [
+        timed("all_reduce", axis="all", ranks=2, num_bytes=size, seconds=1e-3)
+        for size in (1024, 65536)
+    ]
     return CommReport(
         schema="fuelrail-bench-comm",
         version=1,
@@ -138,7 +141,8 @@ def with_names(value, change, kind=typing.Any, name=""):
 class Tags(HTMLParser):
     def __init__(self, text):
         super().__init__()
-        self.tags, self.targets = [], []
+        self.tags = []
+        self.targets = []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -207,7 +211,16 @@ def test_a_terminal_gets_hostile_names_as_text(reports):
 
 
 def stage(name):
-    return StageClock(name, 2, 20, 1.9, 0.1, 0.0, 6, 8)
+    return StageClock(
+        name=name,
+        num_threads=2,
+        items=20,
+        busy_s=1.9,
+        starved_s=0.1,
+        blocked_s=0.0,
+        waiting=6,
+        capacity=8,
+    )
 
 
 class Stats(typing.NamedTuple):

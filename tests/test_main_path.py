@@ -67,7 +67,8 @@ def test_one_worker_writes_the_same_files_and_another_seed_another_order(folder,
     assert digests(folder / "again") == digests(dataset)
     other = ["shard", f"nuscenes:{world}", str(folder / "other"), *SHARD[:2], "--seed", "8"]
     assert main(other) == 0
-    first, second = open_dataset(dataset), open_dataset(folder / "other")
+    first = open_dataset(dataset)
+    second = open_dataset(folder / "other")
     names = [
         [opened.index.row(row).key for row in range(opened.manifest.num_samples)]
         for opened in (first, second)

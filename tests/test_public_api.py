@@ -42,7 +42,8 @@ def test_type_checkers_see_the_same_names() -> None:
     }
     for node in block.body:  # a name that differs from the one in its module
         if isinstance(node, ast.Assign):
-            (name,), value = node.targets, node.value
+            value = node.value
+            (name,) = node.targets
             seen[name.id] = seen.pop(value.id)
     assert seen == fuelrail._PUBLIC
 

@@ -144,7 +144,8 @@ def test_matrices_equal_the_other_code_bases(dataset, sample, info):
         around = np.column_stack(
             [20 * np.cos(angles), 20 * np.sin(angles), np.zeros(33), np.ones(33)]
         )
-        ours, other = around @ lidar2img[number].T, around @ expected.T
+        ours = around @ lidar2img[number].T
+        other = around @ expected.T
         seen = other[:, 2] > 5
         assert seen.any()
         np.testing.assert_allclose(
@@ -157,8 +158,10 @@ def test_the_lidar_points_in_each_box_are_as_many_as_annotated(sample, boxes):
     points = sample.points["lidar_top"][:, :3] @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
     for box, expected in zip(boxes.boxes3d.astype(np.float64), boxes.num_lidar_pts, strict=True):
         local = points - box[:3]
-        cos, sin = np.cos(box[6]), np.sin(box[6])
-        x, y = cos * local[:, 0] + sin * local[:, 1], cos * local[:, 1] - sin * local[:, 0]
+        cos = np.cos(box[6])
+        sin = np.sin(box[6])
+        x = cos * local[:, 0] + sin * local[:, 1]
+        y = cos * local[:, 1] - sin * local[:, 0]
         slack = 0.02  # boxes are rounded, and lie in the tilted lidar frame
         inside = (
             (abs(x) <= box[3] / 2 + slack)
@@ -171,9 +174,21 @@ def test_the_lidar_points_in_each_box_are_as_many_as_annotated(sample, boxes):
 def test_boxes_in_the_lidars_frame_are_those_of_the_record(dataset, sample, boxes, info):
     maps = IMAGE.evaluation().draw(sample.geometry.img_wh.tolist(), seed=0, epoch=0, sample=0)
     slot = BatchSlot(0, 0, np.zeros((1, 6, 3, IMAGE.height, IMAGE.width), np.uint8))
-    source = Source(None, dataset, 0, 0, None, None, None)
-    task = Task(slot, 0, source, (FrameTask(0, True, None, None),), 0, True, 0)
-    entry = Parsed(task, (replace(sample, boxes=boxes),), (maps,), (), IDENTITY)
+    source = Source(
+        name=None, dataset=dataset, first_row=0, base=0, storage=None, reader=None, attributes=None
+    )
+    task = Task(
+        slot=slot,
+        at=0,
+        source=source,
+        frames=(FrameTask(0, True, None, None),),
+        current=0,
+        valid=True,
+        position=0,
+    )
+    entry = Parsed(
+        task=task, samples=(replace(sample, boxes=boxes),), maps=(maps,), changes=(), bev=IDENTITY
+    )
     found = assemble([entry], box_frame="lidar")["gt_boxes_3d"][0].numpy()
     theirs = np.array([instance["bbox_3d"] for instance in info["instances"]])
     np.testing.assert_allclose(found[:, :6], theirs[:, :6], atol=1e-3)
@@ -186,7 +201,8 @@ def test_boxes_are_drawn_through_the_augmentation(dataset, sample, boxes, tmp_pa
     cameras = [camera.channel for camera in dataset.manifest.cameras]
     with make_loader(dataset, 1, image=IMAGE, seed=5, shuffle=False, world=World()) as loader:
         (batch,) = loader.make_steps(Cursor(1), 0)
-    images, ego2img = batch["img"][0].numpy(), batch["ego2img"][0].numpy()
+    images = batch["img"][0].numpy()
+    ego2img = batch["ego2img"][0].numpy()
     seen = DrawnBoxes(boxes.corners().astype(np.float64), boxes.label)
     sheet = contact_sheet([DrawnFrame(images, ego2img, seen)], cameras, dataset.manifest.classes)
     bare = contact_sheet([DrawnFrame(images, ego2img)], cameras, dataset.manifest.classes)

@@ -43,7 +43,8 @@ from support.sharding import shard_nuscenes
 from support.shared_data import shared_data
 
 IMAGE = ImageAugment(height=16, width=32)
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 @pytest.fixture(scope="module")
@@ -448,7 +449,9 @@ def test_real_keyframes_break_no_rule(tmp_path):
 
 
 class TestRules:
-    geometry = make_geometry(np.random.default_rng(1), 160, 90, 10**18, (1, 0))
+    geometry = make_geometry(
+        np.random.default_rng(1), width=160, height=90, timestamp_ns=10**18, valid=(1, 0)
+    )
     rig = Rig(("cam_front", "cam_back"), (("lidar_top", 5),), 2, 0)
 
     def test_rigid(self):
@@ -527,7 +530,10 @@ def test_one_look_at_all_values_finds_what_the_rules_find_one_by_one(monkeypatch
     rng = np.random.default_rng(0)
     rig = Rig(("cam_front", "cam_back"), (("lidar_top", 5),), num_classes=3, num_attributes=2)
     values = (NAN, INF, -INF, 0, 1, -1, -2, 2, 5, 1e-3, 1 + 1e-3, 1e6, 1e9, 1.1e9, 65_535, 65_536)
-    whole = {Geometry: make_geometry(rng, 64, 48, 10**18, (1, 1)), Boxes: make_boxes(rng, 4)}
+    whole = {
+        Geometry: make_geometry(rng, width=64, height=48, timestamp_ns=10**18, valid=(1, 1)),
+        Boxes: make_boxes(rng, 4),
+    }
     found: list[bool] = []
     for kind, record in whole.items():
         names = [spec[0] for spec in ARRAYS[kind] if "timestamp" not in spec[0]]

@@ -49,7 +49,8 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
         elif all(
             isinstance(value, np.ndarray) and value.shape == values[0].shape for value in values
         ):
-            dtype, shape = values[0].dtype.name, list(values[0].shape)
+            dtype = values[0].dtype.name
+            shape = list(values[0].shape)
             if dtype not in DTYPES:
                 raise ConfigError(
                     f"output {name!r} has dtype {dtype}; allowed are {', '.join(DTYPES)}"

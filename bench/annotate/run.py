@@ -215,14 +215,13 @@ def _on_ray(
         )
     from fuelrail.sharding.engines.ray import RayEngine
 
-    cpus, gpus = options.workers or 1, int((options.device or "").startswith("cuda"))
+    cpus = options.workers or 1
+    gpus = int((options.device or "").startswith("cuda"))
     engine = RayEngine(options.ray_address, cpus=cpus, gpus=gpus)
     options = msgspec.structs.replace(options, workers=cpus)
     layer = layer if is_url(layer) else os.path.abspath(layer)  # noqa: PTH100 - of a process in another folder
-    work, start = (
-        _Annotation(base, None, options, World(0, 1)),
-        partial(_start, _pickled(base, model, options)),
-    )
+    work = _Annotation(base, None, options, World(0, 1))
+    start = partial(_start, _pickled(base, model, options))
     with engine.connected():
         facts = next(engine.make(partial(start, None), [0]))
         with LayerWriter(base, layer, **facts, view=work.view) as writer:
@@ -297,7 +296,10 @@ class _Annotation:
         world: World | None = None,
     ) -> None:
         """Take the ranks that divide the work; None: those of torch.distributed."""
-        self.base, self._model, self._options, self._given_world = base, model, options, world
+        self.base = base
+        self._model = model
+        self._options = options
+        self._given_world = world
         transforms = (options.transforms or Transforms()).with_stored_size(
             {base.manifest.name: base}
         )
@@ -352,7 +354,8 @@ class _Annotation:
 
     def pieces(self, done: Rows, most: int) -> list[_Piece]:
         """Return the batches with rows that are not ``done``, at most this number of them in a piece."""
-        size, found = self._options.batch_size * self._world.size, []
+        size = self._options.batch_size * self._world.size
+        found = []
         for name, entry in self.base.splits.items():
             lacking = np.flatnonzero(
                 ~done[entry.first_sample : entry.first_sample + entry.num_samples]
@@ -393,7 +396,8 @@ class _Annotation:
         except FuelrailError:
             raise
         except (Exception, SystemExit) as error:
-            keys, model = batch["sample_key"], self._model
+            keys = batch["sample_key"]
+            model = self._model
             name = getattr(model, "__qualname__", type(model).__qualname__)
             raise stage_error(
                 f"model '{name}' failed on samples {keys[0]!r} .. {keys[-1]!r}", error

@@ -40,7 +40,8 @@ class Reduction(NamedTuple):
 
     def __call__(self, given: object, channel: Channel, key: str) -> Logits:
         """Return what is stored of logits [T, V] of a sample; raise ConfigError, with its key, for NaN or another V."""
-        k, size = channel.shape[1], channel.vocabulary.size if channel.vocabulary is not None else 0
+        k = channel.shape[1]
+        size = channel.vocabulary.size if channel.vocabulary is not None else 0
         assert k is not None
         shape: tuple[int, ...] = getattr(given, "shape", ())
         if len(shape) != 2 or shape[1] != size:
@@ -52,7 +53,14 @@ class Reduction(NamedTuple):
             given if isinstance(given, Tensor) else torch.tensor(given)
         )  # an array may be one to read only
         number = xxhash.xxh3_64_intdigest(f"{channel.name}\0{key}".encode()) - (1 << 63)
-        drawn = uniforms(self.seed, self.epoch, number, [ALL_CAMERAS], "logits", len(logits))[0]
+        drawn = uniforms(
+            self.seed,
+            epoch=self.epoch,
+            sample=number,
+            cameras=[ALL_CAMERAS],
+            stream="logits",
+            count=len(logits),
+        )[0]
         parts = []
         step = max(1, _VALUES_AT_ONCE // size)
         for first in range(0, max(1, len(logits)), step):
@@ -70,7 +78,9 @@ class Reduction(NamedTuple):
                 # Not 1 - sum: of a sure teacher that has no digits.
                 tail = likely.scatter(-1, indices, 0).sum(-1)
             else:
-                indices, weights, tail = _draws(likely, k, drawn[first : first + step]), None, None
+                indices = _draws(likely, k, drawn[first : first + step])
+                weights = None
+                tail = None
             parts.append(
                 Logits(indices, weights, tail, entropy).map(lambda part: part.cpu().numpy())
             )
@@ -100,7 +110,8 @@ def weights_digest(model: object) -> str | None:
 
     These are of all modules of torch that a model is, has as attributes, or, as a function, uses by name.
     """
-    digest, found = hashlib.sha256(), False
+    digest = hashlib.sha256()
+    found = False
     for name, module in _modules(model):
         for entry, value in module.state_dict().items():
             if isinstance(value, Tensor):

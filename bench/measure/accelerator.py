@@ -149,7 +149,8 @@ class _HostAccelerator:
 
     def finish_step(self) -> DeviceTimes:
         """Return the step's times; every phase has waited for the device already."""
-        times, self._times = self._times, DeviceTimes()
+        times = self._times
+        self._times = DeviceTimes()
         return times
 
 
@@ -174,7 +175,8 @@ class CpuAccelerator(_HostAccelerator):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Time backward up to the last local gradient, and from there the exposed all-reduce."""
-        self._gradients_at, self._thread = None, threading.get_ident()
+        self._gradients_at = None
+        self._thread = threading.get_ident()
         start = self._mark()
         yield
         end = self._mark()
@@ -233,10 +235,13 @@ class EmulatedAccelerator(_HostAccelerator):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Occupy the device for the backward time; the all-reduce overlaps it as it would on the device."""
-        self._backward_start_ns, self._gradients_at_ns, self._held_ns = self._free_at_ns, 0, 0
+        self._backward_start_ns = self._free_at_ns
+        self._gradients_at_ns = 0
+        self._held_ns = 0
         start_ns = self._clock.now_ns()
         yield
-        device_ms, end_ns = self._units * self.profile.backward_ms, self._clock.now_ns()
+        device_ms = self._units * self.profile.backward_ms
+        end_ns = self._clock.now_ns()
         if not self._gradients_at_ns:  # no all-reduce in this backward: one rank, or accumulating
             self._times.stand_in_ns += end_ns - start_ns
             self._times.backward_ns += self._occupy(device_ms)
@@ -272,7 +277,8 @@ class EmulatedAccelerator(_HostAccelerator):
 
     def _occupy(self, busy_ms: float) -> int:
         """Wait for a phase queued on the device's timeline; return the device's own time for it, in ns."""
-        start_ns, device_ns = self._free_at_ns, round(busy_ms * NS_PER_MS)
+        start_ns = self._free_at_ns
+        device_ns = round(busy_ms * NS_PER_MS)
         real_end_ns = self._clock.now_ns()
         self._free_at_ns = max(start_ns + device_ns, real_end_ns)
         self._times.device_busy_ns += device_ns

@@ -119,7 +119,9 @@ class Counter(LocalOperators):
         )
         self._axes = {str(group.group_name): (axis, group.size()) for axis, group in groups.items()}
         self._found: dict[tuple[str, str, int], list[int]] = {}
-        self.flop, self.attention, self.convolution = 0, 0, 0
+        self.flop = 0
+        self.attention = 0
+        self.convolution = 0
 
     def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Count an operator."""

@@ -109,7 +109,10 @@ class CudaAccelerator:
             launch_ns=self._launch_ns,
         )
         times.device_busy_ns = times.forward_ns + times.backward_ns + times.optimiser_ns
-        self._spans, self._launches, self._arrivals, self._launch_ns = {}, [], [], 0
+        self._spans = {}
+        self._launches = []
+        self._arrivals = []
+        self._launch_ns = 0
         return times
 
     @contextmanager
@@ -135,7 +138,8 @@ class CudaAccelerator:
 
     def _all_reduce_union_ns(self) -> int:
         """Return the length of the union of the all-reduce intervals; buckets are reduced in launch order."""
-        total_ns, covered_to_ns = 0, 0
+        total_ns = 0
+        covered_to_ns = 0
         for launch, arrival in zip(self._launches, self._arrivals, strict=True):
             start_ns = _elapsed_ns(self._launches[0], launch)
             end_ns = _elapsed_ns(self._launches[0], arrival)

@@ -139,7 +139,8 @@ def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:
 
 def _decode(image: Buffer, divisor: int, scratch: _Scratch) -> None:
     info = probe(image)
-    height, width = -(-info.height // divisor), -(-info.width // divisor)
+    height = -(-info.height // divisor)
+    width = -(-info.width // divisor)
     simplejpeg.decode_jpeg(
         image, "RGBX", min_height=height, min_width=width, buffer=scratch.take((height, width, 4))
     )

@@ -41,7 +41,8 @@ class NvmlWatch:
     """
 
     def __init__(self, num_gpus: int, nvml: Any = None) -> None:
-        self._num_gpus, self._nvml = num_gpus, nvml
+        self._num_gpus = num_gpus
+        self._nvml = nvml
         self.reason: str | None = None
         """Why there are no measurements; None where nothing failed."""
         self._samples: list[list[tuple[float, float, float | None, float | None, int, float]]] = []
@@ -80,7 +81,8 @@ class NvmlWatch:
             _LOG.warning("no facts from NVML: %s", self.reason)
 
     def _sample(self) -> None:
-        nvml, self._samples = self._nvml, [[] for _ in range(self._num_gpus)]
+        nvml = self._nvml
+        self._samples = [[] for _ in range(self._num_gpus)]
         handles = [self._handle(index) for index in range(self._num_gpus)]
         while True:
             for samples, handle in zip(self._samples, handles, strict=True):

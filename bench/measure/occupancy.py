@@ -29,7 +29,8 @@ from fuelrail.bench.measure.records import PHASES, StepRecord
 MIN_MEASURED_STEPS = 8
 
 # A rank is called slow if its own part is longer than the others' by this share, and longest in most steps.
-SLOWER, MOSTLY = 0.05, 0.75
+SLOWER = 0.05
+MOSTLY = 0.75
 
 _OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
 
@@ -100,7 +101,8 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
         [[[step.phase_ns(phase) for phase in _OWN] for step in steps] for steps in inside],
         np.float64,
     )
-    means, last = phases.mean(axis=1), phases.sum(axis=2).argmax(axis=0)
+    means = phases.mean(axis=1)
+    last = phases.sum(axis=2).argmax(axis=0)
     rows = []
     for rank, steps in enumerate(inside):
         busy_ns = sum(step.device_busy_ns for step in steps)

@@ -59,7 +59,9 @@ def measure_rate(name: str, work: Callable[[int], Any], num_threads: int, second
         try:
             work(next(numbers))
             start_line.wait()
-            count, started_s, cpu_s = 0, time.perf_counter(), time.thread_time()
+            count = 0
+            started_s = time.perf_counter()
+            cpu_s = time.thread_time()
             while count == 0 or time.perf_counter() - started_s < seconds:
                 work(next(numbers))
                 count += 1

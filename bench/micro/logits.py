@@ -38,7 +38,10 @@ from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.logits import SAMPLED, TOPK, Logits
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 
-WORDS, CONTEXT, COUNT, BATCH = 1024, 32, 50, 8
+WORDS = 1024
+CONTEXT = 32
+COUNT = 50
+BATCH = 8
 TEACHER = GptSettings(width=96, depth=3, heads=4, vocabulary=WORDS, context=CONTEXT)
 STUDENT = GptSettings(width=48, depth=2, heads=2, vocabulary=WORDS, context=CONTEXT)
 Lesson = Callable[[Tensor, Tensor, Sequence[str]], Tensor]
@@ -104,7 +107,11 @@ def layouts(logits: Tensor, k: int) -> Iterator[LayoutFigures]:
             )
         )
         return LayoutFigures(
-            vocabulary, k, layout, num_bytes, None if error is None else float(error) / number
+            vocabulary=vocabulary,
+            k=k,
+            layout=layout,
+            bytes=num_bytes,
+            error_nats=None if error is None else float(error) / number,
         )
 
     for dtype in ("uint8", "float16"):
@@ -140,12 +147,11 @@ def layouts(logits: Tensor, k: int) -> Iterator[LayoutFigures]:
 
 def gradients(own: Tensor, teacher: Tensor, draws: int) -> dict[str, dict[str, float]]:
     """Return how far mean gradients are from the full divergence's: as a share of its norm, and in standard errors."""
-    q, p = teacher.double().softmax(-1), own.double().softmax(-1)
-    channel, total, squares = (
-        channel_of(SAMPLED, COUNT, own.shape[1]),
-        torch.zeros_like(p),
-        torch.zeros_like(p),
-    )
+    q = teacher.double().softmax(-1)
+    p = own.double().softmax(-1)
+    channel = channel_of(SAMPLED, COUNT, own.shape[1])
+    total = torch.zeros_like(p)
+    squares = torch.zeros_like(p)
     for number in range(draws):
         read = stored(teacher, channel, str(number))[0].map(torch.from_numpy)
         leaf = own.clone().requires_grad_()
@@ -228,10 +234,8 @@ def from_stored(
 
 def lessons() -> dict[str, Lesson]:
     """Return the losses that students are compared under."""
-    top, drawn = (
-        channel_of(TOPK, COUNT, WORDS, length=CONTEXT),
-        channel_of(SAMPLED, COUNT, WORDS, length=CONTEXT),
-    )
+    top = channel_of(TOPK, COUNT, WORDS, length=CONTEXT)
+    drawn = channel_of(SAMPLED, COUNT, WORDS, length=CONTEXT)
     return {
         "full": lambda logits, said, _: divergence(logits, said, 1.0).mean(),
         "sampled:50": partial(from_stored, channel=drawn),
@@ -245,10 +249,8 @@ def decoding(repeats: int) -> dict[str, float]:
     size: Any = MODELS["gpt-tiny"]
     model: Any = build_model(size)
     optimiser = torch.optim.AdamW(model.parameters())
-    tokens, said = (
-        torch.randint(size.vocabulary, (16, size.context + 1)),
-        torch.randn(16, size.context, size.vocabulary),
-    )
+    tokens = torch.randint(size.vocabulary, (16, size.context + 1))
+    said = torch.randn(16, size.context, size.vocabulary)
     found: dict[str, list[float]] = {}
     for kind, _ in itertools.product((TOPK, SAMPLED), range(repeats)):
         channel = channel_of(kind, COUNT, size.vocabulary, length=size.context)
@@ -278,7 +280,9 @@ def measure(seeds: int, steps: int, draws: int) -> LogitsReport:
     wide = 2.5 * torch.randn(256, 128_256, generator=generator)
     shares = decoding(15)
     windows, held = texts()
-    teacher = trained(TEACHER, windows, 4 * steps, 0, None, next_words)
+    teacher = trained(
+        TEACHER, windows=windows, steps=4 * steps, seed=0, teacher=None, lesson=next_words
+    )
     teacher.eval().requires_grad_(requires_grad=False)
 
     def loss(model: Any) -> float:
@@ -293,7 +297,7 @@ def measure(seeds: int, steps: int, draws: int) -> LogitsReport:
         for one in layouts(logits, k)
     ]
     own = (
-        trained(STUDENT, windows, steps // 4, 9, None, next_words)
+        trained(STUDENT, windows=windows, steps=steps // 4, seed=9, teacher=None, lesson=next_words)
         .predict(held[:8])[1]
         .detach()
         .flatten(0, 1)
@@ -301,9 +305,22 @@ def measure(seeds: int, steps: int, draws: int) -> LogitsReport:
     slopes = gradients(own[:8], said[:8], draws)
     students: dict[str, list[float]] = {name: [] for name in lessons()}
     for seed, (name, lesson) in itertools.product(range(seeds), lessons().items()):
-        students[name].append(loss(trained(STUDENT, windows, steps, seed, teacher, lesson)))
+        students[name].append(
+            loss(
+                trained(
+                    STUDENT, windows=windows, steps=steps, seed=seed, teacher=teacher, lesson=lesson
+                )
+            )
+        )
         print(f"seed {seed}, {name}: {students[name][-1]:.4f}", file=sys.stderr)  # noqa: T201
-    return LogitsReport(facts, tables, slopes, students, loss(teacher), shares)
+    return LogitsReport(
+        machine=facts,
+        layouts=tables,
+        gradients=slopes,
+        students=students,
+        teacher_loss=loss(teacher),
+        decoding=shares,
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -55,7 +55,8 @@ _MANY_ROWS = 10**9
 
 def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
     """Make key and metadata of a sample with six cameras and as many boxes as nuScenes' in the new folder ``work``."""
-    source, out = work / "source", work / "dataset"
+    source = work / "source"
+    out = work / "dataset"
     make_dataroot(source, 2, lidar=False, size=(320, 180))
     shard(
         f"nuscenes:{source}",
@@ -78,20 +79,23 @@ def sample_members(work: Path) -> tuple[str, dict[str, bytes]]:
 def index_rows(count: int) -> Iterator[IndexRow]:
     """Yield rows of a dataset with six cameras and a lidar."""
     members = tuple(
-        MemberEntry(name, 4096 * i + 512, 3000, 3000, "raw", 0) for i, name in enumerate(_FIELDS)
+        MemberEntry(
+            name=name, offset=4096 * i + 512, stored_bytes=3000, raw_bytes=3000, codec="raw", xxh3=0
+        )
+        for i, name in enumerate(_FIELDS)
     )
     for i in range(count):
         clip_id = f"scene-{i // 40:06d}"
         yield IndexRow(
-            f"{clip_id}-{i % 40:06d}",
-            clip_id,
-            i % 40,
-            i * 500_000_000,
-            i // 300,
-            0,
-            40960,
-            i,
-            members,
+            key=f"{clip_id}-{i % 40:06d}",
+            clip_id=clip_id,
+            frame=i % 40,
+            timestamp_ns=i * 500_000_000,
+            shard=i // 300,
+            offset=0,
+            length=40960,
+            xxh3=i,
+            members=members,
         )
 
 

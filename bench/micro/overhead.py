@@ -82,7 +82,8 @@ def measure(dataset: Path, ledger: Path, rounds: int) -> OverheadReport:
     cpu_ms: dict[str, list[float]] = {name: [] for name in loaders}
     for _ in range(rounds + 1):
         for name, loader in loaders.items():
-            started_s, count = time.process_time(), 0
+            started_s = time.process_time()
+            count = 0
             for batch in loader:
                 count += len(batch["sample_key"])
             # Threads continue into the next epoch; ended here, so that each candidate pays for its own work alone.
@@ -111,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     options = parser.parse_args(argv)
-    source, dataset = options.work / "source", options.work / "dataset"
+    source = options.work / "source"
+    dataset = options.work / "dataset"
     make_dataroot(source, options.samples, lidar=False, num_files=8)
     shard(
         f"nuscenes:{source}",

@@ -187,7 +187,8 @@ def dearest(packs: Packs, packs_per_rank: int, *, is_dealt: bool) -> RankFigures
 
 def measure_large(num_samples: int, budget: int = 32768) -> LargeFigures:
     """Count the packs of an epoch of this number of samples, of lognormal lengths."""
-    rng, costs = np.random.default_rng(0), np.empty(num_samples, np.int32)
+    rng = np.random.default_rng(0)
+    costs = np.empty(num_samples, np.int32)
     for first in range(
         0, num_samples, 100_000
     ):  # in parts, so that the peak memory is that of packing
@@ -195,10 +196,15 @@ def measure_large(num_samples: int, budget: int = 32768) -> LargeFigures:
         part[:] = np.clip(rng.lognormal(5, 1, len(part)), 16, 1024)
     base = CompiledOrder(OrderSpec(), {}, (num_samples,))
     order = PackedOrder(base, Pack(budget=budget, cost="n", window=_WINDOW), (costs,), 0)
-    before, started = _peak_bytes(), time.process_time()
+    before = _peak_bytes()
+    started = time.process_time()
     packs = order.length(0)
     return LargeFigures(
-        num_samples, budget, packs, time.process_time() - started, _peak_bytes() - before
+        samples=num_samples,
+        budget=budget,
+        packs=packs,
+        cpu_s=time.process_time() - started,
+        peak_bytes=_peak_bytes() - before,
     )
 
 
@@ -208,7 +214,8 @@ def _peak_bytes() -> int:
 
 def measure_waits(work: Path, num_samples: int) -> list[WaitFigures]:
     """Train by turns on batches of eight samples, and on packs of about eight, of frames that cost 1 .. 40."""
-    source, dataset = work / "source", work / "dataset"
+    source = work / "source"
+    dataset = work / "dataset"
     make_dataroot(source, num_samples, lidar=False, size=(96, 64), num_files=8, full_tables=False)
     shard(
         f"nuscenes:{source}",
@@ -230,7 +237,8 @@ def measure_waits(work: Path, num_samples: int) -> list[WaitFigures]:
     total = dict.fromkeys(loaders, 0.0)
     for epoch in range(_EPOCHS):
         for name, loader in loaders.items():
-            batches, started = iter(loader), time.perf_counter()
+            batches = iter(loader)
+            started = time.perf_counter()
             asked = started
             for batch in batches:
                 waits[name].append(time.perf_counter() - asked)
@@ -242,7 +250,14 @@ def measure_waits(work: Path, num_samples: int) -> list[WaitFigures]:
     for loader in loaders.values():
         loader.close()
     return [
-        WaitFigures(name, _EPOCHS, len(each), total[name], sum(each), 1e3 * max(each))
+        WaitFigures(
+            order=name,
+            epochs=_EPOCHS,
+            steps=len(each),
+            total_s=total[name],
+            wait_s=sum(each),
+            longest_wait_ms=1e3 * max(each),
+        )
         for name, each in waits.items()
     ]
 
@@ -266,12 +281,24 @@ def measure(lengths: dict[str, NDArray[np.int64]]) -> PackingReport:
                 started = time.process_time()
                 packs = pack(values, budget)
                 rate = (time.process_time() - started) / len(values) * 1e6
-                used, full = sum(map(sum, packs)), int(values.sum()) / budget
+                used = sum(map(sum, packs))
+                full = int(values.sum()) / budget
                 ranks = [dearest(packs, each, is_dealt=pack is ours) for each in _PACKS_PER_RANK]
-                fill, best = used / budget / len(packs), full / math.ceil(full)
+                fill = used / budget / len(packs)
+                best = full / math.ceil(full)
                 lost = int(values.sum()) - used
                 figures.append(
-                    PackerFigures(name, budget, packer, len(packs), fill, best, lost, rate, ranks)
+                    PackerFigures(
+                        lengths=name,
+                        budget=budget,
+                        packer=packer,
+                        packs=len(packs),
+                        fill=fill,
+                        best_fill=best,
+                        tokens_lost=lost,
+                        cpu_s_per_million=rate,
+                        ranks=ranks,
+                    )
                 )
     return PackingReport(
         machine_facts(), {name: len(values) for name, values in lengths.items()}, figures

@@ -84,7 +84,14 @@ def make_dataroot(
         for frame in range(num_files):
             content = sweeps[frame % len(sweeps)] if channel == "LIDAR_TOP" else image
             (root / file_name(frame, channel)).write_bytes(content)
-    write_tables(root, channels, num_frames, size, num_files, full=full_tables)
+    write_tables(
+        root,
+        channels=channels,
+        num_frames=num_frames,
+        size=size,
+        num_files=num_files,
+        full=full_tables,
+    )
 
 
 def _noise_jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:

@@ -162,7 +162,8 @@ class LapClock:
 
     def __call__(self) -> None:
         """Call it once."""
-        before, started = _cpu_s(), time.perf_counter()
+        before = _cpu_s()
+        started = time.perf_counter()
         self._work()
         self.taken_s.append(time.perf_counter() - started)
         self.cpu_s.append(_cpu_s() - before)

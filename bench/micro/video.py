@@ -47,10 +47,15 @@ from fuelrail.sharding.sources.shared.pictures import JpegForm
 from fuelrail.sharding.sources.shared.video import libraries
 
 NUM_ROUNDS = 5
-PROGRAM, LIBRARY = "ffmpeg, decode and scale", "PyAV, decode and scale"
-FRAMES, SHARD = "fuelrail, frames of the log as JPEG", "fuelrail shard, the whole run"
-_RATE, _KEPT_RATE, _SECONDS = 30, 10, 10
-_SIZE, _STORED = (1920, 1080), (576, 320)
+PROGRAM = "ffmpeg, decode and scale"
+LIBRARY = "PyAV, decode and scale"
+FRAMES = "fuelrail, frames of the log as JPEG"
+SHARD = "fuelrail shard, the whole run"
+_RATE = 30
+_KEPT_RATE = 10
+_SECONDS = 10
+_SIZE = (1920, 1080)
+_STORED = (576, 320)
 _MARGIN = 400
 _CODECS = {
     "h264": (
@@ -109,7 +114,9 @@ class VideoReport(msgspec.Struct, frozen=True, kw_only=True):
 def write_clip(folder: Path, codec: str, num_frames: int, size: tuple[int, int]) -> list[bytes]:
     """Encode a clip into the file ``video`` and the log ``log.mcap``; return its packets."""
     encoder, options = _CODECS[codec]
-    (width, height), packets, rng = size, [], np.random.default_rng(0)
+    rng = np.random.default_rng(0)
+    packets = []
+    (width, height) = size
     texture = rng.integers(0, 256, (height + _MARGIN, width + _MARGIN)).astype(np.float32)
     texture = 128 + 10 * (cv2.GaussianBlur(texture, (0, 0), 3) - 127.5)
     noise = rng.normal(0, 2, texture.shape).astype(np.float32)
@@ -119,7 +126,9 @@ def write_clip(folder: Path, codec: str, num_frames: int, size: tuple[int, int])
         str(folder / "video"), "w", format="matroska" if codec == "av1" else "mpegts"
     ) as file:
         stream: Any = file.add_stream(encoder, rate=_RATE, options=options)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width = width
+        stream.height = height
+        stream.pix_fmt = "yuv420p"
         for at in range(num_frames + 1):
             x, y, u, v = (number % _MARGIN for number in (2 * at, at, 97 * at, 61 * at))
             seen = texture[y : y + height, x : x + width] + noise[v : v + height, u : u + width]
@@ -152,10 +161,12 @@ def write_log(path: Path, packets: Sequence[bytes], codec: str, size: tuple[int,
             )
             return found
 
-        info, video = "sensor_msgs/msg/CameraInfo", "foxglove_msgs/msg/CompressedVideo"
+        info = "sensor_msgs/msg/CameraInfo"
+        video = "foxglove_msgs/msg/CompressedVideo"
         channels = channel("/front/camera_info", info), channel(_TOPIC, video)
         region = types["sensor_msgs/msg/RegionOfInterest"](0, 0, 0, 0, False)
-        k, flat = np.array([1e3, 0, size[0] / 2, 0, 1e3, size[1] / 2, 0, 0, 1]), np.eye(3).ravel()
+        k = np.array([1e3, 0, size[0] / 2, 0, 1e3, size[1] / 2, 0, 0, 1])
+        flat = np.eye(3).ravel()
         p = np.column_stack([k.reshape(3, 3), np.zeros(3)]).ravel()
         for at, packet in enumerate(packets):
             stamp_ns = 10**18 + at * 10**9 // _RATE
@@ -253,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             packets = write_clip(folder, codec, num_frames, (640, 360) if options.quick else _SIZE)
             os.sched_setaffinity(0, {min(cpus)})
             try:
-                _measure(report, codec, folder, packets, effort)
+                _measure(report, codec=codec, folder=folder, packets=packets, effort=effort)
             finally:
                 os.sched_setaffinity(0, cpus)
     sys.stdout.write(_table(report) + "\n")

@@ -204,7 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     options = parser.parse_args(argv)
-    source, dataset = options.work / "source", options.work / "dataset"
+    source = options.work / "source"
+    dataset = options.work / "dataset"
     make_dataroot(source, options.samples, lidar=False, num_files=8)
     shard(
         f"nuscenes:{source}",

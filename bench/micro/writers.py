@@ -64,7 +64,13 @@ def with_fuelrail(root: Path, num_workers: int, out: Path) -> None:
     """Run all of `fuelrail shard`."""
     with _fresh(out) as folder:
         recipe = make_recipe(shard_size_bytes=SHARD_BYTES)
-        shard(SourceSpec("nuscenes", str(root), {}), folder, recipe, num_workers, Quiet())
+        shard(
+            SourceSpec("nuscenes", str(root), {}),
+            out=folder,
+            recipe=recipe,
+            num_workers=num_workers,
+            progress=Quiet(),
+        )
 
 
 def with_command(root: Path, num_workers: int, out: Path) -> None:

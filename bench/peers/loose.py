@@ -41,7 +41,9 @@ class Loose:
 
 class _Files(torch.utils.data.Dataset[tuple[int, "NDArray[np.uint8]"]]):
     def __init__(self, folder: Path, work: Work, recipe: str) -> None:
-        self._folder, self._work, self._recipe = folder, work, recipe
+        self._folder = folder
+        self._work = work
+        self._recipe = recipe
 
     def __len__(self) -> int:
         return self._work.num_samples

@@ -53,7 +53,8 @@ def _dataset_class() -> Any:
             super().__init__(
                 local=str(folder), shuffle=True, shuffle_seed=work.seed, batch_size=work.batch_size
             )
-            self._work, self._recipe = work, recipe
+            self._work = work
+            self._recipe = recipe
 
         def __getitem__(self, at: int) -> tuple[int, NDArray[np.uint8]]:
             stored = super().__getitem__(at)

@@ -113,46 +113,52 @@ class Entry(NamedTuple):
 
 
 PEERS: dict[str, Entry] = {
-    OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo")),
+    OURS: Entry(
+        module="fuelrail", needs=(), install="", packages=(), recipes=("pillow", "restart", "turbo")
+    ),
     "loose": Entry(
-        "loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "cv2", "cv2fast", "sjfast")
+        module="loose",
+        needs=("PIL",),
+        install="pip install pillow",
+        packages=("torch",),
+        recipes=("pil", "cv2", "cv2fast", "sjfast"),
     ),
     "wds": Entry(
-        "wds",
-        ("webdataset",),
-        "pip install webdataset",
-        ("webdataset",),
-        ("pil", "cv2", "cv2fast", "sjfast"),
+        module="wds",
+        needs=("webdataset",),
+        install="pip install webdataset",
+        packages=("webdataset",),
+        recipes=("pil", "cv2", "cv2fast", "sjfast"),
     ),
     "mds": Entry(
-        "mds",
-        ("streaming",),
-        "pip install mosaicml-streaming",
-        ("mosaicml-streaming",),
-        ("cv2", "cv2fast", "sjfast"),
+        module="mds",
+        needs=("streaming",),
+        install="pip install mosaicml-streaming",
+        packages=("mosaicml-streaming",),
+        recipes=("cv2", "cv2fast", "sjfast"),
     ),
     "spdl": Entry(
-        "spdl",
-        ("spdl.pipeline",),
-        "pip install spdl-core",
-        ("spdl-core",),
-        ("cv2", "cv2fast", "sjfast"),
-        "wds",
+        module="spdl",
+        needs=("spdl.pipeline",),
+        install="pip install spdl-core",
+        packages=("spdl-core",),
+        recipes=("cv2", "cv2fast", "sjfast"),
+        data="wds",
     ),
     "spdl-io": Entry(
-        "spdl",
-        ("spdl.pipeline", "spdl.io"),
-        "pip install spdl spdl-io, and FFmpeg's shared libraries",
-        ("spdl-io",),
-        ("ffmpeg",),
-        "wds",
+        module="spdl",
+        needs=("spdl.pipeline", "spdl.io"),
+        install="pip install spdl spdl-io, and FFmpeg's shared libraries",
+        packages=("spdl-io",),
+        recipes=("ffmpeg",),
+        data="wds",
     ),
     "grain": Entry(
-        "grain",
-        ("grain", "array_record"),
-        "pip install grain array-record",
-        ("grain", "array-record"),
-        ("thr-cv2", "thr-cv2fast", "thr-sjfast"),
+        module="grain",
+        needs=("grain", "array_record"),
+        install="pip install grain array-record",
+        packages=("grain", "array-record"),
+        recipes=("thr-cv2", "thr-cv2fast", "thr-sjfast"),
     ),
 }
 
@@ -257,7 +263,8 @@ def seen_box(
     (width, height), (out_width, out_height) = source_wh, out_wh
     scale = max(out_width / width, out_height / height)
     # The resized picture has whole pixels, and the crop begins at one.
-    resized_width, resized_height = int(width * scale), int(height * scale)
+    resized_width = int(width * scale)
+    resized_height = int(height * scale)
     left = (resized_width - out_width) // 2 / resized_width * width
     upper = (resized_height - out_height) / resized_height * height
     return left, upper, left + out_width / resized_width * width, float(height)
@@ -311,7 +318,8 @@ def _resize(
     """Cut out what is seen, to whole pixels of the decoded picture; shrink; split into the planes."""
     height, width = picture.shape[:2]
     left, upper, right, lower = seen_box(source_wh, (planes.shape[2], planes.shape[1]))
-    x, y = width / source_wh[0], height / source_wh[1]
+    x = width / source_wh[0]
+    y = height / source_wh[1]
     seen = picture[round(upper * y) : round(lower * y), round(left * x) : round(right * x)]
     small = cv2.resize(seen, (planes.shape[2], planes.shape[1]), interpolation=method)
     red, green, blue = planes

@@ -98,7 +98,8 @@ def perform(task: Task) -> Answer:
 
 def _check(peer: Peer, task: Task) -> Check:
     prepare_worker()  # before any reference is made: a peer may fork its workers from this process
-    work, dataset = task.work, open_dataset(task.dataset)
+    work = task.work
+    dataset = open_dataset(task.dataset)
     seen: dict[int, int] = {}
     errors: list[float] = []
     batches = peer.batches(Path(task.folder), work, task.recipe)
@@ -161,7 +162,8 @@ def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
     scale = max(work.width / width, work.height / height)
     resized_wh = int(width * scale), int(height * scale)
     small = cv2.resize(picture, resized_wh, interpolation=cv2.INTER_AREA)
-    left, upper = (resized_wh[0] - work.width) // 2, resized_wh[1] - work.height
+    left = (resized_wh[0] - work.width) // 2
+    upper = resized_wh[1] - work.height
     planes: NDArray[np.float32] = (
         small[upper:, left : left + work.width].transpose(2, 0, 1).astype(np.float32)
     )

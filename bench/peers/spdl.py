@@ -66,7 +66,8 @@ def _decode(work: Work, recipe: str, samples: list[RawSample]) -> Batch:
 def _decode_by_ffmpeg(encoded: list[memoryview], work: Work, planes: NDArray[np.uint8]) -> None:
     io = import_module("spdl.io")
     scale = max(work.width / work.source_wh[0], work.height / work.source_wh[1])
-    width, height = int(work.source_wh[0] * scale), int(work.source_wh[1] * scale)
+    width = int(work.source_wh[0] * scale)
+    height = int(work.source_wh[1] * scale)
     crop = f"crop={work.width}:{work.height}:{(width - work.width) // 2}:{height - work.height}"
     description = f"scale={width}:{height}:flags=bilinear,{crop},format=pix_fmts=rgb24"
     for image, (red, green, blue) in zip(encoded, planes, strict=True):

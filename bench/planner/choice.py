@@ -99,7 +99,8 @@ def is_bound(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettin
     """
     if asked.accelerator is not None:
         return False
-    device, software = cluster.device.name, asked.software
+    device = cluster.device.name
+    software = asked.software
     return settings.offload or (
         asked.efficiency is None and not has_range(device, asked.precision, asked.family, software)
     )
@@ -234,10 +235,20 @@ def fit(
     once = found
     if settings.recompute != "none":
         once = beside(shaped(msgspec.structs.replace(settings, recompute="none"), once=True))
-    work = work_of(asked, settings, degrees, inputs, found, once)
+    work = work_of(
+        asked, settings=settings, degrees=degrees, inputs=inputs, stages=found, once=once
+    )
     used = efficiency(asked, cluster, settings)
     time = step_time(work, cluster, asked.precision, used)
-    return Fit(settings, degrees, inputs, found, once, work, time)
+    return Fit(
+        settings=settings,
+        degrees=degrees,
+        inputs=inputs,
+        stages=found,
+        once=once,
+        work=work,
+        time=time,
+    )
 
 
 def largest_parts(memory: Mapping[str, float]) -> str:
@@ -342,12 +353,13 @@ def taught(asked: Scenario, inputs: Inputs, devices: int) -> Taught | None:
     model = asked.sized(asked.teacher)
     alone = stages(
         model,
-        ParallelSettings(),
-        Degrees(),
-        msgspec.structs.replace(inputs, micro_batches=1),
-        asked.run_precision,
+        settings=ParallelSettings(),
+        degrees=Degrees(),
+        inputs=msgspec.structs.replace(inputs, micro_batches=1),
+        precision=asked.run_precision,
     )[0]
-    whole, blocks = FP32 * alone.parameters, num_blocks(model)
+    whole = FP32 * alone.parameters
+    blocks = num_blocks(model)
     gathers = [
         Collective(
             kind="all_gather", axis="dp_teacher", ranks=devices, count=blocks + 1, bytes=whole
@@ -418,7 +430,9 @@ def work_of(
     """Count the work of the stage that computes most, and of a teacher beside it."""
     beside = taught(asked, inputs, 1) if asked.teacher_from == "model" else None
     busiest = max(range(len(stages)), key=lambda number: stages[number].flop)
-    shape, plain, count = stages[busiest], once[busiest], inputs.micro_batches
+    shape = stages[busiest]
+    plain = once[busiest]
+    count = inputs.micro_batches
     tensor, messages = _sent(one for one in shape.collectives if one.axis == "tp")
     state = shape.parameters * FP32 * _STATE_PASSES
     if settings.shards_optimiser:
@@ -426,7 +440,17 @@ def work_of(
     own = 0 if beside is None else beside.flop
     blocks = blocks_of(asked.settings)
     each = asked.low and degrees.dp_shard > 1 and degrees.pp == 1
-    sent = list(traffic_of(settings, degrees, shape, plain.flop - own, own, blocks, each=each))
+    sent = list(
+        traffic_of(
+            settings,
+            degrees=degrees,
+            shape=shape,
+            flop=plain.flop - own,
+            teacher_flop=own,
+            blocks=blocks,
+            each=each,
+        )
+    )
     again = (shape.flop - own) / (
         plain.flop - own
     )  # what is computed again moves its activations again
@@ -435,7 +459,15 @@ def work_of(
     attention = shape.attention * shares * asked.attention_share
     flop = shape.flop + attention - shape.attention
     if shares > 1:
-        sent.append(ring_of(asked, degrees, inputs, attention / flop, blocks / degrees.pp))
+        sent.append(
+            ring_of(
+                asked,
+                degrees=degrees,
+                inputs=inputs,
+                hidden=attention / flop,
+                blocks=blocks / degrees.pp,
+            )
+        )
     if (asked.expert_parallel or 1) > 1:
         sent.append(exchange_of(asked, degrees, inputs, blocks / degrees.pp))
     virtual = virtual_of(asked, settings)
@@ -471,7 +503,8 @@ def exchange_of(asked: Scenario, degrees: Degrees, inputs: Inputs, blocks: float
 
     Tokens go to their experts and back, in the forward and in the backward pass (arXiv 2006.16668).
     """
-    model, ranks = asked.settings, asked.expert_parallel or 1
+    model = asked.settings
+    ranks = asked.expert_parallel or 1
     assert isinstance(model, GptSettings), "only a mixture's experts are shared"
     tokens = inputs.micro_batch * model.context / (asked.context_parallel or 1)
     once = 2 * tokens * model.active_experts * model.width * (1 - 1 / ranks)  # in 16 bits
@@ -491,7 +524,8 @@ def ring_of(
 
     Keys and values go round in the forward pass, and with their gradients in the backward pass.
     """
-    model, shares = asked.settings, asked.context_parallel or 1
+    model = asked.settings
+    shares = asked.context_parallel or 1
     assert isinstance(model, GptSettings), "only tokens are shared"
     channels = model.channels_of_head * (model.kv_heads or model.heads) / degrees.tp
     each = 2 * 2 * inputs.micro_batch * model.context / shares * channels  # in 16 bits
@@ -525,8 +559,11 @@ def traffic_of(
     each pass one block's hide behind nothing. A pipeline reduces when it is done; with ``each``, shards reduce after
     each micro-batch.
     """
-    taught, forward = teacher_flop / shape.flop, flop / 3 / shape.flop
-    backward, count, together = 1 - forward - taught, shape.micro_batches, degrees.pp == 1
+    taught = teacher_flop / shape.flop
+    forward = flop / 3 / shape.flop
+    backward = 1 - forward - taught
+    count = shape.micro_batches
+    together = degrees.pp == 1
     one_block = 1 / (blocks / degrees.pp + 1)  # what is in no block is gathered as one, too
     for axis in sorted(
         {one.axis for one in shape.collectives if one.axis.startswith("dp_") and one.ranks > 1}
@@ -547,7 +584,8 @@ def traffic_of(
             yield group(bytes=others - changed, count=number, hidden=backward, last=last)
             yield group(bytes=changed, count=changed_number, last=1.0)
         else:
-            behind, messages = (gathers - ahead) / count, (gathers_number - ahead_number) / count
+            behind = (gathers - ahead) / count
+            messages = (gathers_number - ahead_number) / count
             yield group(
                 bytes=ahead / count,
                 count=ahead_number / count,

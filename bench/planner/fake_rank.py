@@ -149,7 +149,8 @@ def _watch_growth(tracker: Any) -> None:
             block.device = _GROWS
         update(kind, block, **old)
 
-    tracker._update_snap, tracker._update_peak_stats = noted, lambda _: None  # noqa: SLF001
+    tracker._update_snap = noted
+    tracker._update_peak_stats = lambda _: None  # noqa: SLF001
 
 
 class PrivateParts(NamedTuple):
@@ -191,7 +192,13 @@ def private_parts() -> PrivateParts:
         clear_redistribute_planner_cache,
         _gen_transform_infos.cache_clear,
     )
-    return PrivateParts(FakeStore, MemTracker, FSDPMemTracker, ShardingPropagator, forget)
+    return PrivateParts(
+        fake_store=FakeStore,
+        tracker=MemTracker,
+        sharded_tracker=FSDPMemTracker,
+        propagator=ShardingPropagator,
+        forget=forget,
+    )
 
 
 @cache
@@ -230,7 +237,11 @@ def run_rank(
                     )
                 made.plan = {**made.plan, "head.vocabulary": VOCABULARY_PART}
         stage = 0 if degrees.pp == 1 or mesh is None else int(mesh.get_local_rank("pp"))
-        hidden = _hidden(made, example, stage, degrees, model) if degrees.pp > 1 else None
+        hidden = (
+            _hidden(made, example=example, stage=stage, degrees=degrees, settings=model)
+            if degrees.pp > 1
+            else None
+        )
         exact: Precision = "fp32" if precision == "fp16" else precision
         parts = settings.micro_batches or ROWS
         asked = msgspec.structs.replace(settings, precision=exact, alone=whole, micro_batches=parts)
@@ -308,7 +319,8 @@ def example_of(name: str) -> list[tuple[int, ...]]:
 
 def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
     """Return arguments of the model's forward, as its method ``inputs`` returns them."""
-    count, cameras = inputs.micro_batch, inputs.cameras
+    count = inputs.micro_batch
+    cameras = inputs.cameras
     if isinstance(model, GptSettings):
         return torch.zeros(count, model.context + 1, dtype=torch.long), torch.ones(count)
     return (
@@ -350,17 +362,17 @@ class _Passes:
         received: Tensor | None,
         precision: Precision,
     ) -> None:
-        self._parallel, self._given, self._received, self._precision = (
-            parallel,
-            given,
-            received,
-            precision,
-        )
-        self._part, self._pipeline = parallel.models[0], received is not None
+        self._parallel = parallel
+        self._given = given
+        self._received = received
+        self._precision = precision
+        self._part = parallel.models[0]
+        self._pipeline = received is not None
 
     def run(self, count: int, *, copied: bool) -> RankRun:
         """Make ``count`` passes, of which the last reduces the gradients: of ``copied`` models by DDP."""
-        part, parts = self._part, private_parts()
+        part = self._part
+        parts = private_parts()
         sharded = isinstance(part, FSDPModule)
         tracker = parts.sharded_tracker(part) if sharded else parts.tracker()
         _watch_growth(tracker)
@@ -419,14 +431,16 @@ class _Passes:
     def _pass(
         self, tracker: Any, *, last: bool
     ) -> tuple[_Memory, _Memory, tuple[int, int], list[Counter]]:
-        part, mesh = self._part, self._parallel.mesh
+        part = self._part
+        mesh = self._parallel.mesh
         if isinstance(part, FSDPModule) and self._pipeline:
             part.set_is_last_backward(False)
             part.set_reshard_after_backward(False)
             part.set_requires_gradient_sync(False)
         elif isinstance(part, FSDPModule):
             part.set_requires_gradient_sync(last or self.reduces_each)
-        forward, backward = _Memory(tracker), _Memory(tracker)
+        forward = _Memory(tracker)
+        backward = _Memory(tracker)
         counters = [Counter(mesh) for _ in range(3)]
         with forward, counters[0], autocast(torch.device("cpu"), self._precision):
             result = self._result()

@@ -18,7 +18,9 @@ ComputeType = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 GIB = 2**30
 
 # What no device reaches today by a factor of ten: a figure above is in another unit.
-_LARGEST_TFLOPS, _LARGEST_GB_PER_S, _LARGEST_GIB = 5e4, 1e5, 4096.0
+_LARGEST_TFLOPS = 5e4
+_LARGEST_GB_PER_S = 1e5
+_LARGEST_GIB = 4096.0
 _LARGEST_PORT_GB_PER_S = 125  # 1 Tb/s a device; ports are sold by their bits
 
 

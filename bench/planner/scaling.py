@@ -144,7 +144,8 @@ class Cluster(NamedTuple):
 def simulate(host: HostFit, cluster: Cluster, seed: int = 0, num_steps: int = NUM_STEPS) -> Point:
     """Run a cluster for ``num_steps`` steps after warm-up; all figures are means."""
     rng = np.random.default_rng(seed)
-    ranks, total = cluster.num_ranks, NUM_WARM_UP + num_steps
+    ranks = cluster.num_ranks
+    total = NUM_WARM_UP + num_steps
     service_ms = _service_ms(host, cluster)
     overhead_ms = np.asarray(_overhead(host, min(ranks, cluster.ranks_per_host)))
     device_ms = cluster.batch_size * host.forward_backward_ms + host.optimiser_ms
@@ -232,7 +233,7 @@ def scaling_curves(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> li
             devices_per_node=min(devices, cluster.devices_per_node),
         )
         try:
-            return _planned(asked, grown, chosen, ranks, scaling)
+            return _planned(asked, cluster=grown, chosen=chosen, ranks=ranks, scaling=scaling)
         except ConfigError:  # it does not fit into memory, or does not divide the batch
             return None
 
@@ -262,7 +263,8 @@ def _planned(
     if asked.max_global_batch is not None and batch > asked.max_global_batch:
         raise ConfigError(f"a global batch of {batch} no longer trains as well")
     sized = msgspec.structs.replace(asked, global_batch=batch)
-    how, degrees = msgspec.structs.replace(chosen.settings, micro_batches=None), chosen.degrees
+    how = msgspec.structs.replace(chosen.settings, micro_batches=None)
+    degrees = chosen.degrees
     if degrees.composed:
         shards = min(degrees.dp_shard, ranks) if degrees.dp_replicate > 1 else ranks
         how = msgspec.structs.replace(

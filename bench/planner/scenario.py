@@ -472,7 +472,8 @@ def check(asked: Scenario) -> None:
 
 def _check_experts(asked: Scenario) -> None:
     """Raise ConfigError where ranks cannot share the experts of the model."""
-    ranks, size = asked.expert_parallel or 1, asked.settings
+    ranks = asked.expert_parallel or 1
+    size = asked.settings
     experts = size.experts if isinstance(size, GptSettings) else 1
     if ranks > 1 and experts % ranks:
         raise ConfigError(

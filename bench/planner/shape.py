@@ -93,7 +93,20 @@ def shape_of(
 ) -> Shape:
     """Run one rank of the whole model. Raises ConfigError for degrees that do not divide, and as :func:`run_rank`."""
     _check(settings, degrees, model, inputs)
-    ranks = _Ranks([_run(model, settings, degrees, inputs, rank, precision)], [1.0], degrees)
+    ranks = _Ranks(
+        [
+            _run(
+                model,
+                settings=settings,
+                degrees=degrees,
+                inputs=inputs,
+                rank=rank,
+                precision=precision,
+            )
+        ],
+        [1.0],
+        degrees,
+    )
     return ranks.shape(settings, degrees, inputs, rank // (degrees.data * degrees.tp), rank)
 
 
@@ -112,7 +125,7 @@ def stages(
     ``once`` runs a single micro-batch, which says what it computes and keeps, but not what lies beside its gradients.
     ``virtual`` is the number of stages of a rank in an interleaved schedule.
     """
-    _check(settings, degrees, model, inputs, virtual)
+    _check(settings, degrees=degrees, model=model, inputs=inputs, virtual=virtual)
     blocks = blocks_of(model) / degrees.pp
     # Of stages of equal blocks the inner ones are alike; of many blocks each stage is run with two numbers of them.
     equal = isinstance(model, (GptSettings, VitSettings)) and (
@@ -139,9 +152,22 @@ def stages(
         like = stage if small.pp == degrees.pp else min(stage, 1) + (stage == degrees.pp - 1)
         rank = like * small.data * small.tp
         runs = [
-            _run(size, settings, small, inputs, rank, precision, 1 if once else 2) for size in sizes
+            _run(
+                size,
+                settings=settings,
+                degrees=small,
+                inputs=inputs,
+                rank=rank,
+                precision=precision,
+                passes=1 if once else 2,
+            )
+            for size in sizes
         ]
-        spared = _spared(model, settings, degrees, blocks, inputs) if inputs.low else 0
+        spared = (
+            _spared(model, settings=settings, degrees=degrees, blocks=blocks, inputs=inputs)
+            if inputs.low
+            else 0
+        )
         again = 0
         if inputs.low and settings.recompute == "selective" and degrees.dp_shard > 1:
             more, again = _second_products(model, degrees, blocks)
@@ -152,7 +178,14 @@ def stages(
         # The halves of a backward pass are those of the run with as many experts and the fewest blocks.
         counts = [getattr(size, "experts", 1) for size in sizes]
         halves = [len(runs[counts.index(count)].backward) // 2 for count in counts]
-        ranks = _Ranks(runs, list(sizes.values()), small, halves, spared, experts)
+        ranks = _Ranks(
+            runs=runs,
+            weights=list(sizes.values()),
+            small=small,
+            halves=halves,
+            spared=spared,
+            experts=experts,
+        )
         rank = stage * degrees.data * degrees.tp
         shape = ranks.shape(settings, degrees, inputs, stage, rank, virtual)
         flop = shape.flop + inputs.micro_batch * again
@@ -185,7 +218,8 @@ def _with_fewer_experts(
 
 def expert_parameters(model: GptSettings) -> int:
     """Return the number of parameters of all experts of a block."""
-    inner, matrices = model.ffn or 4 * model.width, 3 if model.gated else 2
+    inner = model.ffn or 4 * model.width
+    matrices = 3 if model.gated else 2
     one = matrices * model.width * inner + (matrices - 1) * inner + model.width
     return model.experts * one
 
@@ -256,14 +290,15 @@ def _check(
             f"modelled: use one of {', '.join(_PLANNED_SCHEDULES)}"
         )
     if virtual > 1 and settings.pipeline_schedule == "Interleaved1F1B":
-        blocks, stages_each = num_blocks(model), virtual * degrees.pp
+        blocks = num_blocks(model)
+        stages_each = virtual * degrees.pp
         if blocks % stages_each or inputs.micro_batches % degrees.pp:
             raise ConfigError(
                 f"{virtual} virtual stages of pp={degrees.pp} need a multiple of {stages_each} layers and of "
                 f"{degrees.pp} micro-batches, and there are {blocks} and {inputs.micro_batches}"
             )
         settings = msgspec.structs.replace(settings, pipeline_schedule="1F1B")
-    check_fits(settings, degrees, model, batch, image)
+    check_fits(settings, degrees=degrees, model=model, batch_size=batch, image=image)
 
 
 def _run(
@@ -291,7 +326,9 @@ def _run(
         expert_parallel=1,
         stores_8_bits=False,
     )
-    return run_rank(model, how, degrees, few, rank, precision)
+    return run_rank(
+        model, settings=how, degrees=degrees, inputs=few, rank=rank, precision=precision
+    )
 
 
 class _Ranks:
@@ -312,9 +349,12 @@ class _Ranks:
         spared: int = 0,
         experts: float = 0.0,
     ) -> None:
-        self._runs, self._weights, self._small = runs, weights, small
+        self._runs = runs
+        self._weights = weights
+        self._small = small
         self._halves = halves or [len(run.backward) // 2 for run in runs]
-        self._spared, self._experts = spared, experts
+        self._spared = spared
+        self._experts = experts
 
     def shape(
         self,
@@ -326,7 +366,9 @@ class _Ranks:
         virtual: int = 1,
     ) -> Shape:
         """Shape a rank of that stage."""
-        schedule, count, rows = settings.pipeline_schedule, inputs.micro_batches, inputs.micro_batch
+        schedule = settings.pipeline_schedule
+        count = inputs.micro_batches
+        rows = inputs.micro_batch
         is_offloaded = settings.offload and degrees.dp_shard > 1
         own = self._at(lambda run: run.parameters)
         tied = inputs.tied_parameters / degrees.tp / self._small.dp_shard if degrees.pp == 1 else 0

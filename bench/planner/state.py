@@ -101,16 +101,24 @@ def state_of(
     weights = DTYPES[precision].itemsize + FP32 / ranks if stage == 2 else FP32
     moments = FP32 * MOMENTS[settings.optimiser]
     if low:  # 16-bit weights, of which the optimiser has a copy in fp32
-        weights, moments = FP32 / 2 * (1 + (stage == 2) / ranks), moments + FP32
+        weights = FP32 / 2 * (1 + (stage == 2) / ranks)
+        moments = moments + FP32
         stage, ranks = (1, degrees.data) if stage == 0 else (stage, ranks)
     counted = num_parameters(model)
     learnt = counted.trained - tied_parameters
     grad = gradient_bytes if low else FP32
     frozen = (counted.whole - counted.trained) * weights / (ranks if stage == 3 else 1)
     parts = (
-        zero_state_bytes(learnt, ranks, stage, weights, 0, 0) + frozen,
-        zero_state_bytes(learnt, ranks, stage, 0, grad, 0),
-        zero_state_bytes(learnt, ranks, stage, 0, 0, moments),
+        zero_state_bytes(
+            learnt, ranks=ranks, stage=stage, param_bytes=weights, grad_bytes=0, optimiser_bytes=0
+        )
+        + frozen,
+        zero_state_bytes(
+            learnt, ranks=ranks, stage=stage, param_bytes=0, grad_bytes=grad, optimiser_bytes=0
+        ),
+        zero_state_bytes(
+            learnt, ranks=ranks, stage=stage, param_bytes=0, grad_bytes=0, optimiser_bytes=moments
+        ),
     )
     return State(*(part / degrees.pp / degrees.tp for part in parts))
 

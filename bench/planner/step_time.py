@@ -47,9 +47,12 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     spread: float = 0.3
 
 
-DECODER, CONVOLUTION, MIXTURE = "dense decoder", "convolution", "mixture of experts"
+DECODER = "dense decoder"
+CONVOLUTION = "convolution"
+MIXTURE = "mixture of experts"
 EIGHT_BITS = "H100, 8 bits"
-TORCH_8_BITS, NVIDIA_8_BITS = f"{EIGHT_BITS}, torch", f"{EIGHT_BITS}, nvidia"
+TORCH_8_BITS = f"{EIGHT_BITS}, torch"
+NVIDIA_8_BITS = f"{EIGHT_BITS}, nvidia"
 WITHOUT_TENSOR_CORES = "fp32, without tensor cores"
 # Fits to published steps of dense decoders and ResNet-50 (tests/slow/test_reference_figures.py).
 EFFICIENCIES: dict[str, Efficiency] = {
@@ -315,7 +318,8 @@ def fit(cases: Sequence[Case], start: Efficiency, names: Sequence[str] = NUMBERS
     So a number that the steps do not determine stays what it was (maximum a posteriori of logarithms, by Gauss and
     Newton). Needs a case.
     """
-    moved, at = np.zeros(len(names)), start
+    moved = np.zeros(len(names))
+    at = start
     prior = np.array([_PRIOR[name] for name in names])
     weights = np.diag(prior**-2)
     for _ in range(30):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.records import StepRecord
 
 # Steps that torch's profiler watches, behind those in which everything is still being set up.
-_STEPS_BEFORE, _STEPS_PROFILED = 4, 4
+_STEPS_BEFORE = 4
+_STEPS_PROFILED = 4
 # The profiler's processes beside ours, so that the viewer shows them apart.
 _PROFILER_PID_OFFSET = 1 << 24
 _PHASES = ("host_to_device", "forward", "backward", "optimiser")
@@ -37,7 +38,8 @@ class RankTrace:
     """Takes down one rank's run; :meth:`write` makes a file of it in the folder."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path, self._rank = folder / f"trace-{rank:05d}.json", rank
+        self._path = folder / f"trace-{rank:05d}.json"
+        self._rank = rank
         self.recorder = TraceRecorder(rank=rank)
         self._profiled: list[dict[str, Any]] = []
         self.step = 0
@@ -80,7 +82,8 @@ class TracedAccelerator:
     """An accelerator whose phases are taken down on the host's clock, and marked for Nsight Systems on a GPU."""
 
     def __init__(self, inner: Accelerator, trace: RankTrace) -> None:
-        self._inner, self._trace = inner, trace
+        self._inner = inner
+        self._trace = trace
         self._marks = torch.cuda.is_available()
         self._reducing_since: list[float] = []
 

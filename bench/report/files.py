@@ -17,7 +17,9 @@ from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.settings import convert
 from fuelrail.pipeline.storage.files import published
 
-REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "report.md"
+REPORT_JSON = "report.json"
+REPORT_HTML = "report.html"
+REPORT_MARKDOWN = "report.md"
 
 _R = TypeVar("_R", bound=msgspec.Struct)
 

@@ -199,7 +199,8 @@ def doubts(cut_off: str | None, disturbed: str | None) -> list[str]:
 
 
 def _facts(report: ReportHeader, packages: Mapping[str, str]) -> dict[str, str]:
-    machine, dataset = report.machine, report.dataset
+    machine = report.machine
+    dataset = report.dataset
     gpus = ", ".join(
         f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})"
         for gpu in machine.gpus

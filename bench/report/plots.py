@@ -37,7 +37,9 @@ __all__ = [
 ]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, _ORANGE, GREY = "#0072b2", "#e69f00", "#bbbbbb"
+BLUE = "#0072b2"
+_ORANGE = "#e69f00"
+GREY = "#bbbbbb"
 _CURVES = (BLUE, "#d55e00", "#009e73", "#cc79a7")
 _LEGEND_CHARACTERS = 96
 """The characters of the legend's font that fit beside each other above a page's figure."""

@@ -70,7 +70,8 @@ def command(word: str, study: Study) -> Command:
         add_flags(parser, study.output)
 
     def run(arguments: argparse.Namespace) -> int:
-        options, output = from_flags(arguments, study.options), from_flags(arguments, study.output)
+        options = from_flags(arguments, study.options)
+        output = from_flags(arguments, study.output)
         out = output.folder(word)
         report = study.make(arguments, options, out, output.html)
         if report is None:
@@ -157,23 +158,23 @@ STUDIES = {
         _of_dataset(diagnose),
     ),
     "comm": Study(
-        "measure collectives by size and axis of the mesh, and write a cluster file for `fuelrail plan`",
-        "Times all-reduce, all-gather, reduce-scatter and send/receive between ranks of this host; inside torchrun "
+        help="measure collectives by size and axis of the mesh, and write a cluster file for `fuelrail plan`",
+        description="Times all-reduce, all-gather, reduce-scatter and send/receive between ranks of this host; inside torchrun "
         "(torchrun ... --no-python fuelrail bench comm) between the ranks of its job. Bus bandwidths are nccl-tests'.",
-        CommOptions,
-        lambda _, options, out, html: run_comm(options, out, html=html),
-        lambda _: None,
+        options=CommOptions,
+        make=lambda _, options, out, html: run_comm(options, out, html=html),
+        argument=lambda _: None,
     ),
 }
 """The words of ``fuelrail bench``."""
 
 _PLAN = Study(
-    "say what fits, how fast it trains, what it costs, and whether the data keeps up",
-    "Predicts, without training: the simplest way to divide the model that fits the cluster, its step time, rate and "
+    help="say what fits, how fast it trains, what it costs, and whether the data keeps up",
+    description="Predicts, without training: the simplest way to divide the model that fits the cluster, its step time, rate and "
     "cost, and whether storage and decoding keep up. Flags replace what the scenario says.",
-    PlanOptions,
-    _plan,
-    lambda parser: parser.add_argument(
+    options=PlanOptions,
+    make=_plan,
+    argument=lambda parser: parser.add_argument(
         "scenario",
         metavar="SCENARIO",
         nargs="?",

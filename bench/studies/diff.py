@@ -131,7 +131,8 @@ def diff(
     for reports that cannot be compared.
     """
     options = make_options(DiffOptions, options, changes)
-    old, new = _load(before), _load(after)
+    old = _load(before)
+    new = _load(after)
     sides = [old.dataset, new.dataset]
     if not options.other_dataset and len({(side.fingerprint, side.split) for side in sides}) > 1:
         shown = " and ".join(
@@ -182,7 +183,8 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
     if isinstance(before, Report):
         found = _train_changes(before, after)
     else:
-        old, new = _figures(before), _figures(after)
+        old = _figures(before)
+        new = _figures(after)
         found = [_change(name, old[name], new[name]) for name in new if name in old]
     if not found:
         raise ConfigError(
@@ -201,7 +203,8 @@ def _train_changes(before: Report, after: Any) -> list[Change]:
     assert before.figures is not None
     assert after.figures is not None
     ratios = step_ratios(before, after)
-    old, new = before.figures, after.figures
+    old = before.figures
+    new = after.figures
     times = [("mean step time [ms]", old.step_time.mean_ms, new.step_time.mean_ms, ratios, False)]
     # The batches being the same, rates and occupancy follow the step time; else they are no comparison.
     if _work(before) == _work(after):
@@ -214,7 +217,16 @@ def _train_changes(before: Report, after: Any) -> list[Change]:
     changes = []
     for name, a, b, of, higher_is_better in times:
         low, high = np.quantile(of, (0.025, 0.975)).tolist()
-        changes.append(Change(name, a, b, low, high, higher_is_better))
+        changes.append(
+            Change(
+                name=name,
+                before=a,
+                after=b,
+                ratio_low=low,
+                ratio_high=high,
+                higher_is_better=higher_is_better,
+            )
+        )
     return changes
 
 
@@ -243,8 +255,16 @@ def _change(name: str, old: Interval, new: Interval) -> Change:
     """Return a change between two medians; its interval is lowest over highest and the reverse, if both have one."""
     low = high = None
     if old.has_interval and new.has_interval:
-        low, high = new.low / old.high, new.high / old.low
-    return Change(name, old.median, new.median, low, high, not name.endswith(("[ms]", "[s]")))
+        low = new.low / old.high
+        high = new.high / old.low
+    return Change(
+        name=name,
+        before=old.median,
+        after=new.median,
+        ratio_low=low,
+        ratio_high=high,
+        higher_is_better=not name.endswith(("[ms]", "[s]")),
+    )
 
 
 def _work(report: Report) -> tuple[Any, ...]:
@@ -259,7 +279,8 @@ def _work(report: Report) -> tuple[Any, ...]:
 
 def differences(before: Comparable, after: Comparable) -> list[str]:
     """List other differences of two measurements that may explain a change, one line each."""
-    old, new = _conditions(before), _conditions(after)
+    old = _conditions(before)
+    new = _conditions(after)
     pairs = {name: (old.get(name, "none"), new.get(name, "none")) for name in old | new}
     return [f"{name}: {a} -> {b}" for name, (a, b) in pairs.items() if a != b]
 
@@ -326,7 +347,8 @@ def _print(found: Comparison, threshold: float) -> None:
 
 
 def _row(change: Change) -> list[str]:
-    interval, verdict = "none", "unknown: fewer than 3 repeats"
+    interval = "none"
+    verdict = "unknown: fewer than 3 repeats"
     if change.ratio_low is not None and change.ratio_high is not None:
         interval = f"{change.ratio_low:.3f} to {change.ratio_high:.3f}"
         better = (change.ratio > 1) == change.higher_is_better

@@ -37,11 +37,14 @@ def train(
     longer fill a step are left out. Images that count are those of real rows (``valid``) and present cameras
     (``cam_valid``), on one rank of those that share them. Raises FuelrailError when fp16 keeps overflowing.
     """
-    source, accelerator, step = iter(batches), parallel.accelerator, first_step
+    source = iter(batches)
+    accelerator = parallel.accelerator
+    step = first_step
     start_ns = clock.now_ns()
     while num_steps is None or step < num_steps:
         data_wait_ns = epoch = 0
-        losses, presences = [], []
+        losses = []
+        presences = []
         for micro in range(accumulation):
             asked_ns = clock.now_ns()
             batch = next(source, None)
@@ -56,7 +59,8 @@ def train(
                 inputs = to_device(inputs, parallel.device)
 
             # Gradients are reduced once a step, in the backward pass of its last micro-batch.
-            size, last = rows_of(batch), micro == accumulation - 1
+            size = rows_of(batch)
+            last = micro == accumulation - 1
             loss = parallel.forward_backward(inputs, size, accumulation=accumulation, last=last)
             losses.append(loss)
             presences.append((batch.get("valid"), batch.get("cam_valid")))
@@ -98,7 +102,8 @@ def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str,
 
 def rows_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return the numbers of samples, or packs, and images of a batch, padding included; 0 where it does not say."""
-    img, keys = batch.get("img"), batch.get("sample_key", ())
+    img = batch.get("img")
+    keys = batch.get("sample_key", ())
     if "pack_offsets" in batch:
         return len(batch["pack_offsets"]) - 1, math.prod(img.shape[:-3]) if isinstance(
             img, Tensor

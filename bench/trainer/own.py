@@ -78,15 +78,11 @@ def train(
     parallel.decay = options.average
     parallel.start_average()
     restored = None if checkpoints is None else checkpoints.restore(parallel, loader)
-    first, is_first = (
-        restored.step if restored else 0,
-        not dist.is_initialized() or dist.get_rank() == 0,
-    )
-    num_steps, accumulation, source = (
-        options.steps,
-        options.accumulation,
-        loop.batches(loader, None),
-    )
+    first = restored.step if restored else 0
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    num_steps = options.steps
+    accumulation = options.accumulation
+    source = loop.batches(loader, None)
     steps = loop.train(
         parallel, source, Clock(), num_steps=num_steps, accumulation=accumulation, first_step=first
     )

@@ -68,7 +68,9 @@ def load_weights(
     targets = {
         name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()
     }
-    loaded, unexpected, other_shape = list[str](), list[str](), dict[str, str]()
+    loaded = list[str]()
+    unexpected = list[str]()
+    other_shape = dict[str, str]()
     for theirs, read in _tensors(source):
         name = rename(theirs)
         if name is None:
@@ -136,14 +138,16 @@ def save_weights(
     holders: dict[str, int] = {
         name: number for number in reversed(range(len(facts))) for name in facts[number]
     }
-    header, end = dict[str, Any](), 0
+    header = dict[str, Any]()
+    end = 0
     for name in sorted(holders):
         dtype, shape = facts[holders[name]][name]
         if dtype not in _DTYPES:
             raise ConfigError(
                 f"'{name}' is of {dtype}, which safetensors cannot hold; leave it out of the state"
             )
-        start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        start = end
+        end = end + dtype.itemsize * torch.Size(shape).numel()
         header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

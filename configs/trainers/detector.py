@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.records import StepRecord
     from fuelrail.bench.trainer.strategies.step import Parallel
 
-RANGE_M, HEIGHTS_M = 51.2, (-1.0, 0.5, 2.0)
+RANGE_M = 51.2
+HEIGHTS_M = (-1.0, 0.5, 2.0)
 DISTANCES_M = (0.5, 1.0, 2.0, 4.0)  # of nuScenes' average precision
 
 
@@ -35,12 +36,12 @@ class Bottleneck(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = (
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-        )
-        self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * width)
         same = inputs == 4 * width and stride == 1
         short = nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
         self.downsample = nn.Sequential() if same else nn.Sequential(*short)
@@ -56,7 +57,8 @@ class ResNet(nn.Module):
 
     def __init__(self, width: int, blocks: Sequence[int]) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width)
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
         inputs = width
         for number, count in enumerate(blocks):
             wide = width * 2**number
@@ -90,14 +92,13 @@ class Detector(nn.Module):
         channels: int = 64,
     ) -> None:
         super().__init__()
-        self.classes, self.grid = classes, grid
+        self.classes = classes
+        self.grid = grid
         self.register_buffer("mean", torch.tensor([123.675, 116.28, 103.53]).view(3, 1, 1))
         self.register_buffer("std", torch.tensor([58.395, 57.12, 57.375]).view(3, 1, 1))
         self.backbone = ResNet(width, blocks)
-        self.fine, self.coarse = (
-            nn.Conv2d(16 * width, channels, 1),
-            nn.Conv2d(32 * width, channels, 1),
-        )
+        self.fine = nn.Conv2d(16 * width, channels, 1)
+        self.coarse = nn.Conv2d(32 * width, channels, 1)
         layers: list[nn.Module] = []
         for inputs in (channels * len(HEIGHTS_M), channels, channels):
             # A bias in front of batch norm has no gradient but rounding errors, which AdamW makes whole steps of.
@@ -107,7 +108,8 @@ class Detector(nn.Module):
                 nn.ReLU(),
             ]
         self.encoder = nn.Sequential(*layers, nn.Conv2d(channels, channels, 3, 1, 1), nn.ReLU())
-        self.heat, self.box = nn.Conv2d(channels, classes, 1), nn.Conv2d(channels, 8, 1)
+        self.heat = nn.Conv2d(channels, classes, 1)
+        self.box = nn.Conv2d(channels, 8, 1)
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
         """Return the losses by name; in evaluation mode a list of [K, 9]: x y z l w h yaw, score, class."""
@@ -118,7 +120,8 @@ class Detector(nn.Module):
             self.coarse(last), size, mode="bilinear", align_corners=False
         )
         seen = self.encoder(self.lift(maps.unflatten(0, batch["img"].shape[:2]), batch))
-        heat, box = self.heat(seen).float() - 2, self.box(seen).float()
+        heat = self.heat(seen).float() - 2
+        box = self.box(seen).float()
         return self.losses(heat, box, batch) if self.training else self.decode(heat, box)
 
     def centres(self, device: torch.device) -> Tensor:
@@ -150,8 +153,10 @@ class Detector(nn.Module):
 
     def losses(self, heat: Tensor, box: Tensor, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the focal loss of centres (arXiv 1904.07850) and the distance of boxes, both by the batch's boxes."""
-        centres, wanted = self.centres(heat.device), torch.zeros_like(heat)
-        distance, count = heat.new_zeros(()), 0
+        centres = self.centres(heat.device)
+        wanted = torch.zeros_like(heat)
+        distance = heat.new_zeros(())
+        count = 0
         for row, (boxes, labels) in enumerate(
             zip(batch["gt_boxes_3d"], batch["gt_labels_3d"], strict=True)
         ):
@@ -168,7 +173,8 @@ class Detector(nn.Module):
                 target = torch.cat((offset, one[2:3], one[3:6].clamp(min=0.1).log(), turn))
                 distance = distance + (box[row, :, cell[0], cell[1]] - target).abs().mean()
                 count += 1
-        known, logs = wanted == 1, (F.logsigmoid(heat), F.logsigmoid(-heat))
+        known = wanted == 1
+        logs = (F.logsigmoid(heat), F.logsigmoid(-heat))
         chance = heat.sigmoid()
         right = torch.where(
             known, (1 - chance) ** 2 * logs[0], (1 - wanted) ** 4 * chance**2 * logs[1]
@@ -183,7 +189,8 @@ class Detector(nn.Module):
         chance = heat.sigmoid()
         peaks = torch.where(F.max_pool2d(chance, 3, 1, 1) == chance, chance, 0).flatten(1)
         scores, places = peaks.topk(min(most, peaks.shape[1]))
-        labels, cells = places // self.grid**2, places % self.grid**2
+        labels = places // self.grid**2
+        cells = places % self.grid**2
         parts = (
             box.flatten(2).gather(2, cells[:, None].expand(-1, 8, -1)).transpose(1, 2)
         )  # [B, K, 8]
@@ -218,7 +225,8 @@ def average_precision(scores: Mapping[str, Any], names: Sequence[str]) -> float:
     from nuscenes.eval.detection.algo import accumulate, calc_ap
     from nuscenes.eval.detection.data_classes import DetectionBox
 
-    true, found = EvalBoxes(), EvalBoxes()
+    true = EvalBoxes()
+    found = EvalBoxes()
     for key, own, theirs in zip(scores["sample_key"], scores["true"], scores["found"], strict=True):
         for boxes, rows in ((true, own), (found, theirs)):
             made = [

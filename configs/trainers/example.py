@@ -113,9 +113,12 @@ class Checkpoints:
     """
 
     def __init__(self, options: argparse.Namespace, name: str) -> None:
-        self.stopped, self._terminated = False, False
+        self.stopped = False
+        self._terminated = False
         self._folder: Path = options.checkpoint / name
-        self._every, self._steps, self._saved = options.every, options.steps, None
+        self._every = options.every
+        self._steps = options.steps
+        self._saved = None
         self._rank = int(os.environ.get("RANK", "0"))
         self.listen()
 

@@ -26,7 +26,8 @@ class Counter(pl.LightningModule):
 
     def __init__(self, dataset: str) -> None:
         super().__init__()
-        self.model, self.dataset = build_model(), dataset
+        self.model = build_model()
+        self.dataset = dataset
 
     def train_dataloader(self) -> DataLoader:
         """One rank's loader; Lightning moves its batches to the device."""

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.strategies.step import Parallel
 
 SAMPLES = {"transforms": TRANSFORMS, "window": fr.FrameWindow(frames=(0, 1, 2, 3), pad="mask")}
-VOCABULARY, METRES = 256, 10.0
+VOCABULARY = 256
+METRES = 10.0
 
 
 class Vla(nn.Module):
@@ -58,17 +59,18 @@ class Vla(nn.Module):
             )
             for _ in range(depth)
         )
-        self.norm, self.waypoint, self.next_word = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 2),
-            nn.Linear(width, VOCABULARY),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.waypoint = nn.Linear(width, 2)
+        self.next_word = nn.Linear(width, VOCABULARY)
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the losses by name; in evaluation mode the trajectory [B, frames, 2] in metres."""
-        images, cam2ego = batch["img"], batch["cam2ego"]
+        images = batch["img"]
+        cam2ego = batch["cam2ego"]
         if "frame_valid" in batch:  # with a window: what is known now
-            images, cam2ego = images[:, 0], cam2ego[:, 0]  # [B, N, 3, H, W]
+            # [B, N, 3, H, W]
+            images = images[:, 0]
+            cam2ego = cam2ego[:, 0]
         seen = (
             self.vision(images.flatten(0, 1).float() / 127.5 - 1).flatten(2).transpose(1, 2)
         )  # [B*N, P, C]
@@ -77,7 +79,8 @@ class Vla(nn.Module):
         tokens, real = prompt_of(batch)
         asked = self.future.weight.expand(len(images), -1, -1)
         hidden = torch.cat((seen, self.words(tokens[:, :-1]), asked), dim=1)
-        count, words = hidden.shape[1], tokens.shape[1] - 1
+        count = hidden.shape[1]
+        words = tokens.shape[1] - 1
         mask = mask_of(count, seen.shape[1], images.device)
         hides = torch.zeros(len(images), count, dtype=torch.bool, device=images.device)
         # Each prompt without its last word, also where others are longer: what is said must not depend on the batch.
@@ -203,7 +206,8 @@ def main(
         )
         scores = fr.evaluate(parallel, everything, score)
         if is_first:
-            count, distance_m = len(scores["sample_key"]), float(scores["distance_m"].mean())
+            count = len(scores["sample_key"])
+            distance_m = float(scores["distance_m"].mean())
             print(f"distance {distance_m:.6f} m over {count} samples")  # noqa: T201
 
 

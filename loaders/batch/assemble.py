@@ -70,15 +70,15 @@ def assemble(
     are not, and where values of a channel cannot be stacked.
     """
     slot = decoded[0].slot
-    samples, bevs = [entry.sample for entry in decoded], [entry.bev for entry in decoded]
+    samples = [entry.sample for entry in decoded]
+    bevs = [entry.bev for entry in decoded]
     frames = Frames.of(decoded)
     geometry = Geometry.stack([sample.geometry for sample in frames.samples], *frames.axes)
     own2global = np.array([sample.geometry.ego2global for sample in samples])
-    bda_mat, undo_bda = (
-        np.array([bev.matrix for bev in bevs]),
-        np.array([bev.inverse for bev in bevs]),
-    )
-    frames_bda, frames_undo = frames.of_samples(bda_mat), frames.of_samples(undo_bda)
+    bda_mat = np.array([bev.matrix for bev in bevs])
+    undo_bda = np.array([bev.inverse for bev in bevs])
+    frames_bda = frames.of_samples(bda_mat)
+    frames_undo = frames.of_samples(undo_bda)
     ida_mat = ida_mats([one for maps in frames.maps for one in maps]).reshape(
         *frames.axes, -1, 4, 4
     )

@@ -49,13 +49,17 @@ class ImageBuffers:
         memory: Memory,
         keep: int,
     ) -> None:
-        self._images, self._varies, self._on_device = images, varies, on_device
-        self._memory, self._keep = memory, keep
+        self._images = images
+        self._varies = varies
+        self._on_device = on_device
+        self._memory = memory
+        self._keep = keep
         self._pools: dict[int, Buffers] = {}
 
     def take(self, axes: tuple[int, ...]) -> Images | tuple[Images, ...]:
         """Return memory for images with these axes before the cameras'; it is free again when all views are gone."""
-        rows, is_grouped = axes[0], self._images[0].name is not None
+        rows = axes[0]
+        is_grouped = self._images[0].name is not None
         if self._on_device:
             shapes = image_shapes(self._images, axes)
             made = tuple(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes)
@@ -92,13 +96,13 @@ def tasks(
         if scheduled.at == 0:
             flags = scheduled.flags
             slot = BatchSlot(
-                scheduled.epoch,
-                scheduled.step,
-                take(scheduled),
-                flags,
-                has_frames(window),
-                groups,
-                scheduled.position,
+                epoch=scheduled.epoch,
+                step=scheduled.step,
+                images=take(scheduled),
+                flags=flags,
+                has_windows=has_frames(window),
+                groups=groups,
+                position=scheduled.position,
             )
         assert slot is not None, "a batch begins with its first sample"
         if entries:
@@ -107,11 +111,11 @@ def tasks(
         else:  # the index is damaged there: the only read raises why
             frames = tuple([FrameTask(row, True, None, reads[0]) for row in scheduled.rows])
         yield Task(
-            slot,
-            scheduled.at,
-            sources[scheduled.part],
-            frames,
-            current,
-            scheduled.valid,
-            scheduled.position,
+            slot=slot,
+            at=scheduled.at,
+            source=sources[scheduled.part],
+            frames=frames,
+            current=current,
+            valid=scheduled.valid,
+            position=scheduled.position,
         )

@@ -84,7 +84,8 @@ def choose(
 
     Raises ConfigError; ManifestError for a channel whose kind or law is unknown here.
     """
-    given, shown = options.cameras, None
+    given = options.cameras
+    shown = None
     if isinstance(given, dict):
         shown = next(iter(given.values()), ())
         if name not in given or len(given[name]) != len(shown):
@@ -100,8 +101,12 @@ def choose(
     selectable = Selectable(dataset, layers)
     names = selectable.default(cameras) if options.select is None else options.select
     channel_names, attribute_names = selectable.split(names)
-    channels = choose_channels(dataset, channel_names, layers, lidar, cameras)
-    attributes = choose_attributes(dataset, split, attribute_names, layers, channels)
+    channels = choose_channels(
+        dataset, names=channel_names, layers=layers, lidar=lidar, cameras=cameras
+    )
+    attributes = choose_attributes(
+        dataset, split=split, names=attribute_names, layers=layers, channels=channels
+    )
     return Chosen(cameras, channels, attributes, shown)
 
 
@@ -123,7 +128,8 @@ def choose_channels(
     """
     if not names:
         return ()
-    manifest, joined = dataset.manifest, [channel for layer in layers for channel in layer.channels]
+    manifest = dataset.manifest
+    joined = [channel for layer in layers for channel in layer.channels]
     if cameras is None:
         cameras = [camera.channel for camera in manifest.cameras]
     chosen = select((*manifest.channels, *joined), names, dataset.location)
@@ -208,7 +214,8 @@ def moved_frames(parsed: Parsed, *, hides: bool) -> tuple[Parsed, tuple[int, Exc
 
 def _moved(parsed: Parsed, number: int) -> dict[str, Value | None]:
     """Return the values of one frame by name, moved as the sample is; None where the frame lacks one."""
-    sample, reader = parsed.samples[number], parsed.task.source.reader
+    sample = parsed.samples[number]
+    reader = parsed.task.source.reader
     values = decode_values(sample.extra, reader.channels, sample.key)
     if not reader.moving:
         return values
@@ -263,7 +270,8 @@ class SelectedChannels(NamedTuple):
         batch: dict[str, Any] = {}
         for stored in self.channels:
             timed = self.timed.get(stored.name)
-            channel, axes = stored if timed is None else timed.channel, frames
+            channel = stored if timed is None else timed.channel
+            axes = frames
             if timed is None:
                 values = [of_frame[channel.name] for entry in decoded for of_frame in entry.extra]
             else:

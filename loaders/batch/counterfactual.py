@@ -102,7 +102,8 @@ class _Remembered:
     """Parsing of the first samples only; their results replace those of all others."""
 
     def __init__(self, work: Callable[[Fetched], Parsed]) -> None:
-        self._work, self._lock = work, threading.Lock()
+        self._work = work
+        self._lock = threading.Lock()
         self._kept: list[Parsed] = []
 
     def __call__(self, fetched: Fetched) -> Parsed:

@@ -118,7 +118,8 @@ def pad_packs(
     ``fills`` has the content of rows that are no sample, where it is not 0. Raises ConfigError for too many tokens.
     """
     assert pack.max_samples is not None  # `check_packs`
-    rows, most = num_packs * pack.max_samples, max_tokens or num_packs * pack.budget
+    rows = num_packs * pack.max_samples
+    most = max_tokens or num_packs * pack.budget
     longest = max_tokens or pack.budget
     fills = {**fills, "pack": -1, "sequence_ids": -1}
 

@@ -25,7 +25,8 @@ class Accumulation(NamedTuple):
     def __call__(self, sample: Sample, *, seed: int, epoch: int, row: int) -> Sample:
         """Replace the lidar's own sweep of the sample by the cloud; raise SchemaError, naming the sample."""
         channel = self.lidar.channel
-        own, earlier = sample.points.get(channel), sample.sweeps.get(channel)
+        own = sample.points.get(channel)
+        earlier = sample.sweeps.get(channel)
         if own is None:
             return sample
         geometry = sample.geometry

@@ -32,12 +32,10 @@ class Runner:
         clocks_before: Callable[[], tuple[StageClock, ...]] = tuple,
     ) -> None:
         """``clocks_before`` returns the clocks of the stages that run elsewhere."""
-        self._name, self._tuner, self._observer, self._clocks_before = (
-            name,
-            tuner,
-            observer,
-            clocks_before,
-        )
+        self._name = name
+        self._tuner = tuner
+        self._observer = observer
+        self._clocks_before = clocks_before
         self._pipeline: Pipeline | None = None
         self._sources: Sequence[Closing] = ()
         self._idle_at: Cursor | None = None
@@ -63,7 +61,9 @@ class Runner:
             source.close()  # a thread that waits for storage must not hold up the others' end
         self._sources = ()
         # Taken first: an iteration that ends in another thread stops too.
-        pipeline, self._pipeline, self._idle_at = self._pipeline, None, None
+        pipeline = self._pipeline
+        self._pipeline = None
+        self._idle_at = None
         if pipeline is not None:
             pipeline.close()
             self._past = add_clocks(self._past, pipeline.clocks())

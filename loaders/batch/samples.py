@@ -57,7 +57,8 @@ class Augments(NamedTuple):
         self, sizes: Sequence[Sequence[int]], epoch: int, number: int, camera_rows: Sequence[int]
     ) -> list[ImageMap]:
         """Draw the maps of a sample's images, stored at ``sizes``, in rig order; ``camera_rows`` are in the rig."""
-        seed, first = self.seed, self.images[0]
+        seed = self.seed
+        first = self.images[0]
         if first.name is None:
             return first.augment.draw(
                 sizes, seed=seed, epoch=epoch, sample=number, cameras=camera_rows
@@ -198,7 +199,9 @@ def _drawn(
     task: Task, known: Mapping[int, Sample], augments: Augments, number: int, *, hides: bool
 ) -> Parsed:
     """Draw the augmentation of sample ``number``, once for all of its frames; ``known`` holds these by row."""
-    seed, epoch, reader = augments.seed, task.slot.epoch, task.source.reader
+    seed = augments.seed
+    epoch = task.slot.epoch
+    reader = task.source.reader
     by_size: dict[str, Sequence[ImageMap]] = {}
     shown: dict[int, tuple[Sample, Sequence[ImageMap]]] = {}
     for row, sample in known.items():
@@ -216,7 +219,11 @@ def _drawn(
     maps = tuple(shown[frame.row][1] for frame in task.frames)
     bev = augments.bev.draw(seed=seed, epoch=epoch, sample=number)
     return Parsed(
-        task, tuple(samples), maps, augments.changes(epoch, number, reader.camera_rows), bev
+        task=task,
+        samples=tuple(samples),
+        maps=maps,
+        changes=augments.changes(epoch, number, reader.camera_rows),
+        bev=bev,
     )
 
 
@@ -240,7 +247,8 @@ def decode(
 ) -> Parsed:
     """Decode the sample's images into its place in the batch."""
     while True:
-        task, views = parsed.task, parsed.views
+        task = parsed.task
+        views = parsed.views
         images = [task.slot.frames(view.task.at) for view in views]
         for number in range(len(task.frames)):
             earlier = parsed.is_shown_before(number)
@@ -251,7 +259,12 @@ def decode(
                 continue
             try:
                 _decode(
-                    decoder, cameras, fill, views, number, [of_view[number] for of_view in images]
+                    decoder,
+                    cameras=cameras,
+                    fill=fill,
+                    views=views,
+                    number=number,
+                    images=[of_view[number] for of_view in images],
                 )
             except BAD_SAMPLE as error:
                 parsed = parse_again(fetch(bad, bad.replace(task, number, error)))
@@ -280,10 +293,8 @@ def _decode(
             for of_view in images:
                 of_view[camera][:] = 0
     if len(views) == 1:
-        maps, outs = (
-            [views[0].maps[number][camera] for camera in files],
-            [images[0][camera] for camera in files],
-        )
+        maps = [views[0].maps[number][camera] for camera in files]
+        outs = [images[0][camera] for camera in files]
         for camera, error in zip(
             files, decode_images(decoder, [*files.values()], maps, outs), strict=True
         ):

@@ -97,15 +97,15 @@ class BatchPipeline(NamedTuple):
             if decodes_on_device(self.decoder) and not self.parses_hard
             else None
         )
-        return make_tuner(budget, self.batch_size, batch_bytes, ready, lanes)
+        return make_tuner(
+            budget, batch_size=self.batch_size, batch_bytes=batch_bytes, ready=ready, lanes=lanes
+        )
 
     def buffers(self, keep: int, memory: Memory) -> Callable[[Scheduled], Any]:
         """Return what takes a buffer for the images of a batch, given its first sample; see `ImageBuffers`."""
-        varies, on_device, axes = (
-            self.pack is not None,
-            decodes_on_device(self.decoder),
-            self._image_axes,
-        )
+        varies = self.pack is not None
+        on_device = decodes_on_device(self.decoder)
+        axes = self._image_axes
         buffers = ImageBuffers(
             self.augments.images, varies=varies, on_device=on_device, memory=memory, keep=keep
         )
@@ -159,7 +159,13 @@ class BatchPipeline(NamedTuple):
             packs.rows_of_batch if self.pack else self.batch_size
         )
         if isinstance(self.decoder, BatchDecoder):
-            decode_all = BatchDecode(self.decoder, self.cameras, fill, self.bad, parse)
+            decode_all = BatchDecode(
+                decoder=self.decoder,
+                cameras=self.cameras,
+                fill=fill,
+                bad=self.bad,
+                parse_again=parse,
+            )
             if not decodes_on_device(self.decoder):
                 stages.append(Stage("decode", decode_all, 1, 1, group=group))
             else:
@@ -182,10 +188,8 @@ class BatchPipeline(NamedTuple):
             each = each if group else partial(samples.for_each, each)
             collate = partial(user.collate, self.collate_fn)
             if self.transfer is not None:
-                each, collate = (
-                    self.transfer.on_own_stream(each),
-                    self.transfer.on_own_stream(collate),
-                )
+                each = self.transfer.on_own_stream(each)
+                collate = self.transfer.on_own_stream(collate)
             stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
         collate = partial(self._collated, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
@@ -199,8 +203,11 @@ class BatchPipeline(NamedTuple):
             batch = static.pad(self.static, batch, self.pack, self.batch_size)
         if self.batch_transform is None and not self.serves:
             return batch
-        slot, keys = views[0].slot, tuple(one.key for one in views[: len(items)])
-        return Collated(batch, slot.epoch, slot.step, slot.position, keys)
+        slot = views[0].slot
+        keys = tuple(one.key for one in views[: len(items)])
+        return Collated(
+            batch=batch, epoch=slot.epoch, step=slot.step, position=slot.position, keys=keys
+        )
 
     def receiving(self, tuning: Tuning) -> list[Stage]:
         """Return the stages of batches that another process made: as far as that left them to this one."""
@@ -234,10 +241,10 @@ def make_batch_pipeline(
     batch_images = options.batch_size * (1 + transforms.two_views) * num_frames * len(cameras)
     decoder = make_decoder(
         transforms.decoder,
-        options.device if options.where is None else None,
-        lambda: image_facts(sources)._replace(batch_images=batch_images),
-        options.num_threads,
-        transforms.dali,
+        device=options.device if options.where is None else None,
+        facts=lambda: image_facts(sources)._replace(batch_images=batch_images),
+        num_threads=options.num_threads,
+        dali=transforms.dali,
     )
     check_pixels(decoder, transforms.pixels)
     transform = options.transform
@@ -249,18 +256,19 @@ def make_batch_pipeline(
             )
         transform = ProcessTransform(transform)
     augments = samples.Augments(
-        samples.image_groups(transforms, cameras),
-        transforms.pixels,
-        transforms.ego,
-        options.seed,
-        points.accumulation,
-        transforms.undistort,
-        options.batch_size if transforms.two_views else 0,
+        images=samples.image_groups(transforms, cameras),
+        pixels=transforms.pixels,
+        bev=transforms.ego,
+        seed=options.seed,
+        accumulation=points.accumulation,
+        undistort=transforms.undistort,
+        second_at=options.batch_size if transforms.two_views else 0,
     )
     channels = (*sources[0].reader.channels, *sources[0].attributes.channels)
     timed = timed_channels(options.window, channels)
     timed.set_up(sources)
-    fixed, pack = transforms.static_batches, None if options.order is None else options.order.pack
+    fixed = transforms.static_batches
+    pack = None if options.order is None else options.order.pack
     selected = SelectedChannels(
         channels, tuple(sources[0].reader.cameras), packs.max_tokens(pack), timed.by_name
     )
@@ -272,28 +280,28 @@ def make_batch_pipeline(
         must_be_dict=fixed is not None,
     )
     return BatchPipeline(
-        bad,
-        cameras,
-        augments,
-        decoder,
-        options.batch_size,
-        options.window,
-        transform,
-        options.collate_fn,
-        transforms.normalize,
-        transfer,
-        selected,
-        partial(
+        bad=bad,
+        cameras=cameras,
+        augments=augments,
+        decoder=decoder,
+        batch_size=options.batch_size,
+        window=options.window,
+        transform=transform,
+        collate_fn=options.collate_fn,
+        normalize=transforms.normalize,
+        transfer=transfer,
+        channels=selected,
+        assemble=partial(
             assemble,
             lidar=points.lidar,
             box_frame=transforms.box_frame,
             channels=selected,
             unknown=unknown_to(sources),
         ),
-        batch_transform,
-        fixed,
-        None if fixed is None else static.FixedBuffers(fixed.buffers),
-        pack,
+        batch_transform=batch_transform,
+        static=fixed,
+        fixed=None if fixed is None else static.FixedBuffers(fixed.buffers),
+        pack=pack,
         timed=timed,
     )
 
@@ -327,8 +335,11 @@ class BatchDecode:
         bad: BadSamples,
         parse_again: Callable[[Fetched], Parsed],
     ) -> None:
-        self._decoder, self._cameras, self._fill = decoder, cameras, fill
-        self._bad, self._parse_again = bad, parse_again
+        self._decoder = decoder
+        self._cameras = cameras
+        self._fill = fill
+        self._bad = bad
+        self._parse_again = parse_again
 
     def __call__(self, batch: Sequence[Parsed]) -> list[Parsed]:
         """Decode the parsed samples of one batch."""
@@ -389,7 +400,8 @@ class BatchDecode:
                 names, self._decoder.decode_batch(encoded, maps, images.flatten(0, 2)), strict=True
             ):
                 if error is not None and number not in errors:
-                    key, channel = samples[number].samples[frame].key, self._cameras[camera]
+                    key = samples[number].samples[frame].key
+                    channel = self._cameras[camera]
                     errors[number] = frame, ImageError(error.message, key=key, member=channel)
         return dict(sorted(errors.items()))
 
@@ -400,7 +412,8 @@ def with_ranges(
     pop: Callable[[], object] = torch.cuda.nvtx.range_pop,
 ) -> Stage:
     """Return stage with an NVTX range ``fuelrail NAME`` around each call of its work, on the thread that does it."""
-    work, name = stage.work, f"fuelrail {stage.name}"
+    work = stage.work
+    name = f"fuelrail {stage.name}"
 
     def ranged(item: Any) -> Any:
         push(name)

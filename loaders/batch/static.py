@@ -50,12 +50,16 @@ def pad(
             padded[name] = value
         elif name in _BOX_FILL:
             padded[name], mask = _padded(
-                batch, name, settings.max_boxes, "max_boxes", _BOX_FILL[name]
+                batch,
+                name=name,
+                maximum=settings.max_boxes,
+                option="max_boxes",
+                fill=_BOX_FILL[name],
             )
             padded.setdefault("gt_mask", mask)
         elif name == "points" and settings.max_points is not None:
             padded[name], padded["points_mask"] = _padded(
-                batch, name, settings.max_points, "max_points", 0.0
+                batch, name=name, maximum=settings.max_points, option="max_points", fill=0.0
             )
         else:
             fix = (
@@ -69,7 +73,9 @@ def pad(
     return (
         padded
         if pack is None
-        else pad_packs(pack, num_packs, settings.max_tokens, padded, _BOX_FILL)
+        else pad_packs(
+            pack, num_packs=num_packs, max_tokens=settings.max_tokens, batch=padded, fills=_BOX_FILL
+        )
     )
 
 
@@ -140,7 +146,8 @@ class FixedBuffers:
         """
         at = self._next
         self._next = (at + 1) % len(self._sets)
-        buffers, first = self._sets[at], self._sets[0]
+        buffers = self._sets[at]
+        first = self._sets[0]
         tensors = {
             key: tensor
             for name, value in batch.items()

@@ -49,7 +49,8 @@ class TimedChannel(NamedTuple):
 
         ``known`` are samples at ascending times [ns], with their values.
         """
-        name, times = self.channel.name, np.array([time for time, _ in known], np.int64)
+        name = self.channel.name
+        times = np.array([time for time, _ in known], np.int64)
         values: Any = [of_sample[name] for _, of_sample in known]
         if self.is_series:
             parts = [part for part in values if part is not None]
@@ -59,7 +60,11 @@ class TimedChannel(NamedTuple):
         if not len(times):
             return [None] * len(self.offsets_ns)
         return resampled(
-            times, values, time_ns + self.offsets_ns, self.interpolation, self.reach_ns
+            times,
+            values=values,
+            wanted=time_ns + self.offsets_ns,
+            interpolation=self.interpolation,
+            reach_ns=self.reach_ns,
         )
 
 
@@ -75,8 +80,10 @@ def resampled(
     `ChannelWindow` says what each interpolation takes, and what is not there: None.
     """
     at = np.searchsorted(times, wanted + SAME_NS, side="right") - 1
-    low, high = np.maximum(at, 0), np.minimum(at + 1, len(times) - 1)
-    before, after = np.abs(wanted - times[low]), np.abs(times[high] - wanted)
+    low = np.maximum(at, 0)
+    high = np.minimum(at + 1, len(times) - 1)
+    before = np.abs(wanted - times[low])
+    after = np.abs(times[high] - wanted)
     is_there = (wanted >= times[0] - SAME_NS) & (wanted <= times[-1] + SAME_NS)
     # The share of the later one of the two measurements about each time.
     if interpolation == "linear":
@@ -127,7 +134,8 @@ class TimedChannels(NamedTuple):
         """Return the values moved with the augmented ego frame, by the law of each channel."""
         if bev is IDENTITY:
             return values
-        motion, moved = Motion({}, bev, {}), {}
+        motion = Motion({}, bev, {})
+        moved = {}
         for name, of_channel in values.items():
             channel = self.by_name[name].channel
             move = LAWS[channel.law.name].move
@@ -182,9 +190,13 @@ def timed_channels(window: Window | None, channels: Sequence[Channel]) -> TimedC
             if law.moves or channel.kind in _NEAREST
             else "hold"
         )
-        offsets, how = (
-            np.array(given.offsets_ns, np.int64),
-            cast("Interpolation", given.interpolation or usual),
+        offsets = np.array(given.offsets_ns, np.int64)
+        how = cast("Interpolation", given.interpolation or usual)
+        found[name] = TimedChannel(
+            channel=channel,
+            is_series=channel is not stored,
+            offsets_ns=offsets,
+            interpolation=how,
+            reach_ns=given.reach_ns,
         )
-        found[name] = TimedChannel(channel, channel is not stored, offsets, how, given.reach_ns)
     return TimedChannels(num_frames, found)

@@ -73,9 +73,12 @@ def _transformed(
 ) -> Sample:
     """Return what the function makes of a batch of one; ``seed`` is that of the loader."""
     whole = batch.pop("img")
-    task, at = decoded.task, decoded.task.at
+    task = decoded.task
+    at = decoded.task.at
     image = {name: one[at] for name, one in whole.items()} if isinstance(whole, dict) else whole[at]
-    own, joins, common = {}, {}, {}
+    own = {}
+    joins = {}
+    common = {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             own[name] = value[0]
@@ -84,10 +87,19 @@ def _transformed(
         else:
             common[name] = value
     number = second_view(task.number) if decoded.view else task.number
-    drawn = uniforms(seed, decoded.slot.epoch, number, [ALL_CAMERAS], "transform", 1)
+    drawn = uniforms(
+        seed,
+        epoch=decoded.slot.epoch,
+        sample=number,
+        cameras=[ALL_CAMERAS],
+        stream="transform",
+        count=1,
+    )
     sample = {"img": image, **own, **common, "seed": int(drawn[0, 0] * 2**53)}
     value = sample if function is None else function(sample)
-    return Sample(decoded.slot, at, decoded.key, value, joins, common)
+    return Sample(
+        slot=decoded.slot, at=at, key=decoded.key, value=value, joins=joins, common=common
+    )
 
 
 def collate(function: Callable[[list[Any]], Any] | None, transformed: Sequence[Sample]) -> Any:
@@ -114,19 +126,22 @@ class BatchTransform:
         *,
         must_be_dict: bool,
     ) -> None:
-        self._function, self._normalize, self._device, self._seed = (
-            function,
-            normalize,
-            device,
-            seed,
-        )
+        self._function = function
+        self._normalize = normalize
+        self._device = device
+        self._seed = seed
         self._must_be_dict = must_be_dict
 
     def __call__(self, collated: Collated) -> Any:
         """Return the batch; raise StageError, with the batch's place and keys, for an error of the function."""
         batch = collated.batch if self._normalize is None else self._normalize(collated.batch)
         drawn = uniforms(
-            self._seed, collated.epoch, collated.position, [ALL_CAMERAS], "batch_transform", 1
+            self._seed,
+            epoch=collated.epoch,
+            sample=collated.position,
+            cameras=[ALL_CAMERAS],
+            stream="batch_transform",
+            count=1,
         )
         generator = torch.Generator(self._device).manual_seed(int(drawn[0, 0] * 2**53))
         try:
@@ -163,7 +178,8 @@ def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
             raise ConfigError(
                 f"transform gave {entry} other names than {transformed[0]}: {', '.join(unlike)}"
             )
-    joins, common = transformed[0].joins, transformed[0].common
+    joins = transformed[0].joins
+    common = transformed[0].common
     batch: dict[str, Any] = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]

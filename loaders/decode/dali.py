@@ -131,7 +131,8 @@ class DaliDecoder:
         if str(self.device) == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._on_gpu = self.device.type == "cuda"
-        self._facts, self._options = facts, options
+        self._facts = facts
+        self._options = options
         self._max_run = min(MAX_BATCH, facts.batch_images or MAX_BATCH)
         self._hardware_share = options.hardware_share if facts.baseline_share > 0.0 else 0.0
         self._check_every = options.check_every if self._on_gpu else 0
@@ -251,7 +252,8 @@ class DaliDecoder:
                     group[first : first + size], image_maps, out, interpolation
                 )
         for places in lens_views(found.by_turbo + refused, encoded, image_maps):
-            pictures, data = np.empty((len(places), *out.shape[1:]), np.uint8), encoded[places[0]]
+            pictures = np.empty((len(places), *out.shape[1:]), np.uint8)
+            data = encoded[places[0]]
             assert data is not None
             try:
                 if len(places) == 1:
@@ -274,7 +276,9 @@ class DaliDecoder:
         if self._check_every:
             self._local.state.wait()
             good = [view.at for job in found.jobs for view in job.views if view.at not in refused]
-            self._compare_some(good, encoded, image_maps, out, interpolation)
+            self._compare_some(
+                good, encoded=encoded, image_maps=image_maps, out=out, interpolation=interpolation
+            )
         return [found.errors.get(at) for at in range(len(encoded))]
 
     def _compare_some(
@@ -295,7 +299,8 @@ class DaliDecoder:
             places
         )  # two threads may count the same images: that changes which are compared
         for at in places[first :: self._check_every]:
-            expected, data = np.empty(tuple(out.shape[1:]), np.uint8), encoded[at]
+            expected = np.empty(tuple(out.shape[1:]), np.uint8)
+            data = encoded[at]
             assert data is not None
             try:
                 self._exact.decode_into(data, image_maps[at], expected, interpolation)
@@ -444,13 +449,19 @@ class DaliDecoder:
             outputs = []
             for number in range(num_views):
                 box = fn.external_source(name=f"box{number}", dtype=types.FLOAT, ndim=1)
-                start, end, size, image, own = box[0:2], box[2:4], box[4:6], decoded, window
+                start = box[0:2]
+                end = box[2:4]
+                size = box[4:6]
+                image = decoded
+                own = window
                 if num_views > 1:
                     own = fn.external_source(name=f"window{number}", dtype=types.INT32, ndim=1)
                 if self._on_gpu:
-                    start, end = start + own[0:2], end + own[0:2]
+                    start = start + own[0:2]
+                    end = end + own[0:2]
                 elif num_views > 1:
-                    first, last = own[0:2] - window[0:2], own[2:4] - window[0:2]
+                    first = own[0:2] - window[0:2]
+                    last = own[2:4] - window[0:2]
                     image = fn.slice(image, start=first, end=last, axis_names="HW")
                 image = fn.resize(
                     image, roi_start=start, roi_end=end, size=size, interp_type=kind, antialias=True

@@ -94,7 +94,11 @@ def installed_dali() -> InstalledDali | None:
             names = [_NAME.match(text) for text in required if "extra ==" not in text]
             missing = [name[0] for name in names if name is not None and _version(name[0]) is None]
             return InstalledDali(
-                package, version, missing, _version(line.nvjpeg), _version(line.nvimgcodec)
+                package=package,
+                version=version,
+                missing=missing,
+                nvjpeg=_version(line.nvjpeg),
+                nvimgcodec=_version(line.nvimgcodec),
             )
     return None
 
@@ -132,7 +136,8 @@ def gpu_engine(index: int = 0) -> Engine:
             "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video; elsewhere install the driver's "
             "video libraries",
         )
-    gpu, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    gpu = torch.cuda.get_device_name(index)
+    capability = torch.cuda.get_device_capability(index)
     # Data-centre cards; consumer cards of the same generations have no JPEG engines that nvJPEG uses.
     if capability in {(8, 0), (9, 0), (10, 0), (10, 3)} or re.search(r"\bL(4|40|40S)\b", gpu):
         return Engine("hardware", f"the JPEG engines of {gpu}")
@@ -167,7 +172,8 @@ def is_about_an_image(text: str) -> bool:
 
 def explain_failure(text: str) -> str:
     """Return one sentence on a failure of DALI's: what failed, what to do, and what DALI says."""
-    found, driver = installed_dali(), driver_version()
+    found = installed_dali()
+    driver = driver_version()
     if found is not None and found.problem:
         return f"decoder='dali': {found.problem}; {found.advice}"
     if re.search(r"driver.*insufficient|cudaErrorInsufficientDriver", text):
@@ -186,10 +192,8 @@ def explain_failure(text: str) -> str:
             "if decoder='turbo' runs without it, the decoder caused it"
         )
     else:
-        what, advice = (
-            "NVIDIA DALI fails, and not because of an image",
-            "take decoder='turbo', and run fuelrail doctor",
-        )
+        what = "NVIDIA DALI fails, and not because of an image"
+        advice = "take decoder='turbo', and run fuelrail doctor"
     return f"decoder='dali': {what}: {advice}; {found or 'DALI'} says: {short(text)}"
 
 

@@ -103,7 +103,7 @@ def prepare(
     Of JPEGs with restart markers at their rows only the rows that are needed are kept; these lie in ``scratch`` until
     its thread's next call.
     """
-    found = Prepared([], [], [], [], {})
+    found = Prepared(jobs=[], black=[], by_turbo=[], copies=[], errors={})
     known: dict[tuple[int, int], int] = {}
     decodes: dict[tuple[int, bool], int] = {}
     cuttable: dict[int, ImageInfo] = {}
@@ -186,7 +186,10 @@ def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
     )
     if is_aligned:
         a, _, tx, _, d, ty = image_map.inverse_coefficients()
-        x0, x1, y0, y1 = tx, a * out_width + tx, ty, d * out_height + ty
+        x0 = tx
+        x1 = a * out_width + tx
+        y0 = ty
+        y1 = d * out_height + ty
         # A map may end within half an output pixel outside of the image; a box of DALI's may not.
         is_aligned = (
             min(x0, x1, y0, y1) >= -1e-6
@@ -202,12 +205,21 @@ def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
         if steps is None:
             return None
         x0, y0, x1, y1 = steps.box
-        left, top = int(x0), int(y0)
-        right, bottom = min(width, math.ceil(x1)), min(height, math.ceil(y1))
+        left = int(x0)
+        top = int(y0)
+        right = min(width, math.ceil(x1))
+        bottom = min(height, math.ceil(y1))
         size = steps.size_wh[::-1]
         matrix = steps.to_resized
     box = (y0 - top, x0 - left, y1 - top, x1 - left, *size)
-    return Job(at, data, (top, left, bottom, right), box, matrix, is_aligned)
+    return Job(
+        at=at,
+        encoded=data,
+        window=(top, left, bottom, right),
+        box=box,
+        matrix=matrix,
+        is_aligned=is_aligned,
+    )
 
 
 def inputs(jobs: Sequence[Job], *, is_whole: bool) -> dict[str, Any]:
@@ -223,7 +235,8 @@ def inputs(jobs: Sequence[Job], *, is_whole: bool) -> dict[str, Any]:
     views = list(zip(*(job.views for job in jobs), strict=True))
     windows = [np.array([job.window for job in of_view], np.int32) for of_view in views]
     if len(views) == 1 or not is_whole:
-        first, last = np.min(windows, axis=0)[:, :2], np.max(windows, axis=0)[:, 2:]
+        first = np.min(windows, axis=0)[:, :2]
+        last = np.max(windows, axis=0)[:, 2:]
         fed["window"] = np.concatenate([first, last], axis=1)
     for number, of_view in enumerate(views):
         if len(views) > 1:
@@ -242,19 +255,20 @@ def known_good_job(largest_wh: tuple[int, int], key: Key) -> Job:
     width, height = largest_wh if all(largest_wh) else (640, 384)
     black = np.zeros((height, width, 3), np.uint8)
     job = Job(
-        0,
-        simplejpeg.encode_jpeg(black, colorsubsampling="420"),
-        (0, 0, height, width),
-        (0.0, 0.0, height, width, key.height, key.width),
-        (1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
-        key.is_aligned,
+        at=0,
+        encoded=simplejpeg.encode_jpeg(black, colorsubsampling="420"),
+        window=(0, 0, height, width),
+        box=(0.0, 0.0, height, width, key.height, key.width),
+        matrix=(1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
+        is_aligned=key.is_aligned,
     )
     return job if key.num_views == 1 else job._replace(other=job)
 
 
 def psnr_of_means(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the PSNR in dB of two uint8 images (3, height, width), each averaged over 4 x 4 pixels."""
-    width, height = -(-first.shape[2] // 4), -(-first.shape[1] // 4)
+    width = -(-first.shape[2] // 4)
+    height = -(-first.shape[1] // 4)
     differences = [
         cv2.absdiff(
             *(cv2.resize(plane, (width, height), interpolation=cv2.INTER_AREA) for plane in planes)
@@ -283,7 +297,8 @@ def black_out_unseen(
     jobs: Sequence[Job], image_maps: Sequence[ImageMap], out: torch.Tensor
 ) -> None:
     """Set the pixels black that the maps let see nothing: one small copy to the device for all images."""
-    height, width = int(out.shape[2]), int(out.shape[3])
+    height = int(out.shape[2])
+    width = int(out.shape[3])
     limited = [image_maps[job.at].visible_columns() for job in jobs]
     if all(columns is None for columns in limited):
         return

@@ -56,7 +56,8 @@ def decode_jpeg(
     ``lead`` rows without meaning come first, for who needs the picture to begin at a certain row. Not for CMYK. Raises
     ImageError.
     """
-    width, height = scaled_size(info.width, 1, factor), scaled_size(info.height, 1, factor)
+    width = scaled_size(info.width, 1, factor)
+    height = scaled_size(info.height, 1, factor)
     room = scratch.take("decoded", lead + height, width, 4)
     try:
         image: Picture = simplejpeg.decode_jpeg(

@@ -60,7 +60,8 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     """
     if lens.kind in OWN:
         return _chosen_camera(lens, wh, alpha)
-    camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
+    camera = np.array(lens.stored)
+    coefficients = np.array(lens.coefficients)
     if lens.kind == "fisheye":
         choose = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify
         chosen = choose(camera, coefficients, wh, np.eye(3), None, alpha)
@@ -121,10 +122,8 @@ def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int
         (float(np.abs(np.diff(y, 2, axis)).max(initial=0.0)) for axis in (0, 1)), default=0.0
     )
     margin = support_px + bend + 1.0
-    top, bottom = (
-        math.floor(float(y.min()) + 0.5 - margin),
-        math.ceil(float(y.max()) + 0.5 + margin),
-    )
+    top = math.floor(float(y.min()) + 0.5 - margin)
+    bottom = math.ceil(float(y.max()) + 0.5 + margin)
     return max(0, min(top, height)), max(0, min(bottom, height))
 
 
@@ -138,10 +137,8 @@ def _coarse_places(
     """
     width, height = (max(2, -(-side // _COARSE_PX)) for side in image_map.out_wh)
     # A map of its own, shrunk about the first pixel's centre.
-    step_x, step_y = (
-        (image_map.out_wh[0] - 1) / (width - 1),
-        (image_map.out_wh[1] - 1) / (height - 1),
-    )
+    step_x = (image_map.out_wh[0] - 1) / (width - 1)
+    step_y = (image_map.out_wh[1] - 1) / (height - 1)
     shrink = np.diag((1.0 / max(step_x, 1e-9), 1.0 / max(step_y, 1e-9), 1.0))
     x, y = source_places(shrink @ _centre_matrix(image_map), lens, (width, height))
     return x, y, step_x, step_y
@@ -214,7 +211,8 @@ class Undistort(Settings, frozen=True):
         ``cameras`` are the channels of ``maps``. Raises ConfigError for a camera whose model cannot be undone.
         """
         geometry = sample.geometry
-        intrinsics, dist = geometry.intrinsics.copy(), geometry.dist.copy()
+        intrinsics = geometry.intrinsics.copy()
+        dist = geometry.dist.copy()
         bent = list(maps)
         for at, channel in enumerate(cameras):
             camera = sample.meta.cameras.get(channel)

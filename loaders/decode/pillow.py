@@ -79,7 +79,9 @@ class PillowDecoder:
         for image_map in image_maps:
             check_source(info, image_map)
         if image_maps[0].lens is not None:
-            self._rectify(encoded, info, image_maps, outs, interpolation)
+            self._rectify(
+                encoded, info=info, image_maps=image_maps, outs=outs, interpolation=interpolation
+            )
             return
         if info.restart_interval:
             reach = [
@@ -89,10 +91,12 @@ class PillowDecoder:
             rois = [
                 image_map.source_roi(far) for image_map, far in zip(image_maps, reach, strict=True)
             ]
-            top, bottom = min(roi[1] for roi in rois), max(roi[3] for roi in rois)
+            top = min(roi[1] for roi in rois)
+            bottom = max(roi[3] for roi in rois)
             spliced = splice_rows(encoded, info, top, bottom, scratch=self._scratch)
             if spliced is not None:
-                encoded, info = spliced.encoded, info._replace(height=spliced.height)
+                encoded = spliced.encoded
+                info = info._replace(height=spliced.height)
                 image_maps = [
                     image_map.of_rows(spliced.top, spliced.height) for image_map in image_maps
                 ]
@@ -115,9 +119,12 @@ class PillowDecoder:
         scales = [min(1.0, largest_scale(*view)) for view in zip(image_maps, lenses, strict=True)]
         reach = [(_REACH[interpolation] + 1.0) / scale for scale in scales]
         rows = [source_rows(*view) for view in zip(image_maps, lenses, reach, strict=True)]
-        top, parts = 0, ((0, info.height),) * len(rows)
+        top = 0
+        parts = ((0, info.height),) * len(rows)
         if info.restart_interval:
-            encoded, top, height, parts = splice_views(encoded, info, rows, 1, self._scratch)
+            encoded, top, height, parts = splice_views(
+                encoded, info=info, rows=rows, factor=1, scratch=self._scratch
+            )
             info = info._replace(height=height)
         whole = self._decode(encoded, info)
         for image_map, lens, scale, (begin, end), out in zip(
@@ -132,7 +139,7 @@ class PillowDecoder:
             scaled = (size[0] / image.width, size[1] / image.height)
             if size != image.size:
                 image = image.resize(size, _FILTERS[interpolation])
-            places = sampling(image_map, lens, scaled, size, top + begin)
+            places = sampling(image_map, lens=lens, scale=scaled, size=size, top=top + begin)
             remapped = cv2.remap(
                 np.asarray(image),
                 places.x,
@@ -189,7 +196,10 @@ def _resize(
     if pad:
         edged = np.pad(np.asarray(source)[..., :3], ((pad, pad), (pad, pad), (0, 0)), mode="edge")
         source = Image.fromarray(edged)
-        x0, x1, y0, y1 = x0 + pad, x1 + pad, y0 + pad, y1 + pad
+        x0 = x0 + pad
+        x1 = x1 + pad
+        y0 = y0 + pad
+        y1 = y1 + pad
     box = (
         max(0.0, x0),
         max(0.0, y0),

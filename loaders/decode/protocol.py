@@ -32,7 +32,8 @@ Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
 
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
-MIN_LANES, MAX_LANES = 3, 4
+MIN_LANES = 3
+MAX_LANES = 4
 """Threads that decode batches for one GPU at the same time. Each waits on the host for its own run, so that one parses
 headers and one takes results while a third one's images are decoded."""
 

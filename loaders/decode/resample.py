@@ -48,7 +48,7 @@ class ResizeGrid(NamedTuple):
     flip: int | None
 
 
-_NOTHING = Span(0, 0, 0, 0, 0)
+_NOTHING = Span(start=0, stop=0, num_lines=0, skip=0, first_needed=0)
 
 
 def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
@@ -65,14 +65,18 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
     covered = image_map.covered_output()
     x0, y0, x1, y1 = covered
     if x0 >= x1:
-        return ResizeGrid(covered, _NOTHING, _NOTHING, (1.0, 1.0), None)
+        return ResizeGrid(
+            covered=covered, columns=_NOTHING, rows=_NOTHING, scale=(1.0, 1.0), flip=None
+        )
     if flip_x:
         a, tx, x0, x1 = -a, out_width - tx, out_width - x1, out_width - x0
     if flip_y:
         d, ty, y0, y1 = -d, out_height - ty, out_height - y1, out_height - y0
     reach = REACH[interpolation]
-    columns = _aligned_span(a, tx, x0, x1, image_map.source_wh[0], reach)
-    rows = _aligned_span(d, ty, y0, y1, image_map.source_wh[1], reach)
+    columns = _aligned_span(
+        a, offset=tx, first=x0, last=x1, size=image_map.source_wh[0], reach=reach
+    )
+    rows = _aligned_span(d, offset=ty, first=y0, last=y1, size=image_map.source_wh[1], reach=reach)
     if columns is None or rows is None:
         return None
     same_size = (
@@ -82,7 +86,7 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
     if same_size and (a, d) != (1.0, 1.0):
         return None  # OpenCV copies where the rounded size is the same, for any factors
     flip = (-1 if flip_y else 1) if flip_x else (0 if flip_y else None)
-    return ResizeGrid(covered, columns, rows, (a, d), flip)
+    return ResizeGrid(covered=covered, columns=columns, rows=rows, scale=(a, d), flip=flip)
 
 
 def bilinear_rows(image_map: ImageMap) -> tuple[int, int]:
@@ -109,12 +113,14 @@ def _aligned_span(
     None if no start meets the output's grid closely enough.
     """
     needed = max(0, min(size - 1, math.floor((first + 0.5 - offset) / scale - 0.5) - reach + 1))
-    best, best_shift = 0, math.inf
+    best = 0
+    best_shift = math.inf
     for start in range(needed, max(-1, needed - _MAX_EXTRA), -1):
         place = scale * start + offset
         shift = abs(place - round(place))
         if shift < best_shift:
-            best, best_shift = start, shift
+            best = start
+            best_shift = shift
             if shift < _GOOD_SHIFT_PX:
                 break
     if best_shift > _MAX_SHIFT_PX:
@@ -124,7 +130,9 @@ def _aligned_span(
     num_lines = round((stop - best) * scale)  # to even at ties, as OpenCV rounds
     if origin > first or origin + num_lines < last:
         return None
-    return Span(best, stop, num_lines, first - origin, needed)
+    return Span(
+        start=best, stop=stop, num_lines=num_lines, skip=first - origin, first_needed=needed
+    )
 
 
 class TwoSteps(NamedTuple):
@@ -147,15 +155,18 @@ def two_steps(image_map: ImageMap, reach_px: float) -> TwoSteps | None:
     The first step shrinks to the output's scale and never magnifies: an affine transform does that well.
     """
     a, b, _, c, d, _ = image_map.coefficients
-    sx, sy = min(1.0, math.hypot(a, c)), min(1.0, math.hypot(b, d))
+    sx = min(1.0, math.hypot(a, c))
+    sy = min(1.0, math.hypot(b, d))
     left, top, right, bottom = image_map.source_roi(reach_px / min(sx, sy))
     if left >= right or top >= bottom:
         return None
     # Whole pixels at the exact scale; the box may end up to one of them beyond the region, never beyond the image.
-    width, height = max(1, math.ceil((right - left) * sx)), max(1, math.ceil((bottom - top) * sy))
+    width = max(1, math.ceil((right - left) * sx))
+    height = max(1, math.ceil((bottom - top) * sy))
     source_width, source_height = image_map.source_wh
     box = (left, top, min(left + width / sx, source_width), min(top + height / sy, source_height))
-    sx, sy = width / (box[2] - box[0]), height / (box[3] - box[1])
+    sx = width / (box[2] - box[0])
+    sy = height / (box[3] - box[1])
     inverse = image_map.inverse_coefficients()
     to_resized = (
         inverse[0] * sx,

@@ -63,11 +63,16 @@ def _choose_rows(info: ImageInfo, top: int, bottom: int, factor: int = 1) -> _Cu
     # Smooth upsampling of colour planes of half height looks into the neighbouring row. Scaled decoding of 4:2:0 does
     # without: it makes the colour planes as large as the other at once (jdmaster.c).
     context = int(mcu[1] == 16 and (factor == 1 or info.subsampling != "4:2:0"))
-    first, last = max(0, top // mcu[1] - context), min(num_rows, -(-bottom // mcu[1]) + context)
+    first = max(0, top // mcu[1] - context)
+    last = min(num_rows, -(-bottom // mcu[1]) + context)
     if last - first in (0, num_rows) or last < first:
         return None
     return _Cut(
-        first, last, num_rows, first * mcu[1], min(info.height, last * mcu[1]) - first * mcu[1]
+        first=first,
+        last=last,
+        num_rows=num_rows,
+        top=first * mcu[1],
+        height=min(info.height, last * mcu[1]) - first * mcu[1],
     )
 
 
@@ -139,11 +144,11 @@ def splice_views(
     """
     spliced = splice_rows(
         encoded,
-        info,
-        min(top for top, _ in rows),
-        max(bottom for _, bottom in rows),
-        factor,
-        scratch,
+        info=info,
+        top=min(top for top, _ in rows),
+        bottom=max(bottom for _, bottom in rows),
+        factor=factor,
+        scratch=scratch,
     )
     cuts = [_choose_rows(info, *one, factor) for one in rows]
     if spliced is None:
@@ -219,7 +224,8 @@ def _restart_markers(encoded: Buffer, scan_at: int) -> NDArray[np.int64] | None:
     places = np.flatnonzero(scan[:-1] == 0xFF)
     kinds = scan[places + 1]
     is_restart = (kinds & 0xF8) == 0xD0
-    places, kinds = places[is_restart], kinds[is_restart]
+    places = places[is_restart]
+    kinds = kinds[is_restart]
     if not np.array_equal(kinds & 7, np.arange(len(kinds)) & 7):
         return None
     found: NDArray[np.int64] = places + scan_at

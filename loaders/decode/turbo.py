@@ -106,14 +106,21 @@ class TurboDecoder:
     ) -> list[ImageError | None]:
         """Decode each image into its ``out``; see the protocol."""
         errors: list[ImageError | None] = [None] * len(encoded)
-        numbers, images = [], []
+        numbers = []
+        images = []
         for number, (one, image_map, out) in enumerate(zip(encoded, image_maps, outs, strict=True)):
             check_output(image_map, out, interpolation)
             try:
                 info = probe(one)
                 check_source(info, image_map)
                 if image_map.lens is not None:
-                    self._rectify(one, info, [image_map], [out], interpolation)
+                    self._rectify(
+                        one,
+                        info=info,
+                        image_maps=[image_map],
+                        outs=[out],
+                        interpolation=interpolation,
+                    )
                     continue
             except ImageError as error:
                 errors[number] = error.with_traceback(
@@ -124,7 +131,11 @@ class TurboDecoder:
             numbers.append(number)
             images.append(
                 ScaledImage(
-                    one, info, factor, image_map.of_scaled(factor) if factor > 1 else image_map, out
+                    encoded=one,
+                    info=info,
+                    factor=factor,
+                    image_map=image_map.of_scaled(factor) if factor > 1 else image_map,
+                    out=out,
                 )
             )
         native = self._native if interpolation == "bilinear" else None
@@ -156,21 +167,30 @@ class TurboDecoder:
             top = lead = 0
             if info.restart_interval:
                 spliced = splice_rows(
-                    encoded, info, rows[0] * factor, rows[1] * factor, factor, self._scratch
+                    encoded,
+                    info=info,
+                    top=rows[0] * factor,
+                    bottom=rows[1] * factor,
+                    factor=factor,
+                    scratch=self._scratch,
                 )
                 if spliced is not None:
-                    encoded, info = spliced.encoded, info._replace(height=spliced.height)
+                    encoded = spliced.encoded
+                    info = info._replace(height=spliced.height)
                     top = spliced.top // factor  # rows of MCUs are whole in every DCT scaling
                     image_map = image_map.of_rows(top, scaled_size(spliced.height, 1, factor))
                     if grid is not None:
                         # Resizing may begin before the rows that are there: what it makes of them is dropped.
                         lead = max(0, top - grid.rows.start)
                         top -= lead
-            image = decode_jpeg(encoded, info, factor, self._scratch, lead)
+            image = decode_jpeg(encoded, info=info, factor=factor, scratch=self._scratch, lead=lead)
         else:
-            image, top = _decode_png(encoded, info), 0
+            image = _decode_png(encoded, info)
+            top = 0
             out = out[::-1]  # OpenCV decodes to BGR
-        self._sample(image, top, image_map, grid, out, interpolation)
+        self._sample(
+            image, top=top, image_map=image_map, grid=grid, out=out, interpolation=interpolation
+        )
 
     def decode_views(
         self,
@@ -185,7 +205,9 @@ class TurboDecoder:
             check_output(image_map, out, interpolation)
             check_source(info, image_map)
         if image_maps[0].lens is not None:
-            self._rectify(encoded, info, image_maps, outs, interpolation)
+            self._rectify(
+                encoded, info=info, image_maps=image_maps, outs=outs, interpolation=interpolation
+            )
             return
         factor = min(_dct_factor(info, image_map.max_scale) for image_map in image_maps)
         if factor > 1:
@@ -202,9 +224,12 @@ class TurboDecoder:
         if image is None and info.format == "jpeg":
             image = decode_jpeg(encoded, info, factor, self._scratch)
         elif image is None:
-            image, outs = _decode_png(encoded, info), [out[::-1] for out in outs]
+            image = _decode_png(encoded, info)
+            outs = [out[::-1] for out in outs]
         for image_map, grid, out in zip(image_maps, grids, outs, strict=True):
-            self._sample(image, 0, image_map, grid, out, interpolation)
+            self._sample(
+                image, top=0, image_map=image_map, grid=grid, out=out, interpolation=interpolation
+            )
 
     def _sample(
         self,
@@ -218,13 +243,13 @@ class TurboDecoder:
         """Sample a decoded picture, which starts at row ``top`` of what the grid speaks of."""
         try:
             if grid is not None:
-                self._resize(image, top, grid, out, interpolation)
+                self._resize(image, top=top, grid=grid, out=out, interpolation=interpolation)
                 return
             if image_map.max_scale <= 0.5:
                 image, image_map = _shrink(image, image_map)
                 grid = resize_grid(image_map, interpolation)
             if grid is not None:
-                self._resize(image, 0, grid, out, interpolation)
+                self._resize(image, top=0, grid=grid, out=out, interpolation=interpolation)
             else:
                 self._warp(image, image_map, out, interpolation)
         except cv2.error as error:
@@ -249,20 +274,35 @@ class TurboDecoder:
             rows = source_rows(
                 image_map, image_map.lens, (REACH[interpolation] + 1.0) / min(1.0, max_scale)
             )
-            views.append(_Straightened(image_map, image_map.lens, max_scale, rows, out))
+            views.append(
+                _Straightened(
+                    image_map=image_map,
+                    lens=image_map.lens,
+                    max_scale=max_scale,
+                    rows=rows,
+                    out=out,
+                )
+            )
         factor = min(_dct_factor(info, view.max_scale) for view in views)
-        image, first = None, min(view.rows[0] for view in views)
+        image = None
+        first = min(view.rows[0] for view in views)
         if self._native is not None and self._native.takes(info, factor):
             rows = first // factor, -(-max(view.rows[1] for view in views) // factor)
             image = self._native.picture(encoded, info, factor, rows, self._scratch)
-        top, parts = 0, ((0, info.height),) * len(views)
+        top = 0
+        parts = ((0, info.height),) * len(views)
         if image is None and info.format == "jpeg":
             cut = SplicedViews(encoded, 0, info.height, parts)
             if info.restart_interval:
                 cut = splice_views(
-                    encoded, info, [view.rows for view in views], factor, self._scratch
+                    encoded,
+                    info=info,
+                    rows=[view.rows for view in views],
+                    factor=factor,
+                    scratch=self._scratch,
                 )
-            top, parts = cut.top, cut.parts
+            top = cut.top
+            parts = cut.parts
             image = decode_jpeg(
                 cut.encoded, info._replace(height=cut.height), factor, self._scratch
             )
@@ -272,18 +312,24 @@ class TurboDecoder:
         for view, (begin, end) in zip(views, parts, strict=True):
             # Rows of MCUs are whole in every DCT scaling.
             part = image[begin // factor : scaled_size(end, 1, factor)]
-            self._straighten(part, top + begin, factor, view, interpolation)
+            self._straighten(
+                part, top=top + begin, factor=factor, view=view, interpolation=interpolation
+            )
 
     def _straighten(
         self, image: Picture, top: int, factor: int, view: _Straightened, interpolation: str
     ) -> None:
         """Undo the lens and sample the map by one `cv2.remap`; ``image`` is at 1/factor, and starts at row ``top``."""
-        image_map, out = view.image_map, view.out
+        image_map = view.image_map
+        out = view.out
         blocks = math.floor(1.0 / (view.max_scale * factor) + 1e-9)
         if blocks > 1:
-            image, factor = _average_blocks(image, blocks), factor * blocks
+            image = _average_blocks(image, blocks)
+            factor = factor * blocks
         size = (image.shape[1], image.shape[0])
-        places = sampling(image_map, view.lens, (1.0 / factor, 1.0 / factor), size, top)
+        places = sampling(
+            image_map, lens=view.lens, scale=(1.0 / factor, 1.0 / factor), size=size, top=top
+        )
         width, height = image_map.out_wh
         picture = self._scratch.take("resized", height, width, image.shape[2])
         try:
@@ -305,7 +351,8 @@ class TurboDecoder:
         """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what the grid speaks of."""
         x0, y0, x1, y1 = grid.covered
         if x0 < x1:
-            columns, rows = grid.columns, grid.rows
+            columns = grid.columns
+            rows = grid.rows
             region = image[rows.start - top : rows.stop - top, columns.start : columns.stop]
             resized: Picture = self._scratch.take(
                 "resized", rows.num_lines, columns.num_lines, image.shape[2]
@@ -313,7 +360,8 @@ class TurboDecoder:
             resized = cv2.resize(
                 region, None, resized, grid.scale[0], grid.scale[1], _FILTERS[interpolation]
             )
-            skip_x, skip_y = columns.skip, rows.skip
+            skip_x = columns.skip
+            skip_y = rows.skip
             resized = resized[skip_y : skip_y + y1 - y0, skip_x : skip_x + x1 - x0]
             if grid.flip is not None:
                 resized = cv2.flip(
@@ -381,10 +429,12 @@ def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:
     """Average blocks of whole pixels, for maps that shrink more than the decoder could: interpolation would alias."""
     factor = math.floor(1.0 / image_map.max_scale + 1e-9)
     left, top, right, bottom = image_map.source_roi(2.0 * factor)
-    left, top = left // factor * factor, top // factor * factor
+    left = left // factor * factor
+    top = top // factor * factor
     small = _average_blocks(image[top : max(bottom, top + 1), left : max(right, left + 1)], factor)
     a, b, tx, c, d, ty = image_map.coefficients
-    tx, ty = tx + a * left + b * top, ty + c * left + d * top
+    tx = tx + a * left + b * top
+    ty = ty + c * left + d * top
     v = image_map.visible
     visible = (
         (v[0] - left) / factor,
@@ -400,7 +450,8 @@ def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:
 
 def _average_blocks(image: Picture, factor: int) -> Picture:
     """Shrink by a whole factor; partial blocks at the far edges are filled up with the edge."""
-    pad_y, pad_x = -image.shape[0] % factor, -image.shape[1] % factor
+    pad_y = -image.shape[0] % factor
+    pad_x = -image.shape[1] % factor
     if pad_y or pad_x:
         image = cv2.copyMakeBorder(image, 0, pad_y, 0, pad_x, cv2.BORDER_REPLICATE)
     return cv2.resize(

@@ -55,7 +55,8 @@ class MapView(TorchDataset[Any]):
             self._channels = (*(name for name in names if name in of_read), *channels)
         table = dataset.table if attributes else None
         self._attributes = {} if table is None else {name: table[name] for name in attributes}
-        self._dataset, self._transform = dataset, transform
+        self._dataset = dataset
+        self._transform = transform
         self._cameras = {camera.channel for camera in dataset.manifest.cameras}
         self._decoder: ImageDecoder | None = None
 

@@ -62,7 +62,8 @@ def img_inputs(batch: Mapping[str, Any]) -> ImgInputs:
     which BEVDet's 3 x 3 ``bda`` cannot hold.
     """
     _require_one_stack(batch)
-    ida, bda = batch["ida_mat"], batch["bda_mat"]
+    ida = batch["ida_mat"]
+    bda = batch["bda_mat"]
     if bda[:, :3, 3].any():
         raise ConfigError(
             "img_inputs cannot hold a translation of the ego frame: BEVDet's bda is a 3 x 3 matrix; leave "
@@ -160,7 +161,8 @@ def _points(batch: Mapping[str, Any], box_frame: BoxFrame) -> list[torch.Tensor]
 def _boxes(
     batch: Mapping[str, Any], at: int, point_range: Sequence[float] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    boxes, labels = batch["gt_boxes_3d"][at], batch["gt_labels_3d"][at]
+    boxes = batch["gt_boxes_3d"][at]
+    labels = batch["gt_labels_3d"][at]
     velocity = torch.nan_to_num(batch["gt_velocity"][at][:, :2], nan=0.0)
     keep = (labels >= 0) & batch["gt_valid"][at]
     if point_range is not None:

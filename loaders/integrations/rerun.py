@@ -69,10 +69,8 @@ def record_clip(
         import rerun as rr
     opened = open_dataset(dataset)
     reader = SampleReader(opened)
-    clip_ids, frames = (
-        opened.index.texts("clip_id").to_numpy(zero_copy_only=False),
-        opened.index.column("frame"),
-    )
+    clip_ids = opened.index.texts("clip_id").to_numpy(zero_copy_only=False)
+    frames = opened.index.column("frame")
     clip_id = clip_ids[0 if key is None else reader.find(key)]
     rows = np.flatnonzero(clip_ids == clip_id)
     rows = rows[np.argsort(frames[rows], kind="stable")]
@@ -88,7 +86,8 @@ def record_clip(
         "world", rr.ViewCoordinates.RIGHT_HAND_Z_UP, rr.AnnotationContext(names), static=True
     )
     origin: NDArray[np.float64] | None = None
-    path, counts = [], np.zeros(3, np.int64)
+    path = []
+    counts = np.zeros(3, np.int64)
     cameras = [camera.channel for camera in opened.manifest.cameras]
     for row in rows.tolist():
         sample = reader.sample(row)
@@ -114,7 +113,8 @@ def _log_sample(
     rr: Any, recording: Any, sample: Sample, cameras: list[str]
 ) -> tuple[int, int, int]:
     """Log images, boxes and points of one sample, in ego; return the number of each."""
-    geometry, cam2keyego = sample.geometry, sample.geometry.cam2keyego()
+    geometry = sample.geometry
+    cam2keyego = sample.geometry.cam2keyego()
     for number, channel in enumerate(cameras):
         place = f"world/ego/{channel}"
         if channel not in sample.images:

@@ -95,7 +95,15 @@ class BatchSampler:
             raise OrderError(
                 f"window with pad={window.pad!r} needs entries=True: row numbers alone have no frames"
             )
-        self._rows = OrderedRows(data, spec, blocks, mix, window, global_batch, entries=entries)
+        self._rows = OrderedRows(
+            data=data,
+            spec=spec,
+            blocks=blocks,
+            mix=mix,
+            window=window,
+            global_batch=global_batch,
+            entries=entries,
+        )
         self._batching = order_batching(
             self._rows.order, global_batch, _find_world(world), drop_last=drop_last
         )
@@ -107,7 +115,8 @@ class BatchSampler:
             frames=plain(window),
         )
         self._ledger = RunLedger(ledger_options(ledger), self._identity, self._batching)
-        self._origin, self._num_received = Cursor(), 0
+        self._origin = Cursor()
+        self._num_received = 0
         """Where the newest pass began, and the steps that the trainer has received of it: counted, not computed."""
         self._pass: CountedLoader | None = None
         """The iteration of a counted loader that is under way."""
@@ -147,15 +156,19 @@ class BatchSampler:
         Raises OrderError where an earlier iteration was left before its end and nobody counted what was received.
         """
         # A generator: torch's loaders make two iterators, and draw from one. The first draw decides which pass it is.
-        counted, self._expects_pass = self._expects_pass, False
+        counted = self._expects_pass
+        self._expects_pass = False
         if not counted:
             self._refuse_partial()
             self._ledger.refuse_uncounted(_HOW)
-            self._uncounted, self._pass = _PART, None
+            self._uncounted = _PART
+            self._pass = None
         walk = self._walk()
         yield from self._rows.rest(walk)
         if not counted:
-            self._origin, self._num_received, self._uncounted = walk.following, 0, _WHOLE
+            self._origin = walk.following
+            self._num_received = 0
+            self._uncounted = _WHOLE
 
     def _refuse_partial(self) -> None:
         if self._uncounted == _PART:
@@ -188,7 +201,9 @@ class BatchSampler:
     def begin(self, counting: CountedLoader) -> Walk:
         """Announce that a counted loader draws the next pass; return its steps."""
         self._refuse_partial()
-        self._pass, self._expects_pass, self._uncounted = counting, True, ""
+        self._pass = counting
+        self._expects_pass = True
+        self._uncounted = ""
         walk = self._walk()
         self._ledger.enter(walk.start)
         return walk
@@ -206,12 +221,14 @@ class BatchSampler:
             )
         if self._ledger.is_kept:
             self._ledger.hand_out(walk.after(num_steps - 1), walk.after(num_steps), None)
-        self._origin, self._num_received = walk.start, num_steps
+        self._origin = walk.start
+        self._num_received = num_steps
 
     def end(self, counting: CountedLoader) -> None:
         """Note that a pass is over, also one that drew nothing because of an error."""
         if self._pass is counting:
-            self._pass, self._expects_pass = None, False
+            self._pass = None
+            self._expects_pass = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as plain JSON types: equal on every rank, valid on any number of them.
@@ -236,8 +253,11 @@ class BatchSampler:
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
         self._rows.check_unseen(decoded.identity.order, restored, decoded.full_batch)
         Walk(restored, self._batching)  # refuses more samples than an epoch has
-        self._origin, self._num_received = restored, 0
-        self._uncounted, self._pass, self._expects_pass = "", None, False
+        self._origin = restored
+        self._num_received = 0
+        self._uncounted = ""
+        self._pass = None
+        self._expects_pass = False
         self._ledger.restore(restored)
 
 
@@ -295,7 +315,8 @@ class Sampler(BatchSampler):
             yield from batch
 
     def _check(self, loader: Iterable[Any] | None) -> None:
-        actual, size = getattr(loader, "sampler", None), getattr(loader, "batch_size", None)
+        actual = getattr(loader, "sampler", None)
+        size = getattr(loader, "batch_size", None)
         if actual is not self or size != self.rank_batch:
             raise OrderError(
                 f"a loader with sampler=sampler and batch_size={self.rank_batch} (sampler.rank_batch) is needed, got "
@@ -310,7 +331,8 @@ class CountedLoader:
     """
 
     def __init__(self, sampler: BatchSampler, loader: Iterable[Any]) -> None:
-        self.sampler, self.loader = sampler, loader
+        self.sampler = sampler
+        self.loader = loader
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
@@ -324,7 +346,8 @@ class CountedLoader:
         counting = CountedLoader(
             self.sampler, self.loader
         )  # this pass, apart from others of this loader
-        walk, number = self.sampler.begin(counting), 0
+        walk = self.sampler.begin(counting)
+        number = 0
         try:
             for number, batch in enumerate(self.loader, 1):
                 self.sampler.receive(counting, walk, number)

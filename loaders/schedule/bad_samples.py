@@ -71,7 +71,10 @@ class BadSamples:
         where: PositionIndex,
         rank: int = 0,
     ) -> None:
-        self._policy, self._sources, self._where, self._rank = policy, sources, where, rank
+        self._policy = policy
+        self._sources = sources
+        self._where = where
+        self._rank = rank
         self.note: Callable[[int, int, str | None, str], None] | None = None
         """Called for each sample that takes another's place: epoch, position, and the keys of both."""
         self._bad: set[int] = set()

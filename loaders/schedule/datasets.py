@@ -205,8 +205,19 @@ def make_sources(
             cameras=of.cameras,
             shown=of.shown,
         )
-        first_row, own_name = dataset.split(split).first_sample, name if named else None
-        sources.append(Source(own_name, dataset, first_row, base, storage, reader, of.attributes))
+        first_row = dataset.split(split).first_sample
+        own_name = name if named else None
+        sources.append(
+            Source(
+                name=own_name,
+                dataset=dataset,
+                first_row=first_row,
+                base=base,
+                storage=storage,
+                reader=reader,
+                attributes=of.attributes,
+            )
+        )
         base += len(dataset.index)
     return tuple(sources)
 

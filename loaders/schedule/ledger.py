@@ -129,7 +129,12 @@ class RunLedger:
         """The place of the newest record, where it is of a state."""
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity))
         self._setup = RunSetup(
-            LEDGER_VERSION, plain, batching.epoch_length, None, decoder, package_versions()
+            version=LEDGER_VERSION,
+            identity=plain,
+            epoch_length=batching.epoch_length,
+            loader=None,
+            decoder=decoder,
+            versions=package_versions(),
         )
         setups = [record for record in self._file.records if isinstance(record, RunSetup)]
         starts = [record for record in self._file.records if isinstance(record, SegmentStart)]
@@ -180,31 +185,42 @@ class RunLedger:
     def restore(self, place: Cursor) -> None:
         """Note that the next iteration continues from the place of a saved state."""
         self.reached("end")
-        self._restored, self._is_started = place, False
+        self._restored = place
+        self._is_started = False
 
     def enter(self, start: Cursor) -> None:
         """Note where an iteration starts; one that continues where the last one ended is part of its segment."""
         start = start.rolled(self._batching)
         if not self._is_started or start != self._following:
             self.reached("end")
-            self._is_started, self._since = False, start
+            self._is_started = False
+            self._since = start
         self._following = start
 
     def hand_out(self, before: Cursor, after: Cursor, digest: Callable[[], int] | None) -> None:
         """Note a step that is handed out; ``digest`` computes that of its batch, signed, where one is due."""
         if not self.is_kept or self._number:
             return
-        place, batching = (before.epoch, before.samples_consumed), self._batching
+        place = (before.epoch, before.samples_consumed)
+        batching = self._batching
         if not self._is_started:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             state = self._restored
             restored = None if state is None else (state.epoch, state.samples_consumed)
-            start = SegmentStart(place, batching.global_batch, batching.world.size, restored, now)
+            start = SegmentStart(
+                place=place,
+                global_batch=batching.global_batch,
+                ranks=batching.world.size,
+                restored=restored,
+                time=now,
+            )
             setup = () if self._setup == self._last_setup else (self._setup,)
             with _WRITING:
                 self._file.append(*setup, start)
-                self._last_setup, self._reached = self._setup, None
-            self._is_started, self._restored = True, None
+                self._last_setup = self._setup
+                self._reached = None
+            self._is_started = True
+            self._restored = None
         if (
             self._every is not None
             and digest is not None
@@ -231,7 +247,8 @@ class RunLedger:
             self._mark(self._following, why)
 
     def _mark(self, here: Cursor, why: Literal["state", "epoch", "end"]) -> None:
-        last, place = self._file.records[-1], (here.epoch, here.samples_consumed)
+        last = self._file.records[-1]
+        place = (here.epoch, here.samples_consumed)
         if isinstance(last, PlaceReached) and last.place == place:
             return
         if (
@@ -260,7 +277,16 @@ class RunLedger:
             since = self._since.epoch, self._since.samples_consumed
             rank = self._batching.world.rank
             with _WRITING:
-                self._file.append(SampleReplaced(since, rank, epoch, position, key, replaced_by))
+                self._file.append(
+                    SampleReplaced(
+                        since=since,
+                        rank=rank,
+                        epoch=epoch,
+                        position=position,
+                        key=key,
+                        replaced_by=replaced_by,
+                    )
+                )
                 self._reached = None
 
 

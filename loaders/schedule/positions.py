@@ -87,7 +87,7 @@ class PositionIndex:
             else:
                 shown = part.window(samples[here])
                 rows[here], present[here] = shown.samples + part.first_row, shown.present
-        return Places(parts, rows, present, valid, flags)
+        return Places(parts=parts, rows=rows, present=present, valid=valid, flags=flags)
 
     def find(self, epoch: int, part: int, samples: Rows) -> tuple[Rows, Rows, NDArray[np.bool_]]:
         """Return where ``samples`` (n,) of a part's split are shown in an epoch, as frames of windows too.
@@ -100,13 +100,16 @@ class PositionIndex:
             (np.arange(len(samples)), samples) if lookup is None else lookup.find(samples)
         )
         found, positions = self._epoch(epoch).find(centres, part)
-        which, is_own = which[found], centres[found] == samples[which[found]]
+        is_own = centres[found] == samples[which[found]]
+        which = which[found]
         by_sample = np.lexsort((positions, which))
         return which[by_sample], positions[by_sample], is_own[by_sample]
 
     def check_unseen(self, identity: dict[str, Any], place: Cursor, full_batch: int) -> None:
         """Raise StateMismatchError where a run of this order's identity has shown what this one leaves out."""
-        check_unseen(self.order, identity, place, full_batch, self._windows)
+        check_unseen(
+            self.order, state=identity, place=place, full_batch=full_batch, windows=self._windows
+        )
 
     def scheduled(self, walk: Walk) -> Iterator[Scheduled]:
         """Yield the samples of this rank and share in order, each with its place in a batch.
@@ -118,14 +121,25 @@ class PositionIndex:
             positions, is_first = rank_positions(self.order, self._epoch(epoch), batches, step)
             parts, rows, present, valid, flags = self.places(epoch, positions)
             if "pack" in flags:
-                positions, is_first = positions[flags["pack"]], is_first[flags["pack"]]
+                positions = positions[flags["pack"]]
+                is_first = is_first[flags["pack"]]
             valid &= is_first
             step += batches.start // batches.global_batch
             columns = (positions, rows, valid, parts, present)
             for at, (position, row, is_valid, part, exists) in enumerate(
                 zip(*[column.tolist() for column in columns], strict=True)
             ):
-                yield Scheduled(epoch, step, at, position, row, is_valid, part, exists, flags)
+                yield Scheduled(
+                    epoch=epoch,
+                    step=step,
+                    at=at,
+                    position=position,
+                    rows=row,
+                    valid=is_valid,
+                    part=part,
+                    present=exists,
+                    flags=flags,
+                )
 
     def numbers(self, epoch: int, positions: NDArray[np.int64]) -> Rows:
         """Return the rows to read for ``positions`` (B,), in order: ``base + row`` of each frame, (B * T,)."""

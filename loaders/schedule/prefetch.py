@@ -47,7 +47,8 @@ def prefetch(
     """
     window: collections.deque[tuple[Requested, int]] = collections.deque()
     waiting = num_requested = 0
-    more, filled = True, False
+    more = True
+    filled = False
     try:
         while more or window:
             if more and waiting <= max_bytes * 3 // 4 and len(window) <= MAX_SAMPLES * 3 // 4:
@@ -76,7 +77,8 @@ def prefetch(
                         )
                     except FuelrailError as failure:
                         # Raised when its turn comes, so that the outcome does not depend on the look-ahead.
-                        broken, more = (scheduled, failure), False
+                        broken = (scheduled, failure)
+                        more = False
                         break
                     bundle.append((scheduled, entries))
                     lengths.append(length)

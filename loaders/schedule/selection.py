@@ -36,7 +36,8 @@ class Selectable:
     """What of a dataset and its layers can be selected by name."""
 
     def __init__(self, dataset: Dataset, layers: Sequence[Layer] = ()) -> None:
-        self._dataset, self._layers = dataset, layers
+        self._dataset = dataset
+        self._layers = layers
         manifest = dataset.manifest
         lidars = [one for one in manifest.channels if one.sensor == LIDAR]
         joined = [one for layer in layers for one in layer.channels]

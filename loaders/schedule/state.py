@@ -100,7 +100,13 @@ def encode_state(state: LoaderState) -> dict[str, Any]:
 
 def state_at(identity: Identity, place: Cursor, global_batch: int) -> dict[str, Any]:
     """Return the encoded state of a run at a place."""
-    state = LoaderState(STATE_VERSION, identity, place.epoch, place.samples_consumed, global_batch)
+    state = LoaderState(
+        version=STATE_VERSION,
+        identity=identity,
+        epoch=place.epoch,
+        samples_consumed=place.samples_consumed,
+        global_batch_size=global_batch,
+    )
     return encode_state(state)
 
 
@@ -127,7 +133,8 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise StateMismatchError(f"not a Fuelrail loader state: {error}") from error
     _check_numbers(state)
-    theirs, ours = _so_far(state.identity, state), _so_far(expected, state)
+    theirs = _so_far(state.identity, state)
+    ours = _so_far(expected, state)
     differing = [
         f"{name}: state has {other!r}, loader has {current!r}"
         for name in Identity.__struct_fields__
@@ -160,7 +167,8 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
     So a run may get further stages, over layers that were made from what it has learnt. Nor has it what the order
     leaves out besides what the state's does, which `check_unseen` looks at.
     """
-    order, known = identity.order, state.identity.layers or {}
+    order = identity.order
+    known = state.identity.layers or {}
     left_out = state.identity.order.get("without", [])
     if isinstance(left_out, list) and isinstance(ours := order.get("without"), list):
         kept = ours[: len(left_out)]
@@ -170,10 +178,8 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
     if left_out:  # whose positions are not those of the stages
         return msgspec.structs.replace(identity, order=order)
     try:
-        stages, position = (
-            order["stages"],
-            state.epoch * order["epoch_length"] + state.samples_consumed,
-        )
+        stages = order["stages"]
+        position = state.epoch * order["epoch_length"] + state.samples_consumed
         current = [stage["until"] is None or stage["until"] >= position for stage in stages].index(
             True
         )
@@ -211,7 +217,8 @@ def settings_that_differ(
     """Return both sides of each setting, and of a struct of each entry, that differs; ``whose`` are the first ones."""
     if other is None:
         return f"settings: {whose} names none"
-    left, right = _flat(other), _flat(current)
+    left = _flat(other)
+    right = _flat(current)
     names = [name for name in {**left, **right} if left.get(name, _NONE) != right.get(name, _NONE)]
     shown = [name for name in names if name != "digest"] or names
     return "; ".join(

@@ -193,7 +193,9 @@ class BatchClient:
         pinned: bool,
     ) -> None:
         self._setup = pickled_setup(setup)
-        self._connect, self._pinned, self.counts = connect, pinned, Counts(bad, observer)
+        self._connect = connect
+        self._pinned = pinned
+        self.counts = Counts(bad, observer)
         self._link: _Link | None = None
         self._iterations = 0
         self._is_stopped = threading.Event()
@@ -218,7 +220,8 @@ class BatchClient:
                         continue
                     batch = link.memory.open(made.batch)
                     link.send(Received(1, link.memory.returned()))
-                    received, attempts = received + 1, 0
+                    received = received + 1
+                    attempts = 0
                     yield batch
                     del batch
             except _LostError as error:
@@ -253,7 +256,8 @@ class BatchClient:
 
     def _lost(self, received: int, attempts: int, error: Exception) -> None:
         """Forget a process that ended; raise ChildProcessError if no batch came from the last ones."""
-        link, self._link = self._link, None
+        link = self._link
+        self._link = None
         if link is not None:
             link.end()
         what = f"the process that makes the batches ended before batch {received} of this iteration"
@@ -278,6 +282,7 @@ class BatchClient:
 
     def end(self) -> None:
         """End the process; the next iteration starts another one."""
-        link, self._link = self._link, None
+        link = self._link
+        self._link = None
         if link is not None and link.pid == os.getpid():
             link.end()

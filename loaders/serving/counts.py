@@ -32,7 +32,8 @@ class Counts:
     """What processes that make batches did so far, as of the newest batch of each."""
 
     def __init__(self, bad: BadSamples, observer: Observer | None) -> None:
-        self._bad, self._observer = bad, observer
+        self._bad = bad
+        self._observer = observer
         self._newest: dict[str, Facts] = {}
 
     def note(self, facts: Facts) -> None:

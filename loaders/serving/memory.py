@@ -90,7 +90,9 @@ class SharedMemory:
     """Blocks of this process's memory that others can map, up to ``limit_bytes`` together. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes, self._total, self._count = limit_bytes, 0, 0
+        self.limit_bytes = limit_bytes
+        self._total = 0
+        self._count = 0
         self.files: dict[int, tuple[int, int]] = {}
         """File descriptor and bytes of each block, by its number."""
         self._starts: list[tuple[int, int, int]] = []

@@ -153,9 +153,11 @@ class _Rank:
     """A local rank's connection, as a client of the server of its data-parallel rank."""
 
     def __init__(self, connection: Connection, process: int, server: RankServer) -> None:
-        self._connection, self._process = connection, process
+        self._connection = connection
+        self._process = process
         self._started = _start_time(process)
-        self.server, self.client = server, server.join(connection)
+        self.server = server
+        self.client = server.join(connection)
 
     def is_alive(self) -> bool:
         """Return whether the other end is open, and its process the one that has opened it.
@@ -175,7 +177,8 @@ class _Host:
     """The servers of a host's data-parallel ranks; they begin when all ranks are here."""
 
     def __init__(self, num_ranks: int, listening: socket.socket) -> None:
-        self._num_ranks, self._listening = num_ranks, listening
+        self._num_ranks = num_ranks
+        self._listening = listening
         self._servers: dict[int, tuple[Setup, RankServer]] = {}
         self._ranks: dict[int, _Rank] = {}
         self._lock = threading.Lock()
@@ -247,7 +250,8 @@ class _Host:
     def _begin(self) -> None:
         for setup, server in self._servers.values():
             if setup.shares_cpus:
-                own, ready = setup.arguments[0].num_workers, setup.arguments[0].prefetch_factor
+                own = setup.arguments[0].num_workers
+                ready = setup.arguments[0].prefetch_factor
                 server.tune(Tuning(own * len(server.clients), ready))
             thread = threading.Thread(target=server.serve)
             thread.start()

@@ -105,7 +105,8 @@ class _Step:
     """A step that was asked for, of one actor or more."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.attempts = number, 0
+        self.number = number
+        self.attempts = 0
         self.asked: dict[Any, _Actor] = {}
 
 
@@ -113,7 +114,9 @@ class _Actor:
     """An actor, and the steps that are asked of it."""
 
     def __init__(self, handle: Any) -> None:
-        self.handle, self.num_asked, self.has_made = handle, 0, False
+        self.handle = handle
+        self.num_asked = 0
+        self.has_made = False
 
 
 class StepClient:
@@ -125,7 +128,9 @@ class StepClient:
         with needs("where=RemoteWorkers(...)", "fuelrail[ray]"):
             import ray
         self._ray: Any = ray
-        self._options, self._setup, self.counts = options, setup, counts
+        self._options = options
+        self._setup = setup
+        self.counts = counts
         self._buffers = Buffers(page_locked if pinned else pageable, keep_bytes=KEEP_BYTES)
         self._is_stopped = threading.Event()
         self._actors: list[_Actor] = []
@@ -147,7 +152,10 @@ class StepClient:
 
     def _items(self, walk: Walk, is_stopped: threading.Event) -> Iterator[Any]:
         steps: deque[_Step] = deque()
-        number, taken, waits, ready = 0, 0, 0.0, 0
+        number = 0
+        taken = 0
+        waits = 0.0
+        ready = 0
         begin_s = time.monotonic()
         while not is_stopped.is_set():
             ready += bool(steps) and self._is_done(steps[-1])
@@ -172,7 +180,10 @@ class StepClient:
             taken += 1
             if taken == _WINDOW:
                 self._adapt(waits / max(time.monotonic() - begin_s, 1e-9), ready)
-                taken, waits, ready, begin_s = 0, 0.0, 0, time.monotonic()
+                taken = 0
+                waits = 0.0
+                ready = 0
+                begin_s = time.monotonic()
         for step in steps:
             for reference in step.asked:
                 with contextlib.suppress(self._ray.exceptions.RayError):
@@ -228,7 +239,8 @@ class StepClient:
                         self._ask(step, place)
                     continue
                 actor = step.asked.pop(reference)
-                actor.num_asked, actor.has_made = actor.num_asked - 1, True
+                actor.num_asked = actor.num_asked - 1
+                actor.has_made = True
                 self._late |= step.asked
                 self._times.append(result.seconds)
                 return result

@@ -108,7 +108,8 @@ class Client:
     """The server's end of one connection."""
 
     def __init__(self, connection: Any, changed: threading.Condition) -> None:
-        self.connection, self._changed = connection, changed
+        self.connection = connection
+        self._changed = changed
         self.start: Start | None = None
         self.room = 1
         """Batches that may be sent."""
@@ -123,7 +124,8 @@ class Client:
                 message = self.connection.recv()
                 with self._changed:
                     if isinstance(message, Start):
-                        self.start, self.room = message, 1
+                        self.start = message
+                        self.room = 1
                     elif isinstance(message, Stop):
                         self.start = None
                     elif isinstance(message, Received):
@@ -134,7 +136,8 @@ class Client:
                         tune(message)
                     self._changed.notify_all()
         with self._changed:
-            self.is_connected, self.start = False, None
+            self.is_connected = False
+            self.start = None
             self._held.clear()
             self._changed.notify_all()
 
@@ -262,16 +265,17 @@ class RankServer:
     def facts(self) -> Facts:
         """Return what was done so far, and what happened since the last call."""
         stats = self._loader.stats()
-        replaced, events = self._replaced[:], self._events[:]
+        replaced = self._replaced[:]
+        events = self._events[:]
         del self._replaced[: len(replaced)], self._events[: len(events)]
         return Facts(
-            self._name,
-            stats.stages,
-            stats.storage,
-            stats.refused_images,
-            self._bad.numbers,
-            replaced,
-            events,
+            process=self._name,
+            clocks=stats.stages,
+            storage=stats.storage,
+            refused_images=stats.refused_images,
+            bad=self._bad.numbers,
+            replaced=replaced,
+            events=events,
         )
 
     def tune(self, tuning: Tuning) -> None:

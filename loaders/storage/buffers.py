@@ -45,7 +45,9 @@ class Buffers:
         keep_bytes: int,
         rounded: Callable[[int], int] = rounded_up,
     ) -> None:
-        self._memory, self._keep_bytes, self._rounded = memory, keep_bytes, rounded
+        self._memory = memory
+        self._keep_bytes = keep_bytes
+        self._rounded = rounded
         self._free: dict[int, list[NDArray[np.uint8]]] = collections.defaultdict(list)
         self._free_bytes = 0
         self._lent: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}

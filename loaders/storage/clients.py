@@ -59,7 +59,8 @@ class FsspecClient:
     kind = "fsspec"
 
     def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
+        self._fs = fs
+        self._path = path
         self._read = _read_local if isinstance(fs, LocalFileSystem) else fs.cat_file
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         if getattr(fs, "async_impl", False):

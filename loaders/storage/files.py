@@ -37,7 +37,8 @@ class OpenShards(Generic[T]):
     _all: ClassVar[weakref.WeakSet[OpenShards[Any]]] = weakref.WeakSet()
 
     def __init__(self, opened: Callable[[int], T]) -> None:
-        self._open, self._limit = opened, 1
+        self._open = opened
+        self._limit = 1
         self._all.add(self)
         self._shards: collections.OrderedDict[int, T] = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -83,7 +84,8 @@ class ShardFile:
     """
 
     def __init__(self, path: Path, expected_bytes: int) -> None:
-        self.path, self.name = path, path.name
+        self.path = path
+        self.name = path.name
         self.fd = -1
         self.fd = open_descriptor(path)
         self._opened = os.fstat(self.fd)

@@ -69,7 +69,8 @@ class LayerPart(NamedTuple):
 
         Raises MemberError and IndexFileError, with the layer's name.
         """
-        data, row = self.layer.data, stored.row
+        data = self.layer.data
+        row = stored.row
         shard = data.shards.name_of(row)
         try:
             found = read_members(row, stored.span, shard, self.fields, dictionary=data.dictionary)
@@ -114,11 +115,10 @@ class LayeredStorage:
     """The storage of a dataset with its layers, if any. Safe to use from many threads."""
 
     def __init__(self, base: Storage, parts: Sequence[LayerPart] = ()) -> None:
-        self._base, self.parts = base, tuple(parts)
-        self.look_ahead_bytes, self.needs_whole_spans = (
-            base.look_ahead_bytes,
-            base.needs_whole_spans,
-        )
+        self._base = base
+        self.parts = tuple(parts)
+        self.look_ahead_bytes = base.look_ahead_bytes
+        self.needs_whole_spans = base.needs_whole_spans
 
     def span(self, index: int, row: IndexRow) -> LayeredSpan:
         """Return one sample's bytes and those of its layers, now. Raise ShardError with shard, offset and key."""
@@ -155,7 +155,8 @@ class LayeredSession:
     """One iteration's requests to a base and its layers."""
 
     def __init__(self, base: Session, parts: Sequence[_PartSession] = ()) -> None:
-        self._base, self._parts = base, parts
+        self._base = base
+        self._parts = parts
         self._found: dict[int, list[_Found]] = {}
         self._num_requested = 0
 

@@ -54,7 +54,9 @@ class PreadShards:
         retry: RetryPolicy | None = None,
         memory_bytes: int | None = None,
     ) -> None:
-        self._dataset, self._verify, self._retry = dataset, verify, retry or RetryPolicy()
+        self._dataset = dataset
+        self._verify = verify
+        self._retry = retry or RetryPolicy()
         self._residency = Residency(dataset, memory_bytes)
         self._files: OpenShards[ShardFile] = OpenShards(partial(_open, dataset))
         self._buffers = Buffers(keep_bytes=KEEP_BUFFERS_BYTES)
@@ -151,7 +153,9 @@ class _PreadSession:
     def __init__(
         self, storage: PreadShards, files: OpenShards[ShardFile], residency: Residency
     ) -> None:
-        self._storage, self._files, self._residency = storage, files, residency
+        self._storage = storage
+        self._files = files
+        self._residency = residency
 
     def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
         """Let the kernel read ahead, unless it has: for what is in memory the advice takes half as long as reading."""

@@ -70,7 +70,9 @@ def plan_ranges(
         if members:
             ranges.append(PlannedRange(shard, start, end, tuple(members)))
         members = [number]
-        shard, start, end = span.shard, span.offset, span.offset + span.length
+        shard = span.shard
+        start = span.offset
+        end = span.offset + span.length
     if members:
         ranges.append(PlannedRange(shard, start, end, tuple(members)))
     return sorted(ranges, key=lambda planned: min(planned.members))

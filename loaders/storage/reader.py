@@ -141,7 +141,8 @@ class SampleReader:
 
     def _members(self, fetched: FetchedSpan, wanted: Collection[str]) -> dict[str, memoryview]:
         """Return raw members by field name, those of layers too."""
-        row, (span, layers) = fetched.row, fetched.span
+        row = fetched.row
+        (span, layers) = fetched.span
         members = read_members(
             row,
             span,

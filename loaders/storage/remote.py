@@ -68,10 +68,12 @@ class RemoteShards:
         retry: RetryPolicy | None = None,
         make_cache: Callable[[], SpanCache | None] | None = None,
     ) -> None:
-        self.dataset, self._make_cache = dataset, make_cache
+        self.dataset = dataset
+        self._make_cache = make_cache
         self._url = dataset.url or f"file://{dataset.root.absolute()}"
         self._options = dataset.storage_options if storage_options is None else storage_options
-        self._kind, self._retry = client, retry or RetryPolicy()
+        self._kind = client
+        self._retry = retry or RetryPolicy()
         self.needs_whole_spans = make_cache is not None
         self._verify = verify or make_cache is not None
         self._begin()
@@ -110,16 +112,16 @@ class RemoteShards:
         """Return the counters so far."""
         made = self.requester
         stats = StorageStats(
-            self.client.kind,
-            self._spans,
-            self._span_bytes,
-            made.requests,
-            made.request_bytes,
-            made.retries,
-            made.hedges,
-            made.hedges_won,
-            self._refetched,
-            made.width,
+            backend=self.client.kind,
+            spans=self._spans,
+            span_bytes=self._span_bytes,
+            requests=made.requests,
+            request_bytes=made.request_bytes,
+            retries=made.retries,
+            hedges=made.hedges,
+            hedges_won=made.hedges_won,
+            refetched=self._refetched,
+            concurrency=made.width,
         )
         return stats if self.cache is None else self.cache.add_stats(stats)
 
@@ -225,14 +227,17 @@ class _Range:
     def __init__(
         self, future: concurrent.futures.Future[memoryview], start: int, *, is_single: bool
     ) -> None:
-        self.future, self.start, self.is_single = future, start, is_single
+        self.future = future
+        self.start = start
+        self.is_single = is_single
 
 
 class _RemoteSession:
     """Ranges asked for and not yet taken."""
 
     def __init__(self, storage: RemoteShards, future_uses: FutureUses | None = None) -> None:
-        self._storage, self._future_uses = storage, future_uses
+        self._storage = storage
+        self._future_uses = future_uses
         self._asked = 0
         # By part of a sample. In a small dataset, and about an epoch's end, it is asked for again before it was taken.
         self._ranges: weakref.WeakValueDictionary[tuple[int, int, int], _Range] = (
@@ -244,9 +249,11 @@ class _RemoteSession:
 
     def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
         """Plan and start the ranges of all spans that are not in the cache."""
-        storage, cache = self._storage, self._storage.cache
+        storage = self._storage
+        cache = self._storage.cache
         pending: dict[int, PendingSpan] = {}
-        first, self._asked = self._asked, self._asked + len(rows)
+        first = self._asked
+        self._asked = self._asked + len(rows)
         new: dict[
             tuple[int, int, int], list[int]
         ] = {}  # by part of a sample: where in rows, the first time and again

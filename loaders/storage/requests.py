@@ -55,7 +55,9 @@ class FetchFailedError(Exception):
 
     def __init__(self, fault: Fault, num_attempts: int, elapsed_s: float) -> None:
         super().__init__(fault.text)
-        self.fault, self.num_attempts, self.elapsed_s = fault, num_attempts, elapsed_s
+        self.fault = fault
+        self.num_attempts = num_attempts
+        self.elapsed_s = elapsed_s
 
 
 class Latencies:
@@ -94,10 +96,15 @@ class Requester:
         places: int = 64,
         min_hedge_s: float = 0.02,
     ) -> None:
-        self._retry, self._min_hedge_s = retry, min_hedge_s
-        self._options, self._on_fault = storage_options, on_fault
-        self._place, self._num_places, self._num_taken = asyncio.Semaphore(places), places, 0
-        self.width, self._surplus = places, 0
+        self._retry = retry
+        self._min_hedge_s = min_hedge_s
+        self._options = storage_options
+        self._on_fault = on_fault
+        self._place = asyncio.Semaphore(places)
+        self._num_places = places
+        self._num_taken = 0
+        self.width = places
+        self._surplus = 0
         """Requests that may be in flight, and places that are too many for that and still taken."""
         self._answers = self._throttles = 0  # of this round
         self._latencies = Latencies()
@@ -158,7 +165,8 @@ class Requester:
         self._extra = min(_EXTRA_REQUESTS, self._extra + _EXTRA_PART)
         tasks = {loop.create_task(get())}
         first = next(iter(tasks))
-        num_sent, sent_at = 1, began
+        num_sent = 1
+        sent_at = began
         error: BaseException = TimeoutError(f"no answer within {end - began:.1f} s")
         try:
             while tasks:
@@ -171,7 +179,8 @@ class Requester:
                 if now >= look_at:
                     if self._num_taken * 4 <= self.width or self._may_ask_once_more():
                         self.hedges += 1
-                        num_sent, sent_at = num_sent + 1, now
+                        num_sent = num_sent + 1
+                        sent_at = now
                         tasks.add(loop.create_task(get()))
                         continue
                     look_at = now + usual_s

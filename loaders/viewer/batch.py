@@ -140,7 +140,8 @@ class _Frames:
     """A sample of a batch with its frames on the first axis; without a temporal window there is one."""
 
     def __init__(self, batch: Mapping[str, Any], at: int) -> None:
-        self._batch, self._at = batch, at
+        self._batch = batch
+        self._at = at
         self._has_windows = batch["ida_mat"][at].ndim == 4
         self.key = 0
         """Which frame is the sample's own."""
@@ -159,7 +160,8 @@ class _Frames:
         self, cameras: Sequence[str], transforms: Transforms
     ) -> list[list[NDArray[np.uint8]]]:
         """Return the images, uint8 [3, H, W], frame by frame and camera by camera."""
-        img, groups = self._batch["img"], transforms.camera_groups
+        img = self._batch["img"]
+        groups = transforms.camera_groups
         parts = img if isinstance(img, dict) else {None: img}
         found: list[dict[str, NDArray[np.uint8]]] = [{} for _ in self.entry("ida_mat")]
         for name, part in parts.items():
@@ -173,22 +175,23 @@ class _Frames:
 
     def boxes(self, box_frame: BoxFrame) -> list[DrawnBoxes] | None:
         """Return the boxes in each frame's ego, moved by their velocity since the sample's own time."""
-        batch, at = self._batch, self._at
+        batch = self._batch
+        at = self._at
         if "gt_boxes_3d" not in batch:
             return None
         real = _array(batch["gt_mask"][at]) if "gt_mask" in batch else slice(None)
-        boxes3d, label = (
-            _array(batch["gt_boxes_3d"][at])[real],
-            _array(batch["gt_labels_3d"][at])[real],
-        )
-        half, zero = boxes3d[:, 6] / 2, np.zeros(len(boxes3d))
+        boxes3d = _array(batch["gt_boxes_3d"][at])[real]
+        label = _array(batch["gt_labels_3d"][at])[real]
+        half = boxes3d[:, 6] / 2
+        zero = np.zeros(len(boxes3d))
         corners = box_corners(
             boxes3d, np.stack([np.cos(half), zero, zero, np.sin(half)], 1)
         ).astype(np.float64)
         velocity = np.nan_to_num(_array(batch["gt_velocity"][at])[real].astype(np.float64))
         if box_frame == "lidar":
             lidar2ego = self.entry("lidar2ego")[self.key].astype(np.float64)
-            corners, velocity = _moved(corners, lidar2ego), velocity @ lidar2ego[:3, :3].T
+            corners = _moved(corners, lidar2ego)
+            velocity = velocity @ lidar2ego[:3, :3].T
         if not self._has_windows:
             return [DrawnBoxes(corners, label)]
         if "ego2key" not in batch:  # without ego poses boxes have a place in their own frame alone
@@ -223,11 +226,14 @@ class _Frames:
 
 def draw_sample(batch: Mapping[str, Any], at: int, loader: LoaderDisplay) -> NDArray[np.uint8]:
     """Draw sample ``at`` of a loader's batch with its selected channels, uint8 [H, W, 3], RGB."""
-    cameras, transforms = loader.cameras, loader.transforms
+    cameras = loader.cameras
+    transforms = loader.transforms
     frames = _Frames(batch, at)
-    images, ida_mat = frames.images(cameras, transforms), frames.entry("ida_mat")
+    images = frames.images(cameras, transforms)
+    ida_mat = frames.entry("ida_mat")
     ego2img = frames.entry("ego2img") if "ego2img" in batch else np.full(ida_mat.shape, np.nan)
-    boxes, titles = frames.boxes(transforms.box_frame), [""]
+    boxes = frames.boxes(transforms.box_frame)
+    titles = [""]
     if len(images) > 1:
         valid = frames.entry("frame_valid")
         titles = [
@@ -235,10 +241,17 @@ def draw_sample(batch: Mapping[str, Any], at: int, loader: LoaderDisplay) -> NDA
             for t, real in zip(frames.since_s(), valid, strict=True)
         ]
     drawn = [
-        DrawnFrame(images[t], ego2img[t], None if boxes is None else boxes[t], ida_mat[t], title)
+        DrawnFrame(
+            images=images[t],
+            ego2img=ego2img[t],
+            boxes=None if boxes is None else boxes[t],
+            ida_mat=ida_mat[t],
+            title=title,
+        )
         for t, title in enumerate(titles)
     ]
-    classes, values = loader.dataset.manifest.classes, values_of(batch, at, loader.selected)
+    classes = loader.dataset.manifest.classes
+    values = values_of(batch, at, loader.selected)
     has_world = boxes is not None or "points" in batch
     points = frames.points() if has_world else None
     return contact_sheet(drawn, cameras, classes, values, points=points, key=frames.key)
@@ -281,7 +294,8 @@ def values_of(
 
 def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:
     """Return a sample's value of a selected channel, by its index (sample,) or (sample, frame); None: it has none."""
-    valid, value = batch[f"{name}_valid"], batch[name]
+    valid = batch[f"{name}_valid"]
+    value = batch[name]
     if not valid[index]:
         return None
     if isinstance(value, Packed | Logits) and value.offsets is not None:

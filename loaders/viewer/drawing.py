@@ -146,7 +146,8 @@ def _tiles(
         if (
             frame.boxes is not None and np.isfinite(frame.ego2img[number]).all()
         ):  # NaN: the clip lacks the camera
-            plain, projection = tile.copy(), frame.ego2img[number].astype(np.float64)
+            plain = tile.copy()
+            projection = frame.ego2img[number].astype(np.float64)
             corners = frame.boxes.corners
             depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]
             for box in np.argsort(-depths):
@@ -177,7 +178,8 @@ def project_segment(
 def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
     """Return those changes of an image that look like faults: a mirror, a rotation of half a degree or more."""
     # Rotation after mirror: (-cos, sin; sin, cos) if mirrored, else (cos, sin; -sin, cos), of v that points down.
-    mirrored, (c, d) = bool(np.linalg.det(ida_mat[:2, :2]) < 0), ida_mat[1, :2]
+    mirrored = bool(np.linalg.det(ida_mat[:2, :2]) < 0)
+    (c, d) = ida_mat[1, :2]
     degrees = math.degrees(math.atan2(c if mirrored else -c, d))
     return f"{'  mirrored' if mirrored else ''}{f'  {degrees:+.1f} deg' if abs(degrees) >= 0.5 else ''}"
 
@@ -205,7 +207,8 @@ def _from_above(
 ) -> NDArray[np.uint8]:
     """Draw points and boxes within ``ABOVE_M`` of ego from above: ahead is up, each box with its heading."""
     pane = np.full((size_px, size_px, 3), _DARK, np.uint8)
-    scale, middle = size_px / (2 * ABOVE_M), size_px / 2
+    scale = size_px / (2 * ABOVE_M)
+    middle = size_px / 2
 
     def pixels(xy: NDArray[np.floating[Any]]) -> NDArray[np.int32]:
         return (
@@ -228,7 +231,8 @@ def _from_above(
             if np.abs(box[:, :2]).max() < ABOVE_M:
                 outline = box[[0, 2, 6, 4], :2]  # the upper or lower face, around
                 cv2.polylines(pane, [pixels(outline)], True, _colour(label), 1, cv2.LINE_AA)
-                centre, front = box[:, :2].mean(0), box[:4, :2].mean(0)
+                centre = box[:, :2].mean(0)
+                front = box[:4, :2].mean(0)
                 line = pixels(np.stack([centre, front + 0.5 * (front - centre)]))
                 cv2.line(pane, line[0].tolist(), line[1].tolist(), _colour(label), 2, cv2.LINE_AA)
     ego = np.array([[2.5, 0.0], [-1.0, 1.0], [-1.0, -1.0]])

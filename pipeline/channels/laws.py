@@ -125,12 +125,14 @@ def _broken_roles(channel: Channel) -> Iterator[str]:
                 if spec is None:
                     yield f"role '{role}' names {list(group)}; a group of a ragged channel is one of its arrays"
                     continue
-                dtype, size = spec.dtype, spec.shape[-1] if spec.shape else 1
+                dtype = spec.dtype
+                size = spec.shape[-1] if spec.shape else 1
             else:
                 if absent := [name for name in group if name not in channel.columns]:
                     yield f"role '{role}' names the columns {absent}; there are {list(channel.columns)}"
                     continue
-                dtype, size = channel.dtype, len(group)
+                dtype = channel.dtype
+                size = len(group)
             if size not in known[role]:
                 yield f"role '{role}' has {size} columns in {list(group)}; allowed: {known[role]}"
             if role != "visible" and not dtype.startswith("float"):
@@ -392,7 +394,8 @@ def _moved_points(points: Array, image_map: ImageMap) -> tuple[Array, Array]:
     moved = flat @ matrix[:2, :2].T + matrix[:2, 2]
     left, top, right, bottom = image_map.visible
     width, height = image_map.out_wh
-    least, most = np.asarray((left - 0.5, top - 0.5)), np.asarray((right - 0.5, bottom - 0.5))
+    least = np.asarray((left - 0.5, top - 0.5))
+    most = np.asarray((right - 0.5, bottom - 0.5))
     inside = (moved >= -0.5) & (moved <= np.asarray((width - 0.5, height - 0.5)))
     whole: Array = np.all((flat >= least) & (flat <= most) & inside, axis=-1)
     return moved.reshape(points.shape), whole.reshape(points.shape[:-1])

@@ -152,16 +152,16 @@ def code_of(channel: Channel) -> _Code:
     value_bytes, more = {"uint8": (k, 4), "float16": (2 * k, 2), "": (0, 0)}[channel.dtype]
     ends = (lows, highs, highs + value_bytes)
     return _Code(
-        channel.name,
-        channel.kind == TOPK,
-        length,
-        k,
-        size,
-        channel.dtype,
-        low,
-        num_unary,
-        ends,
-        ends[-1] + more,
+        name=channel.name,
+        is_topk=channel.kind == TOPK,
+        length=length,
+        k=k,
+        size=size,
+        dtype=channel.dtype,
+        low=low,
+        num_unary=num_unary,
+        ends=ends,
+        row_bytes=ends[-1] + more,
     )
 
 
@@ -171,8 +171,9 @@ def encode(value: Any, channel: Channel) -> bytes:
         raise SchemaError(
             f"channel '{channel.name}' is {type(value).__name__}; kind '{channel.kind}' takes fr.Logits"
         )
-    code, number = code_of(channel), len(value.indices)
-    indices = _part(value.indices, code, "indices", "iu", (number, code.k))
+    code = code_of(channel)
+    number = len(value.indices)
+    indices = _part(value.indices, code=code, name="indices", kinds="iu", shape=(number, code.k))
     _check_size(number, code)
     if code.length not in (None, number):
         raise SchemaError(
@@ -181,7 +182,7 @@ def encode(value: Any, channel: Channel) -> bytes:
     known = (
         np.ones(number, bool)
         if value.known is None
-        else _part(value.known, code, "known", "b", (number,))
+        else _part(value.known, code=code, name="known", kinds="b", shape=(number,))
     )
     indices = indices[known].astype(np.int64)
     order = np.argsort(indices, axis=1, kind="stable")
@@ -189,11 +190,13 @@ def encode(value: Any, channel: Channel) -> bytes:
     _check_indices(indices, code)
     parts = [_packed(indices, code)]
     if code.is_topk:
-        weights = _part(value.weights, code, "weights", "f", (number, code.k))[known].astype(
-            np.float64
-        )
+        weights = _part(
+            value.weights, code=code, name="weights", kinds="f", shape=(number, code.k)
+        )[known].astype(np.float64)
         tail = (
-            None if value.tail is None else _part(value.tail, code, "tail", "f", (number,))[known]
+            None
+            if value.tail is None
+            else _part(value.tail, code=code, name="tail", kinds="f", shape=(number,))[known]
         )
         parts += _coded(np.take_along_axis(weights, order, axis=1), tail, code)
     head = np.array([number, len(indices)], "<u4").tobytes()
@@ -203,7 +206,8 @@ def encode(value: Any, channel: Channel) -> bytes:
 
 def decode(data: Buffer, channel: Channel) -> Logits:
     """Return the `Logits` of a member; raises SchemaError for bytes that are not as the table says."""
-    code, view = code_of(channel), np.frombuffer(data, np.uint8)
+    code = code_of(channel)
+    view = np.frombuffer(data, np.uint8)
     if len(view) < _HEAD_BYTES:
         raise SchemaError(f"channel '{code.name}' has {len(view)} bytes, too few for its head")
     number, stored = map(int, view[:_HEAD_BYTES].view("<u4"))
@@ -248,7 +252,8 @@ def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...
     """Return the `Logits` of a batch: stacked, or one after the other where the table leaves the positions open."""
     code = code_of(channel)
     number = code.length or 0
-    none, unknown = np.zeros((number, code.k), np.int32), np.zeros(number, bool)
+    none = np.zeros((number, code.k), np.int32)
+    unknown = np.zeros(number, bool)
     nothing = Logits(
         none, none.astype(np.float32), unknown.astype(np.float32) if code.is_topk else None, unknown
     )
@@ -362,10 +367,8 @@ def _decoded(
     rows: NDArray[np.uint8], code: _Code
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     _, begin, end = code.ends
-    values, after = (
-        rows[:, begin:end],
-        np.ascontiguousarray(rows[:, end:]).view("<f2").astype(np.float32),
-    )
+    values = rows[:, begin:end]
+    after = np.ascontiguousarray(rows[:, end:]).view("<f2").astype(np.float32)
     odds = after[:, -1]
     if code.dtype == "uint8":
         steps = after[:, :1]

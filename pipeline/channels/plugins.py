@@ -20,7 +20,9 @@ class Registry(dict[str, T]):
 
     def __init__(self, what: str, group: str, built_in: Mapping[str, T], kind: type[T]) -> None:
         super().__init__(built_in)
-        self._what, self._group, self._kind = what, group, kind
+        self._what = what
+        self._group = group
+        self._kind = kind
 
     def names(self) -> list[str]:
         """Return all names that are known here, plug-ins included."""

@@ -32,14 +32,16 @@ def broken_table(channels: Sequence[Channel], *, known_only: bool = False) -> It
             yield f"channel {name!r:.110}: the name occurs twice"
     for channel in channels:
         found = list(broken_entry(channel))
-        kind, law = KINDS.find(channel.kind), LAWS.find(channel.law.name)
+        kind = KINDS.find(channel.kind)
+        law = LAWS.find(channel.law.name)
         if not known_only or (kind is not None and law is not None):
             found += _broken_code(channel, table)
         yield from (f"channel {channel.name!r:.110}: {text}" for text in found)
 
 
 def _broken_code(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
-    kind, law = KINDS.find(channel.kind), LAWS.find(channel.law.name)
+    kind = KINDS.find(channel.kind)
+    law = LAWS.find(channel.law.name)
     if kind is None:
         yield f"its kind {channel.kind!r:.80} is unknown; known: {', '.join(KINDS.names())}"
     if law is None:
@@ -119,7 +121,8 @@ def check_members(
     """
     num_bytes = 0
     for channel in channels:
-        data, kind = members.get(channel.field), KINDS.find(channel.kind)
+        data = members.get(channel.field)
+        kind = KINDS.find(channel.kind)
         if data is None:
             if not channel.optional:
                 yield (

@@ -57,12 +57,16 @@ def warp_image(
     width, height = image_map.out_wh
     left, top, right, bottom = image_map.visible
     a, b, tx, c, d, ty = image_map.inverse_coefficients()
-    u, v = np.arange(width) + 0.5, np.arange(height) + 0.5
+    u = np.arange(width) + 0.5
+    v = np.arange(height) + 0.5
     if b == 0.0 and c == 0.0 and image_map.lens is None:
-        x, y = a * u + tx, d * v + ty
+        x = a * u + tx
+        y = d * v + ty
     else:
-        x, y = a * u + b * v[:, None] + tx, c * u + d * v[:, None] + ty
-    seen_x, seen_y = _within(x, left, right), _within(y, top, bottom)
+        x = a * u + b * v[:, None] + tx
+        y = c * u + d * v[:, None] + ty
+    seen_x = _within(x, left, right)
+    seen_y = _within(y, top, bottom)
     if image_map.lens is not None:
         true = dataclasses.replace(image_map, published=None).centre_matrix()
         x, y = (
@@ -99,7 +103,8 @@ def warp_grid(
     for at, (low, high) in enumerate(zip(extent_m[:half], extent_m[half:], strict=True)):
         size = moved.shape[at]
         centres.append(low + (np.arange(size) + 0.5) * ((high - low) / size))
-    x, y = centres[0][:, None], centres[1]
+    x = centres[0][:, None]
+    y = centres[1]
     found = [inverse[row, 0] * x + inverse[row, 1] * y + inverse[row, 3] for row in (0, 1)]
     if half == 3:
         found.append(inverse[2, 2] * centres[2] + inverse[2, 3])
@@ -128,7 +133,13 @@ def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> 
     nearest = np.clip(np.floor(finite), 0, size - 1).astype(np.intp)
     between = np.clip(finite - 0.5, 0.0, size - 1.0)
     lower = np.floor(between).astype(np.intp)
-    return _Axis(nearest, lower, np.minimum(lower + 1, size - 1), between - lower, inside)
+    return _Axis(
+        nearest=nearest,
+        lower=lower,
+        upper=np.minimum(lower + 1, size - 1),
+        weight=between - lower,
+        inside=inside,
+    )
 
 
 def _look_up(
@@ -144,9 +155,11 @@ def _look_up(
         if plane:
             inside = inside[:, None] & axes[1].inside
     elif not linear:
-        out, inside = raster[axes[0].nearest, axes[1].nearest], axes[0].inside & axes[1].inside
+        out = raster[axes[0].nearest, axes[1].nearest]
+        inside = axes[0].inside & axes[1].inside
     else:
-        out, inside = _bilinear(raster, axes[0], axes[1]), axes[0].inside & axes[1].inside
+        out = _bilinear(raster, axes[0], axes[1])
+        inside = axes[0].inside & axes[1].inside
     if linear and raster.dtype.kind in "iub":
         out = np.rint(out)
     out = out.astype(raster.dtype, copy=not np.shares_memory(out, raster))
@@ -158,7 +171,8 @@ def _along(raster: NDArray[Any], axis: _Axis, number: int, *, linear: bool) -> N
     if not linear:
         taken: NDArray[Any] = raster.take(axis.nearest, number)
         return taken
-    lower, upper = raster.take(axis.lower, number), raster.take(axis.upper, number)
+    lower = raster.take(axis.lower, number)
+    upper = raster.take(axis.upper, number)
     weight = axis.weight.reshape(-1, *(1,) * (raster.ndim - number - 1))
     mixed: NDArray[Any] = lower + (upper.astype(np.float64) - lower) * weight
     return mixed

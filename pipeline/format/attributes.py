@@ -39,7 +39,8 @@ class Attributes:
     def __init__(self, dataset: Dataset, split: str) -> None:
         self._dataset = dataset
         entry = dataset.split(split)
-        self._first, self._end = entry.first_sample, entry.first_sample + entry.num_samples
+        self._first = entry.first_sample
+        self._end = entry.first_sample + entry.num_samples
         self._file = dataset.attributes_file()
 
     def __len__(self) -> int:
@@ -94,7 +95,8 @@ class AttributeColumns(NamedTuple):
     @classmethod
     def of_table(cls, table: pa.Table, first_row: int) -> Self:
         """Make the columns of a table; texts, which repeat, are kept as numbers of different ones."""
-        channels, columns = [], []
+        channels = []
+        columns = []
         for name, column in zip(table.column_names, table.columns, strict=True):
             dtype = _DTYPES.get(column.type, "")
             kind, field = ("array", f"{name}.npy") if dtype else ("text", f"{name}.txt")
@@ -160,7 +162,8 @@ class ClipTable:
         ranks[samples] = in_order
         keys = keys[samples]
         if (twice := np.flatnonzero(keys[1:] == keys[:-1])).size:
-            first, second = samples[twice[0]], samples[twice[0] + 1]
+            first = samples[twice[0]]
+            second = samples[twice[0] + 1]
             raise IndexFileError(
                 f"samples {first} and {second} of the split are the same frame of the same clip"
             )
@@ -170,7 +173,8 @@ class ClipTable:
     def of_split(cls, dataset: Dataset, split: str, *, times: bool = False) -> Self:
         """Make the table of a split of a dataset; raise ConfigError for an unknown split, IndexFileError as `build`."""
         entry = dataset.split(split)
-        first, end = entry.first_sample, entry.first_sample + entry.num_samples
+        first = entry.first_sample
+        end = entry.first_sample + entry.num_samples
         table = cls.build(
             dataset.index.clip_numbers(first, end), dataset.index.column("frame", first, end)
         )

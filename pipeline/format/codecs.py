@@ -91,7 +91,8 @@ class Zstd(threading.local):
         self, dictionary: zstandard.ZstdCompressionDict | None = None, *, checksum: bool = False
     ) -> None:
         """Frames are of this dictionary, and end with a ``checksum``; they state their content size."""
-        self._dictionary, self._checksum = dictionary, checksum
+        self._dictionary = dictionary
+        self._checksum = checksum
         self._compressors: dict[int, zstandard.ZstdCompressor] = {}
         self.decompressor = zstandard.ZstdDecompressor(dict_data=dictionary)
 

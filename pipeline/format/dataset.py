@@ -214,7 +214,17 @@ class Dataset:
         )
         if entry is None or self.index.has_row(entry.row):
             return self.index.row(self.position(which)), None
-        place = IndexRow(str(which), "", 0, 0, entry.shard, entry.offset, entry.length, 0, ())
+        place = IndexRow(
+            key=str(which),
+            clip_id="",
+            frame=0,
+            timestamp_ns=0,
+            shard=entry.shard,
+            offset=entry.offset,
+            length=entry.length,
+            xxh3=0,
+            members=(),
+        )
         with ThreadPoolExecutor(1) as pool:
             coming = pool.submit(_read, self.origin, self.shard_path(place), place)
             row = self.index.row(self.position(which))
@@ -261,7 +271,8 @@ class Dataset:
         """Open it again elsewhere: what is mapped stays where it is."""
         if self.origin is None:  # another process may have another working folder
             return open_dataset, (str(self.root.resolve()),)
-        cache_dir, retry = self.root.parent.parent, self.origin.retry
+        cache_dir = self.root.parent.parent
+        retry = self.origin.retry
         opened = partial(
             open_dataset, storage_options=self.storage_options, cache_dir=cache_dir, retry=retry
         )
@@ -345,10 +356,15 @@ def open_kind(
     url = str(root) if is_url(root) else None
     if url is not None:
         folder, manifest, origin = fetch_dataset(
-            url, storage_options, None if cache_dir is None else Path(cache_dir), retry, kinds
+            url,
+            storage_options=storage_options,
+            cache_folder=None if cache_dir is None else Path(cache_dir),
+            retry=retry,
+            kinds=kinds,
         )
     else:
-        folder, origin = Path(str(root).removeprefix("file://")), None
+        folder = Path(str(root).removeprefix("file://"))
+        origin = None
         manifest = load_manifest(folder, kinds)
     folder = (
         folder.absolute()
@@ -467,7 +483,9 @@ def read_members(
     """
     view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
     (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
-    if verify and not are_members(view, row.key, fields, offsets, stored_bytes):
+    if verify and not are_members(
+        view, key=row.key, fields=fields, offsets=offsets, sizes=stored_bytes
+    ):
         raise _misplaced(row, view, shard)
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -482,7 +500,7 @@ def read_members(
             continue
         end = offset + size
         if not BLOCK_BYTES <= offset <= end <= len(view):
-            raise _outside(row, name, offset, end, view, shard)
+            raise _outside(row, name=name, offset=offset, end=end, view=view, shard=shard)
         if codec == codecs.RAW and size == raw_bytes:
             members[name] = view[offset:end]
             continue
@@ -501,8 +519,10 @@ def _misplaced(row: IndexRow, view: memoryview, shard: str) -> IndexFileError:
     (names, _, fields), offsets, sizes, _ = row.columns()
     for name, stored, offset, size in zip(names, fields, offsets, sizes, strict=True):
         if not BLOCK_BYTES <= offset <= offset + size <= len(view):
-            return _outside(row, name, offset, offset + size, view, shard)
-        if not are_members(view, row.key, (stored,), (offset,), (size,)):
+            return _outside(
+                row, name=name, offset=offset, end=offset + size, view=view, shard=shard
+            )
+        if not are_members(view, key=row.key, fields=(stored,), offsets=(offset,), sizes=(size,)):
             break
     return IndexFileError(
         f"index entry of {row.key}.{name}: no member '{row.key}.{stored}' of {size} bytes lies at "

@@ -142,7 +142,9 @@ class RemoteFolder:
         )
         fs, self._path = self._open()
         self._opened = {os.getpid(): fs}
-        self.shown, self._options, self.retry = shown_url(url), storage_options, retry
+        self.shown = shown_url(url)
+        self._options = storage_options
+        self.retry = retry
 
     @property
     def _fs(self) -> Any:
@@ -205,7 +207,8 @@ class RemoteFolder:
 
     def _streamed(self, path: str, num_bytes: int) -> bytes:
         """Return the first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""
-        parts, left = list[bytes](), num_bytes
+        parts = list[bytes]()
+        left = num_bytes
         # Without a block size it is a stream; a stated size saves the request that would ask for it.
         with self._fs.open(path, "rb", block_size=0, size=num_bytes) as file:
             while left > 0 and (part := file.read(min(left, READ_BYTES))):

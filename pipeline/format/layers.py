@@ -305,7 +305,8 @@ def read_rows(data: Dataset) -> NDArray[np.int64] | None:
     """
     manifest = data.manifest
     assert isinstance(manifest, LayerManifest)
-    num_samples, path = manifest.base.num_samples, data.root / ROWS_FILE
+    num_samples = manifest.base.num_samples
+    path = data.root / ROWS_FILE
     if manifest.file(ROWS_FILE) is None:
         if manifest.num_samples != num_samples:
             raise ManifestError(
@@ -327,7 +328,8 @@ def read_rows(data: Dataset) -> NDArray[np.int64] | None:
 
 def check_base(layer: Layer, base: Dataset) -> None:
     """Raise ManifestError, with both sides, where a layer does not belong to this dataset."""
-    entry, manifest = layer.manifest.base, base.manifest
+    entry = layer.manifest.base
+    manifest = base.manifest
     if entry.fingerprint == manifest.fingerprint:
         return
     sides = (
@@ -410,7 +412,8 @@ def check_present(
     """Raise OrderError, naming some, where selected samples of a split (None: all) have no row in the layer."""
     if layer.is_complete:
         return
-    present, num_samples = present_samples(layer, dataset, split), dataset.split(split).num_samples
+    present = present_samples(layer, dataset, split)
+    num_samples = dataset.split(split).num_samples
     wanted = np.arange(num_samples) if selected is None else selected
     lacking = np.setdiff1d(wanted, present, assume_unique=True)
     if not lacking.size:

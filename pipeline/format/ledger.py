@@ -121,7 +121,10 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
     """
     records: list[Record] = []
     checks = _Checks(path)
-    digest, size, last, setup_bytes = _FIRST, 0, 0, 0
+    digest = _FIRST
+    size = 0
+    last = 0
+    setup_bytes = 0
     rest = b""
     try:
         with open_file(path, LEDGER.most) as file:
@@ -174,7 +177,7 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
             "removes the rest; or the file was changed",
             len(records),
         )
-    return Ledger(tuple(records), digest, size, last, rest)
+    return Ledger(records=tuple(records), head=digest, size=size, last=last, rest=rest)
 
 
 def _begins_as_ledger(line: bytes) -> bool:
@@ -232,7 +235,8 @@ class LedgerFile:
         """Read the ledger, or take an empty one where there is no file. Raises LedgerError."""
         self.path = Path(path)
         self.records: list[Record] = []
-        self._head, self._size = _FIRST, 0
+        self._head = _FIRST
+        self._size = 0
         self._rest = b""
         """What a killed run has written of a record behind the last whole one."""
         self._before_last = _FIRST
@@ -244,8 +248,10 @@ class LedgerFile:
             ledger = read_ledger(self.path, open_end=True)
             self._file = Path(os.path.realpath(self.path))
             self.records = list(ledger.records)
-            self._head, self._size = ledger.head, ledger.size
-            self._last, self._rest = ledger.last, ledger.rest
+            self._head = ledger.head
+            self._size = ledger.size
+            self._last = ledger.last
+            self._rest = ledger.rest
 
     def is_newest(self) -> bool:
         """Return whether nobody else has written since."""
@@ -277,14 +283,19 @@ class LedgerFile:
         ``sync``: they survive a crash of the machine. Raises LedgerError where another process has written since the
         file was read, and where it cannot be written.
         """
-        start, head = self._size, self._head
+        start = self._size
+        head = self._head
         if in_place_of_last:
-            start, head = self._last, self._before_last
+            start = self._last
+            head = self._before_last
         lines: list[bytes] = []
-        last, end, before_last = start, start, head
+        last = start
+        end = start
+        before_last = head
         for record in records:
             body = msgspec.json.encode(record)
-            last, before_last = end, head
+            last = end
+            before_last = head
             head = _digest(head, body)
             lines.append(f"{head} ".encode() + body + b"\n")
             end += len(lines[-1])
@@ -317,8 +328,11 @@ class LedgerFile:
         if in_place_of_last:
             self.records.pop()
         self.records += records
-        self._head, self._last, self._before_last = head, last, before_last
-        self._size, self._rest = end, b""
+        self._head = head
+        self._last = last
+        self._before_last = before_last
+        self._size = end
+        self._rest = b""
 
 
 class Stretch(NamedTuple):
@@ -371,6 +385,13 @@ def seen_by_weights(records: Sequence[Record]) -> tuple[list[Stretch], list[Stre
             is_next = record.place == end or (
                 record.place == (end[0] + 1, 0) and left < record.global_batch
             )
-            newest = Stretch(number, setup, record, record.place, record.place, not is_next)
+            newest = Stretch(
+                record=number,
+                setup=setup,
+                start=record,
+                end=record.place,
+                trained=record.place,
+                skipped=not is_next,
+            )
             kept.append(newest)
     return kept, lost

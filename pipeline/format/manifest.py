@@ -439,7 +439,8 @@ def check_parts(channels: Sequence[Channel], where: str) -> None:
         else:
             continue
         if channel != msgspec.structs.replace(wanted, codec=channel.codec):
-            found, right = msgspec.structs.asdict(channel), msgspec.structs.asdict(wanted)
+            found = msgspec.structs.asdict(channel)
+            right = msgspec.structs.asdict(wanted)
             differs = ", ".join(
                 name for name in found if found[name] != right[name] and name != "codec"
             )
@@ -466,7 +467,8 @@ def _check_runs(manifest: Manifest, where: str) -> None:
             raise ManifestError(
                 f"'{where}': split '{name}' has {split.num_samples} samples and no shard"
             )
-        row, shard = row + split.num_samples, shard + split.num_shards
+        row = row + split.num_samples
+        shard = shard + split.num_shards
     if row != manifest.num_samples:
         raise ManifestError(
             f"'{where}': the splits hold {row} samples, stated are {manifest.num_samples}"

@@ -57,8 +57,10 @@ UNSAFE_ENDINGS: Final = frozenset(
 """Endings of files that run, or whose usual reader runs what they hold; webdataset unpickles some of them by itself."""
 
 _SHOWN: Final = 160
-_FOCAL, _LENGTH = (1e-3, 1e6), (-1e6, 1e6)
-_ZERO, _ONE = (0.0, 0.0), (1.0, 1.0)
+_FOCAL = (1e-3, 1e6)
+_LENGTH = (-1e6, 1e6)
+_ZERO = (0.0, 0.0)
+_ONE = (1.0, 1.0)
 _K_LOW, _K_HIGH = np.array(
     ((_FOCAL, _LENGTH, _LENGTH), (_ZERO, _FOCAL, _LENGTH), (_ZERO, _ZERO, _ONE)), np.float64
 ).transpose(2, 0, 1)
@@ -235,7 +237,8 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
         )
     for channel in meta.cameras.keys() - set(rig.cameras):
         yield Broken(META, f"it describes camera {channel!r:.40}, which the manifest does not have")
-    valid, sizes = geometry.cam_valid.tolist(), geometry.img_wh.tolist()
+    valid = geometry.cam_valid.tolist()
+    sizes = geometry.img_wh.tolist()
     counts = (~np.isnan(geometry.dist)).sum(1).tolist()
     for number, channel in enumerate(rig.cameras):
         camera = meta.cameras.get(channel)

@@ -136,7 +136,8 @@ def are_members(
     """
     # Every sample that is read passes here, so all headers are compared at once. The key is in each; one will do.
     front = key.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
-    begin, end = len(front) - BLOCK_BYTES, _FRONT_BYTES - BLOCK_BYTES
+    begin = len(front) - BLOCK_BYTES
+    end = _FRONT_BYTES - BLOCK_BYTES
     found = b"".join([view[at + begin : at + end] for at in offsets])
     return found == _fronts(fields, len(front)) % tuple(sizes) and (
         not offsets or view[offsets[0] - BLOCK_BYTES : offsets[0] + begin] == front

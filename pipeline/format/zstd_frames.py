@@ -181,7 +181,8 @@ def read_seek_table(data: Buffer, *, shard: str) -> list[Frame]:
         raise FrameError(
             "the seek table does not begin where its footer says", shard=shard, offset=table_at
         )
-    frames, at = list[Frame](), 0
+    frames = list[Frame]()
+    at = 0
     for stored, raw in _ENTRY.iter_unpack(view[table_at + _HEADER.size : footer_at]):
         frames.append(Frame(at, stored, raw))
         at += stored

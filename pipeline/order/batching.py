@@ -262,7 +262,8 @@ class Walk:
                 epoch = self.batching.next_epoch(epoch + 1)
                 steps = self.share.steps(self.batches(epoch))
             return epoch, steps[k]
-        first, whole = self.share.steps(self.rest), self.share.steps(self.batching)
+        first = self.share.steps(self.rest)
+        whole = self.share.steps(self.batching)
         if k < len(first):
             return self.start.epoch, first[k]
         epochs, at = divmod(k - len(first), len(whole))
@@ -319,7 +320,8 @@ class Walk:
             steps = np.arange(step, end, self.share.of, dtype=np.int64)
             starts = batches.start + steps * batches.global_batch
             yield epoch, (starts[:, None] + in_step).reshape(-1) % batches.epoch_length
-            first, num_steps = first + len(steps), num_steps - len(steps)
+            first = first + len(steps)
+            num_steps = num_steps - len(steps)
 
 
 def _integers(record: object, *names: str) -> None:

@@ -85,7 +85,9 @@ class BucketedOrder(WindowedOrder):
                 f"{bucket.by} has {len(bounds)} values, and {MAX_BUCKETS} buckets are allowed: set bounds"
             )
         super().__init__(base, costs, bucket.window, seed, len(bounds))
-        self.bucket, self.global_batch, self.num_buckets = bucket, global_batch, len(bounds)
+        self.bucket = bucket
+        self.global_batch = global_batch
+        self.num_buckets = len(bounds)
         self._numbers = tuple(np.searchsorted(bounds, each).astype(np.uint16) for each in costs)
         self.identity["global_batch"] = global_batch
 

@@ -146,7 +146,8 @@ class _Selection:
             and not spec.stages
         ):
             raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
-        self._spec, self._attributes = spec, attributes
+        self._spec = spec
+        self._attributes = attributes
         self._identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
         self._identity.pop("without", None)  # the order without them says it
         self.rows: Rows | None = None
@@ -232,7 +233,9 @@ class _Selection:
         self, shard_lengths: Sequence[int], clips: ClipTable | None, global_batch: int | None
     ) -> EndlessOrder:
         """Return the order of the selected samples, without packs, buckets and balance."""
-        spec, selected, identity = self._spec, self.rows, self._identity
+        spec = self._spec
+        selected = self.rows
+        identity = self._identity
         if selected is not None:
             identity["selected"] = f"{len(selected)} samples {digest(selected)}"
         if spec.kind == "lanes":
@@ -256,7 +259,14 @@ class _Selection:
         for described in identity.get("weights", ()):
             described.pop("file", None)  # what the file says is in a digest
         if spec.mix is not None:
-            return _mixed(spec, spec.mix, self._attributes, shard_lengths, selected, identity)
+            return _mixed(
+                spec,
+                mix=spec.mix,
+                attributes=self._attributes,
+                shard_lengths=shard_lengths,
+                selected=selected,
+                identity=identity,
+            )
         sampling = None
         if spec.weights:
             table = _selected_rows(self._attributes.read(columns_of(spec.weights)), selected)
@@ -265,11 +275,19 @@ class _Selection:
                 weights, spec.epoch_length or natural_length(spec.weights, table)
             )
             identity["weighted"] = _said(sampling)
-        return CompiledOrder(spec, identity, shard_lengths, selected, sampling)
+        return CompiledOrder(
+            spec=spec,
+            identity=identity,
+            shard_lengths=shard_lengths,
+            selected=selected,
+            sampling=sampling,
+        )
 
     def _staged(self, shard_lengths: Sequence[int]) -> MixedOrder:
         """Return the orders of the stages as a mix in blocks of one position, each with its stage's order."""
-        spec, orders, stages = self._spec, [], []
+        spec = self._spec
+        orders = []
+        stages = []
         for at, stage in enumerate(spec.stages):
             weights = (*spec.weights, *stage.weights)
             own = msgspec.structs.replace(
@@ -344,7 +362,15 @@ def _mixed(
         text = f"{len(own)} samples {digest(own)}" + (
             "" if sampling is None else f", {_said(sampling)}"
         )
-        parts.append(CompiledOrder(part, {value: text}, shard_lengths, own, sampling))
+        parts.append(
+            CompiledOrder(
+                spec=part,
+                identity={value: text},
+                shard_lengths=shard_lengths,
+                selected=own,
+                sampling=sampling,
+            )
+        )
     mixed = MixedOrder(
         parts,
         tuple(mix.ratios.values()),
@@ -372,7 +398,9 @@ class CompiledOrder:
         sampling: SystematicSampling | None = None,
     ) -> None:
         """Take ``selected`` samples of the split, ascending, each once (None: all), and their ``sampling``."""
-        self.spec, self.identity, self._sampling = spec, identity, sampling
+        self.spec = spec
+        self.identity = identity
+        self._sampling = sampling
         self._bounds = np.cumsum([0, *shard_lengths])
         self.num_selected = int(self._bounds[-1]) if selected is None else len(selected)
         self._selected: NDArray[np.integer] | None = None
@@ -406,7 +434,8 @@ class CompiledOrder:
 
 def _as_said(spec: OrderSpec) -> dict[str, Any]:
     """Return kind, seed and fields that differ from the defaults, so that new fields keep a state valid."""
-    stated, defaults = plain(spec), plain(OrderSpec())
+    stated = plain(spec)
+    defaults = plain(OrderSpec())
     return {
         name: value
         for name, value in stated.items()
@@ -464,7 +493,9 @@ def compile_mix(
             **given,
         )
 
-    return mix_orders(ratios, spec, datasets, compile_one, global_batch)
+    return mix_orders(
+        ratios, spec=spec, datasets=datasets, compile_one=compile_one, global_batch=global_batch
+    )
 
 
 def mix_orders(

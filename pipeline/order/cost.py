@@ -111,7 +111,8 @@ def sample_costs(
         cost, table if rows is None else table.take(rows), texts=texts
     )
     if rows is not None:
-        found, selected = np.full(num_samples, -1), found
+        selected = found
+        found = np.full(num_samples, -1)
         found[rows] = selected
     return found if found.max(initial=0) > np.iinfo(np.int32).max else found.astype(np.int32)
 

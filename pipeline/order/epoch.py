@@ -147,7 +147,8 @@ class MappedEpoch(Epoch):
     __slots__ = ("_first", "_then")
 
     def __init__(self, first: PositionMap, *then: CopyMap) -> None:
-        self._first, self._then = first, then
+        self._first = first
+        self._then = then
 
     def __len__(self) -> int:
         return len(self._first)

@@ -73,8 +73,11 @@ class LaneOrder:
                 f"a global batch of at most {len(run)}, or more pieces_per_clip than {pieces_per_clip}"
             )
         self.identity: dict[str, Any] = {} if identity is None else identity
-        self._clips, self._chosen, self._seed = clips, chosen, seed
-        self.num_lanes, self.num_selected = num_lanes, len(chosen)
+        self._clips = clips
+        self._chosen = chosen
+        self._seed = seed
+        self.num_lanes = num_lanes
+        self.num_selected = len(chosen)
         slots = np.sort(self._lengths)[::-1]
         self._lane_of_slot = groups_of(slots, num_lanes, len(slots))
         loads = np.bincount(self._lane_of_slot, weights=slots, minlength=num_lanes)
@@ -108,11 +111,11 @@ class LaneOrder:
         slots = np.lexsort((place, lanes))
         chosen = by_length[slots]
         return LaneEpoch(
-            self._clips,
-            self.num_lanes,
-            lanes[slots],
-            self._first_ranks[chosen],
-            self._lengths[chosen],
+            clips=self._clips,
+            num_lanes=self.num_lanes,
+            lanes=lanes[slots],
+            first_ranks=self._first_ranks[chosen],
+            lengths=self._lengths[chosen],
         )
 
 
@@ -141,12 +144,10 @@ class LaneEpoch(Epoch):
         lengths: NDArray[np.int64],
     ) -> None:
         """Take the pieces in order: lane 0's first to last, then lane 1's (``lanes`` ascends)."""
-        self._clips, self._first_ranks, self._lengths, self.num_lanes = (
-            clips,
-            first_ranks,
-            lengths,
-            num_lanes,
-        )
+        self._clips = clips
+        self._first_ranks = first_ranks
+        self._lengths = lengths
+        self.num_lanes = num_lanes
         self._num_steps = num_steps = int(np.bincount(lanes, lengths, num_lanes).max())
         self._first_piece = np.searchsorted(lanes, np.arange(num_lanes))
         self._padding = self._first_piece % max(1, len(lanes))
@@ -193,7 +194,8 @@ class LaneEpoch(Epoch):
         piece = pieces[np.searchsorted(firsts, rank, side="right") - 1]
         offset = rank - self._first_ranks[piece]
         which = np.flatnonzero((offset >= 0) & (offset < self._lengths[piece]))
-        piece, offset = piece[which], offset[which]
+        piece = piece[which]
+        offset = offset[which]
         lane = np.searchsorted(self._first_piece, piece, side="right") - 1
         step = self._starts[piece] - lane * self._num_steps + offset
         # A lane that has ended shows its first piece again and again.
@@ -202,7 +204,8 @@ class LaneEpoch(Epoch):
             *(np.searchsorted(self._padding, piece, side, by_piece) for side in ("left", "right"))
         )
         ended = by_piece[ended]
-        again, length = self._lane_ends[ended] + offset[showing], self._lengths[piece[showing]]
+        again = self._lane_ends[ended] + offset[showing]
+        length = self._lengths[piece[showing]]
         turns = np.maximum(-((again - self._num_steps) // length), 0)
         padding, turn = _runs(np.zeros_like(turns), turns)
         steps = np.append(step, again[padding] + turn * length[padding])
@@ -226,7 +229,13 @@ class LaneEpoch(Epoch):
         lengths = np.where(is_last, ends[piece], bounds[cut]) - firsts
         lanes = np.searchsorted(self._first_piece, piece, side="right") - 1
         left = lengths > 0
-        return LaneEpoch(self._clips, self.num_lanes, lanes[left], firsts[left], lengths[left])
+        return LaneEpoch(
+            clips=self._clips,
+            num_lanes=self.num_lanes,
+            lanes=lanes[left],
+            first_ranks=firsts[left],
+            lengths=lengths[left],
+        )
 
 
 def _runs(

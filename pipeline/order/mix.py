@@ -189,8 +189,12 @@ class MixedOrder:
             raise OrderError(
                 f"ratios must be integers >= 1, at most {MAX_BLOCK} in sum, got {list(ratios)}"
             )
-        self.orders, self.ratios, self.seed = tuple(orders), tuple(map(int, ratios)), seed
-        self.block, self.is_one_split, self.schedule = sum(self.ratios), is_one_split, schedule
+        self.orders = tuple(orders)
+        self.ratios = tuple(map(int, ratios))
+        self.seed = seed
+        self.block = sum(self.ratios)
+        self.is_one_split = is_one_split
+        self.schedule = schedule
         wanted = (
             max(
                 -(-order.epoch_length // ratio)
@@ -238,7 +242,8 @@ class MixedEpoch(Epoch):
     __slots__ = ("_epoch_of", "_first_block", "_mix", "_words")
 
     def __init__(self, mix: MixedOrder, epoch: int) -> None:
-        self._mix, self._first_block = mix, epoch * mix.num_blocks
+        self._mix = mix
+        self._first_block = epoch * mix.num_blocks
         # Distinct random-looking words, one for each place of each block: sorting a block's shuffles it.
         self._words = KeyedPermutation(MAX_LENGTH, derive_key("order mix", mix.seed))
         # Positions come in runs: of each dataset one epoch or two at a time.
@@ -253,7 +258,8 @@ class MixedEpoch(Epoch):
         """Return parts and samples at ``positions``, all valid; raise OrderError for positions outside."""
         wanted = as_positions(positions, len(self))
         flat = wanted.reshape(-1)
-        parts, samples = np.empty_like(flat), np.empty_like(flat)
+        parts = np.empty_like(flat)
+        samples = np.empty_like(flat)
         for first in range(0, flat.size, CHUNK):
             here = slice(first, first + CHUNK)
             self._fill(flat[here], parts[here], samples[here])
@@ -269,7 +275,8 @@ class MixedEpoch(Epoch):
         mix = self._mix
         block, place = np.divmod(positions, mix.block)
         blocks, which = _distinct(block + self._first_block)
-        before, arranged = self._before(blocks), self._arranged(blocks)
+        before = self._before(blocks)
+        arranged = self._arranged(blocks)
         at_place = which * mix.block + place
         parts[:] = arranged.reshape(-1)[at_place]
         for part, order in enumerate(mix.orders):
@@ -316,7 +323,8 @@ class MixedEpoch(Epoch):
         if not 0 <= part < (1 if mix.is_one_split else len(mix.orders)):
             raise OrderError(f"the mix has no dataset {part}")
         ends = self._before(np.array([0, mix.num_blocks]) + self._first_block).T.tolist()
-        which, positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        which = [np.zeros(0, np.int64)]
+        positions = [np.zeros(0, np.int64)]
         for number in range(len(mix.orders)) if mix.is_one_split else (part,):
             first, end = ends[number]
             length = mix.orders[number].epoch_length
@@ -340,7 +348,8 @@ class MixedEpoch(Epoch):
         while (high - low > 1).any():
             middle = (low + high) // 2
             is_later = self._before(middle)[:, part] > turns
-            low, high = np.where(is_later, low, middle), np.where(is_later, middle, high)
+            low = np.where(is_later, low, middle)
+            high = np.where(is_later, middle, high)
         blocks, of_block = np.unique(low, return_inverse=True)
         earlier = turns - self._before(low)[:, part]
         own = np.argsort(

@@ -72,7 +72,9 @@ def pack_window(
     shift = len(costs).bit_length()
     # A heap of (cost << shift) + number: the least of it is the emptiest pack, the first one among equals.
     open_packs = list(range(num))
-    room, mask, is_limited = (budget + 1) << shift, (1 << shift) - 1, most < len(costs)
+    room = (budget + 1) << shift
+    mask = (1 << shift) - 1
+    is_limited = most < len(costs)
     held = [0] * len(costs)
     filled: list[int] = []
     for cost in (costs[by_cost] << shift).tolist():
@@ -80,7 +82,8 @@ def pack_window(
         if pack < room:
             heapq.heapreplace(open_packs, pack)
         else:
-            pack, num = cost + num, num + 1
+            pack = cost + num
+            num = num + 1
             heapq.heappush(open_packs, pack)
         filled.append(pack)
         if is_limited:
@@ -102,9 +105,23 @@ def fit(
     """Cut costs to the budget in place; raise OrderError, naming a sample of ``rows``, for one that fits no pack."""
     most = MAX_COST if pack.truncate else pack.budget
     what = f"above the budget of {pack.budget}"
-    refuse(costs > most, costs, attributes, rows, what, "truncate=True, a larger budget")
+    refuse(
+        costs > most,
+        costs=costs,
+        attributes=attributes,
+        rows=rows,
+        what=what,
+        fix="truncate=True, a larger budget",
+    )
     what = "and a pack could hold any number of those"
-    refuse(costs < 1, costs, attributes, rows, what, "a Cost with a constant of 1 or more")
+    refuse(
+        costs < 1,
+        costs=costs,
+        attributes=attributes,
+        rows=rows,
+        what=what,
+        fix="a Cost with a constant of 1 or more",
+    )
     np.minimum(costs, min(pack.budget, np.iinfo(costs.dtype).max), out=costs)
 
 

@@ -82,7 +82,8 @@ def as_positions(positions: ArrayLike, n: int, what: str = "position") -> NDArra
         return np.zeros(array.shape, dtype=np.int64)
     if array.dtype.kind not in "iu":
         raise OrderError(f"{what}s must be integers, got dtype {array.dtype}")
-    low, high = int(array.min()), int(array.max())
+    low = int(array.min())
+    high = int(array.max())
     if low < 0 or high >= n:
         raise OrderError(f"{what} {low if low < 0 else high} is outside 0 .. {n - 1}")
     return array.astype(np.int64, copy=False)
@@ -102,14 +103,16 @@ class KeyedPermutation:
             raise OrderError(f"a permutation needs a length in 1 .. 2**62, got {n}")
         if not 0 <= key < 2 ** (8 * _KEY_BYTES):
             raise OrderError(f"a permutation's key must be in 0 .. 2**128 - 1, got {key}")
-        self.n, self.key = index(n), index(key)
+        self.n = index(n)
+        self.key = index(key)
         self._table: NDArray[np.int64] | None = None
         if self.n <= TABLE_LIMIT:
             self._table = _shuffled_table(self.n, self.key)
             return
         root = math.isqrt(self.n - 1) + 1  # ceil(sqrt(n))
         a = root + root % 2
-        self._a, self._b = np.uint64(a), np.uint64(-(-self.n // a))
+        self._b = np.uint64(-(-self.n // a))
+        self._a = np.uint64(a)
         # fmix64 begins with x ^= x >> 33. A half is under 2**33, so that shift sees the key alone: done here, once.
         # The finaliser's last step, the same shift, does not reach the high 32 bits that F takes.
         words = _words(self.n, self.key, NUM_ROUNDS)
@@ -137,7 +140,8 @@ class KeyedPermutation:
             inverse[self._table] = np.arange(self.n)
             return inverse[inputs]
         outputs = np.empty(inputs.size, dtype=np.int64)
-        source, target = inputs.reshape(-1).view(np.uint64), outputs.view(np.uint64)
+        source = inputs.reshape(-1).view(np.uint64)
+        target = outputs.view(np.uint64)
         for first in range(0, source.size, CHUNK):
             self._walk(
                 source[first : first + CHUNK], target[first : first + CHUNK], backwards=backwards
@@ -163,19 +167,21 @@ class KeyedPermutation:
         """Split values x in [0, a * b) into their halves (x // b in Z_a, x % b in Z_b), and go through the rounds."""
         left = source // self._b
         right = source - left * self._b
-        mixed, spare = np.empty_like(left), np.empty_like(left)
-        size, other = self._a, self._b
+        mixed = np.empty_like(left)
+        spare = np.empty_like(left)
+        size = self._a
+        other = self._b
         for key in reversed(self._round_keys) if backwards else self._round_keys:
             if backwards:
                 left, right, size, other = right, left, other, size
-                _round_function(right, key, size, mixed, spare)
+                _round_function(right, key=key, size=size, out=mixed, spare=spare)
                 np.subtract(
                     left, mixed, out=left
                 )  # wraps around to a huge number where it is negative
                 np.add(left, size, out=spare)
                 np.minimum(left, spare, out=left)
             else:
-                _round_function(right, key, size, mixed, spare)
+                _round_function(right, key=key, size=size, out=mixed, spare=spare)
                 np.add(left, mixed, out=left)  # under 2 * size
                 np.subtract(
                     left, size, out=spare

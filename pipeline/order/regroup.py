@@ -41,7 +41,8 @@ class RegroupedOrder:
     """The field of an order's specification that asks for it."""
 
     def __init__(self, base: EndlessOrder, costs: Sequence[NDArray[np.integer]]) -> None:
-        self.base, self.costs = base, tuple(costs)
+        self.base = base
+        self.costs = tuple(costs)
         self.identity: dict[str, Any] = {**base.identity, f"has_{self.use}": True}
 
     @property
@@ -70,7 +71,9 @@ class WindowedOrder(RegroupedOrder, ABC):
     ) -> None:
         """Count in ``window`` positions, and keep ``num_kept`` numbers of each."""
         super().__init__(base, costs)
-        self.window, self.seed, self._num_kept = window, seed, num_kept
+        self.window = window
+        self.seed = seed
+        self._num_kept = num_kept
         self._counts: OrderedDict[int, _Count] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -144,7 +147,9 @@ class RegroupedEpoch(Epoch):
 
     def __init__(self, order: WindowedOrder, epoch: int, starts: NDArray[np.int64]) -> None:
         """Take the number of packs, or of batches, before each window, and last of all (num_windows + 1,)."""
-        self._order, self._epoch, self._starts = order, epoch, starts
+        self._order = order
+        self._epoch = epoch
+        self._starts = starts
         self._in_order = order.base.epoch(epoch)
         self._members = lru_cache(maxsize=_WINDOWS_KEPT)(self._grouped)
         self._order_shown = lru_cache(maxsize=_WINDOWS_KEPT)(self._shuffled)
@@ -207,7 +212,8 @@ def groups_of(costs: NDArray[np.int64], num_groups: int, size: int) -> NDArray[n
     """
     by_cost = np.argsort(-costs, kind="stable")
     groups = [(0, group) for group in range(num_groups)]
-    held, chosen = [0] * num_groups, []
+    held = [0] * num_groups
+    chosen = []
     for cost in costs[by_cost].tolist():
         load, group = groups[0]
         held[group] += 1

@@ -63,7 +63,8 @@ class Filter:
     """
 
     def __init__(self, text: str, known: Collection[str]) -> None:
-        self.text, self._known = text if len(text) <= 200 else text[:200] + "...", known
+        self.text = text if len(text) <= 200 else text[:200] + "..."
+        self._known = known
         self._found: dict[str, None] = {}
         if len(text) > MAX_LENGTH:
             raise OrderError(f"a filter may have {MAX_LENGTH} characters, got {len(text)}")
@@ -125,7 +126,8 @@ class Filter:
                 result = None
                 for comparison, right in zip(operators, rights, strict=True):
                     part = self._comparison(left, comparison, right, depth)
-                    result, left = part if result is None else result & part, right
+                    result = part if result is None else result & part
+                    left = right
                 return result
             case ast.Constant(value=bool() as value):
                 return pc.scalar(value)

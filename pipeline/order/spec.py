@@ -236,7 +236,8 @@ class _Windowed:
 
         def make(number: int) -> _Window:
             slots = slice(int(self._first_slots[number]), int(self._first_slots[number + 1]))
-            start, end = int(self._window_starts[number]), int(self._window_starts[number + 1])
+            start = int(self._window_starts[number])
+            end = int(self._window_starts[number + 1])
             permutation = KeyedPermutation(
                 end - start, derive_key("order windowed samples", seed, epoch, number)
             )
@@ -319,12 +320,10 @@ class _Window:
         offsets: NDArray[np.int64],
     ) -> None:
         """Take the slots' first positions (``starts``, from 0), and ``offsets`` from there to stored samples."""
-        self._permutation, self._start, self._starts, self._offsets = (
-            permutation,
-            start,
-            starts,
-            offsets,
-        )
+        self._permutation = permutation
+        self._start = start
+        self._starts = starts
+        self._offsets = offsets
         n = len(permutation)
         self._next_starts = np.append(starts[1:], n)
         self._shift = int((self._next_starts - starts).min()).bit_length() - 1

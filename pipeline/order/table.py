@@ -80,7 +80,11 @@ class OrderedRows:
                     f"with mix={mix} data is a mapping of names to data, got {type(data).__name__}"
                 )
             self.order = mix_orders(
-                mix, spec, data, lambda _, *given: compile_one(*given), global_batch
+                mix,
+                spec=spec,
+                datasets=data,
+                compile_one=lambda _, *given: compile_one(*given),
+                global_batch=global_batch,
             )
         described = {name: table.identity for name, table in tables.items()}
         self.described = described[""] if mix is None else described
@@ -138,7 +142,9 @@ class OrderedRows:
 
     def check_unseen(self, identity: dict[str, Any], place: Cursor, full_batch: int) -> None:
         """Raise StateMismatchError where a run of this order's identity has shown what this one leaves out."""
-        check_unseen(self.order, identity, place, full_batch, self._windows)
+        check_unseen(
+            self.order, state=identity, place=place, full_batch=full_batch, windows=self._windows
+        )
 
     def rest(self, walk: Walk) -> Iterator[list[Any]]:
         """Yield this rank's batches of the first epoch of a walk."""
@@ -152,10 +158,8 @@ class OrderedRows:
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the rows of the windows, and which are present: both (n, T); T is 0 without a window."""
         num = 0 if self._lookups[0] is None else len(self._lookups[0].window.frames)
-        frames, present = (
-            np.zeros((samples.size, num), np.int64),
-            np.zeros((samples.size, num), bool),
-        )
+        frames = np.zeros((samples.size, num), np.int64)
+        present = np.zeros((samples.size, num), bool)
         for part, lookup in enumerate(self._lookups):
             here = np.flatnonzero(parts.reshape(-1) == part)
             if lookup is not None and here.size:

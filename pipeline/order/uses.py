@@ -53,7 +53,14 @@ class OrderCosts(NamedTuple):
             costs = sample_costs(spec.bucket.by, attributes, rows, num_samples, texts=not bounds)
             if bounds:
                 what = f"above the last bound of {bounds[-1]}"
-                refuse(costs > bounds[-1], costs, attributes, rows, what, "another bound")
+                refuse(
+                    costs > bounds[-1],
+                    costs=costs,
+                    attributes=attributes,
+                    rows=rows,
+                    what=what,
+                    fix="another bound",
+                )
             found["bucket"] = (costs,)
         if spec.balance is not None:
             found["balance"] = (sample_costs(spec.balance.cost, attributes, rows, num_samples),)
@@ -90,7 +97,13 @@ class OrderCosts(NamedTuple):
                 raise OrderError(
                     "`without` shifts positions, and the global batches of buckets keep theirs: no buckets"
                 )
-            order = BucketedOrder(order, spec.bucket, self.bucket, spec.seed, global_batch)
+            order = BucketedOrder(
+                base=order,
+                bucket=spec.bucket,
+                costs=self.bucket,
+                seed=spec.seed,
+                global_batch=global_batch,
+            )
         for of_parts in hidden:
             order = ThinnedOrder(order, of_parts)
         return order if spec.balance is None else BalancedOrder(order, spec.balance, self.balance)

@@ -298,7 +298,10 @@ class SystematicEpoch:
     __slots__ = ("_ends", "_length", "_phase", "_remainder", "_search", "_spacing")
 
     def __init__(self, search: TickSearch, length: int, phase: int) -> None:
-        self._search, self._ends, self._length, self._phase = search, search.ends, length, phase
+        self._search = search
+        self._ends = search.ends
+        self._length = length
+        self._phase = phase
         self._spacing, self._remainder = divmod(int(self._ends[-1]), length)
 
     def __len__(self) -> int:

@@ -253,7 +253,8 @@ class WindowLookup:
 
     def __init__(self, clips: ClipTable, window: Window) -> None:
         self.window = window
-        self._clips, self._offsets = clips, window.offsets
+        self._clips = clips
+        self._offsets = window.offsets
         self.num_rows = len(self._offsets)
         """Samples that are read for one: its frames, and then those that only channels of other times need."""
 
@@ -280,9 +281,11 @@ class WindowLookup:
 
     def find(self, samples: ArrayLike) -> Shown:
         """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample, then ascending."""
-        clips, asked = self._clips, np.asarray(samples, dtype=np.int64)
+        clips = self._clips
+        asked = np.asarray(samples, dtype=np.int64)
         number = clips.clip_numbers()
-        which, shown = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        which = [np.zeros(0, np.int64)]
+        shown = [np.zeros(0, np.int64)]
         for at, clip in enumerate(number[clips.ranks[asked]].tolist()):
             near = clips.samples[slice(*np.searchsorted(number, (clip, clip + 1)))].astype(np.int64)
             centres = np.sort(near[(self(near).samples == asked[at]).any(axis=1)])
@@ -316,7 +319,8 @@ class TimeLookup(WindowLookup):
 
     def __init__(self, clips: ClipTable, window: TimeWindow) -> None:
         super().__init__(clips, window)
-        self._holds, self._reach_ns = window.images.interpolation == "hold", window.images.reach_ns
+        self._holds = window.images.interpolation == "hold"
+        self._reach_ns = window.images.reach_ns
         self._own = np.array(window.own_offsets, dtype=np.int64)
         self.num_rows += 2 * len(self._own)
         assert clips.times_ns is not None, "windows in seconds need the times of the clips"
@@ -332,12 +336,14 @@ class TimeLookup(WindowLookup):
 
     def __call__(self, samples: ArrayLike) -> WindowSamples:
         """Return the windows of ``samples`` (integers (B,), numbers within the split): (B, T + 2 K)."""
-        clips, times = self._clips, self._times
+        clips = self._clips
+        times = self._times
         ranks = clips.ranks[np.asarray(samples, dtype=np.int64)].astype(np.int64)[:, None]
         first, end = clips.bounds(ranks)
         wanted = times[ranks] + self._offsets
         before = self._last_before(wanted, first, end)
-        low, high = np.maximum(before, first), np.minimum(before + 1, end - 1)
+        low = np.maximum(before, first)
+        high = np.minimum(before + 1, end - 1)
         found = low
         if not self._holds:
             found = np.where(np.abs(times[high] - wanted) < np.abs(wanted - times[low]), high, low)
@@ -366,12 +372,11 @@ class TimeLookup(WindowLookup):
         self, wanted: NDArray[np.int64], first: NDArray[np.int64], end: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Return the rank of the last sample at or before each time, ``first`` - 1 where there is none: bisection."""
-        low, high = np.broadcast_to(first - 1, wanted.shape), np.broadcast_to(end, wanted.shape)
+        low = np.broadcast_to(first - 1, wanted.shape)
+        high = np.broadcast_to(end, wanted.shape)
         while (is_open := high - low > 1).any():
             middle = (low + high) // 2
             is_before = self._times[middle] <= wanted + SAME_NS
-            low, high = (
-                np.where(is_open & is_before, middle, low),
-                np.where(is_open & ~is_before, middle, high),
-            )
+            low = np.where(is_open & is_before, middle, low)
+            high = np.where(is_open & ~is_before, middle, high)
         return low

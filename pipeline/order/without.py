@@ -47,7 +47,8 @@ class ThinnedOrder:
     """
 
     def __init__(self, base: EndlessOrder, hidden: Sequence[Rows]) -> None:
-        self.base, self.hidden = base, tuple(hidden)
+        self.base = base
+        self.hidden = tuple(hidden)
         said = f"{sum(map(len, hidden))} samples {digest(*(part for rows in hidden for part in ([len(rows)], rows)))}"
         self.identity: dict[str, Any] = {
             **base.identity,
@@ -95,7 +96,9 @@ class ThinnedEpoch(Epoch):
     __slots__ = ("_base", "_gone", "_hidden", "_in_packs", "_shifts")
 
     def __init__(self, base: Epoch, hidden: Sequence[Rows], *, in_packs: bool) -> None:
-        self._base, self._hidden, self._in_packs = base, hidden, in_packs
+        self._base = base
+        self._hidden = hidden
+        self._in_packs = in_packs
         found = np.concatenate(
             [base.find(rows, part).positions for part, rows in enumerate(hidden)]
         )
@@ -137,7 +140,8 @@ class ThinnedEpoch(Epoch):
         asked = np.asarray(samples, dtype=np.int64)
         which, positions = self._base.find(asked, part)
         kept = ~np.isin(asked[which], self._hidden[part])
-        which, positions = which[kept], positions[kept]
+        which = which[kept]
+        positions = positions[kept]
         return Shown(which, positions - np.searchsorted(self._gone, positions))
 
     def _below(self, positions: ArrayLike) -> NDArray[np.int64]:

@@ -63,7 +63,8 @@ def free_memory_bytes(meminfo: Path = _MEMINFO) -> int:
 
 def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
     """Return memory that can be taken now without swapping: the machine's, cut to the rest of the container's limit."""
-    free, limit = free_memory_bytes(meminfo), memory_limit_bytes(cgroup)
+    free = free_memory_bytes(meminfo)
+    limit = memory_limit_bytes(cgroup)
     return (
         free
         if limit is None

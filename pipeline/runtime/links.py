@@ -27,7 +27,8 @@ class Link:
     """
 
     def __init__(self, capacity: int, *, in_bursts: bool = False) -> None:
-        self.capacity, self._in_bursts = capacity, in_bursts
+        self.capacity = capacity
+        self._in_bursts = in_bursts
         self._first_blocked = sys.maxsize
         self._lock = threading.Lock()
         self._filled = threading.Condition(self._lock)

@@ -20,7 +20,8 @@ class Progress:
 
     def __init__(self, text: str, console: Console | None = None, every_s: float = 60.0) -> None:
         self._console = console or Console(stderr=True, soft_wrap=True)
-        self._text, self._every_s = text, every_s
+        self._text = text
+        self._every_s = every_s
         self._start = self._updated = time.monotonic()
         self._first: tuple[float, float] | None = None
         self._status = self._console.status(text)

@@ -121,13 +121,11 @@ class _Crew:
         per_batch: int,
         observer: Observer | None,
     ) -> None:
-        self.stage, self.inbox, self.outbox, self.per_batch, self.observer = (
-            stage,
-            inbox,
-            outbox,
-            per_batch,
-            observer,
-        )
+        self.stage = stage
+        self.inbox = inbox
+        self.outbox = outbox
+        self.per_batch = per_batch
+        self.observer = observer
         self.target = 0
         self.times: list[_Times] = []
         """Those of each thread, written by that thread alone."""
@@ -142,7 +140,11 @@ class _Crew:
             missing = [number for number in range(num_threads) if number not in self.threads]
             for number in missing:
                 while len(self.times) <= number:
-                    self.times.append(_Times(0, 0.0, 0.0, 0.0, "", 0.0))
+                    self.times.append(
+                        _Times(
+                            items=0, busy_s=0.0, starved_s=0.0, blocked_s=0.0, doing="", since_s=0.0
+                        )
+                    )
                 self.threads[number] = threading.Thread(
                     target=_run, args=(self, number), name=f"{self._name}-{number}", daemon=True
                 )
@@ -161,14 +163,14 @@ class _Crew:
     def clock(self, now_s: float) -> StageClock:
         times = [one.until(now_s) for one in list(self.times)]
         return StageClock(
-            self.stage.name,
-            self.target,
-            sum(t.items for t in times),
-            sum(t.busy_s for t in times),
-            sum(t.starved_s for t in times),
-            sum(t.blocked_s for t in times),
-            self.outbox.waiting(),
-            self.outbox.capacity,
+            name=self.stage.name,
+            num_threads=self.target,
+            items=sum(t.items for t in times),
+            busy_s=sum(t.busy_s for t in times),
+            starved_s=sum(t.starved_s for t in times),
+            blocked_s=sum(t.blocked_s for t in times),
+            waiting=self.outbox.waiting(),
+            capacity=self.outbox.capacity,
         )
 
 
@@ -176,7 +178,9 @@ class _Run:
     """The threads of one pipeline, and what they wait at; never the pipeline itself."""
 
     def __init__(self, pid: int, parts: Sequence[Source | Link], crews: Sequence[_Crew]) -> None:
-        self.pid, self.parts, self.crews = pid, parts, crews
+        self.pid = pid
+        self.parts = parts
+        self.crews = crews
 
     def threads(self) -> list[threading.Thread]:
         return [thread for crew in self.crews for thread in list(crew.threads.values())]
@@ -217,7 +221,14 @@ class Pipeline:
         inboxes: list[Source | Link] = [head, *self._links[:-1]]
         # Threads know their crew, never this object: dropping the last reference to it stops them.
         self._crews = [
-            _Crew(name, stage, inbox, outbox, _per_batch(stages[number:]), observer)
+            _Crew(
+                name=name,
+                stage=stage,
+                inbox=inbox,
+                outbox=outbox,
+                per_batch=_per_batch(stages[number:]),
+                observer=observer,
+            )
             for number, (stage, inbox, outbox) in enumerate(
                 zip(stages, inboxes, self._links, strict=True)
             )
@@ -257,7 +268,15 @@ class Pipeline:
             self.close()
             raise StopIteration
         if self._observer is not None:
-            item = _observe(self._observer, "wait", self._taken, self._taken, started, done, item)
+            item = _observe(
+                self._observer,
+                stage="wait",
+                at=self._taken,
+                batch=self._taken,
+                begin_s=started,
+                end_s=done,
+                item=item,
+            )
         self._taken += 1
         if isinstance(item, Failure):
             _stop(self._parts)
@@ -306,35 +325,81 @@ def _per_batch(stages: Sequence[Stage]) -> int:
 def _run(crew: _Crew, number: int) -> None:
     """Run one thread of one stage."""
     now = time.perf_counter
-    stage, inbox, outbox, times = crew.stage, crew.inbox, crew.outbox, crew.times
+    stage = crew.stage
+    inbox = crew.inbox
+    outbox = crew.outbox
+    times = crew.times
     items, busy_s, starved_s, blocked_s = times[number][:4]
     free_s = now()
     while not crew.dismissed(number):
-        times[number] = _Times(items, busy_s, starved_s, blocked_s, "starved", free_s)
+        times[number] = _Times(
+            items=items,
+            busy_s=busy_s,
+            starved_s=starved_s,
+            blocked_s=blocked_s,
+            doing="starved",
+            since_s=free_s,
+        )
         at, item = inbox.get() if stage.group is None else _take_group(inbox, stage.group, items)
         taken_s = now()
         starved_s += taken_s - free_s
         if item is END:
-            times[number] = _Times(items, busy_s, starved_s, blocked_s, "", taken_s)
+            times[number] = _Times(
+                items=items,
+                busy_s=busy_s,
+                starved_s=starved_s,
+                blocked_s=blocked_s,
+                doing="",
+                since_s=taken_s,
+            )
             outbox.finish(at)
             return
-        times[number] = _Times(items, busy_s, starved_s, blocked_s, "busy", taken_s)
+        times[number] = _Times(
+            items=items,
+            busy_s=busy_s,
+            starved_s=starved_s,
+            blocked_s=blocked_s,
+            doing="busy",
+            since_s=taken_s,
+        )
         if not isinstance(item, Failure):
             item = _attempt(stage, item)
         done_s = now()
         busy_s += done_s - taken_s
         items += 1
-        times[number] = _Times(items, busy_s, starved_s, blocked_s, "blocked", done_s)
+        times[number] = _Times(
+            items=items,
+            busy_s=busy_s,
+            starved_s=starved_s,
+            blocked_s=blocked_s,
+            doing="blocked",
+            since_s=done_s,
+        )
         if crew.observer is not None:
             batch = at // crew.per_batch if crew.per_batch else -1
-            item = _observe(crew.observer, stage.name, at, batch, taken_s, done_s, item)
+            item = _observe(
+                crew.observer,
+                stage=stage.name,
+                at=at,
+                batch=batch,
+                begin_s=taken_s,
+                end_s=done_s,
+                item=item,
+            )
         admitted = outbox.put(at, item)
         free_s = now()
         blocked_s += free_s - done_s
         if not admitted or (stage.group is not None and isinstance(item, Failure)):
             break
         del item  # a result must not live on in a waiting thread's frame
-    times[number] = _Times(items, busy_s, starved_s, blocked_s, "", free_s)
+    times[number] = _Times(
+        items=items,
+        busy_s=busy_s,
+        starved_s=starved_s,
+        blocked_s=blocked_s,
+        doing="",
+        since_s=free_s,
+    )
 
 
 def _take_group(

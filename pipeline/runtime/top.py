@@ -136,23 +136,23 @@ def compare(before: Reading, now: Reading) -> RankView:
         total_s = sum(states.values()) or 1.0
         rows.append(
             StageRow(
-                stage,
-                int(now.values["fuelrail_stage_threads", stage]),
-                grown("fuelrail_stage_items_total", stage) / length_s,
-                states["busy"] / total_s,
-                states["starved"] / total_s,
-                states["blocked"] / total_s,
-                int(now.values["fuelrail_stage_queue", stage]),
-                int(now.values["fuelrail_stage_queue_capacity", stage]),
+                name=stage,
+                threads=int(now.values["fuelrail_stage_threads", stage]),
+                items_per_s=grown("fuelrail_stage_items_total", stage) / length_s,
+                busy=states["busy"] / total_s,
+                starved=states["starved"] / total_s,
+                blocked=states["blocked"] / total_s,
+                queue=int(now.values["fuelrail_stage_queue", stage]),
+                capacity=int(now.values["fuelrail_stage_queue_capacity", stage]),
             )
         )
     return RankView(
-        now.rank,
-        grown("fuelrail_batches_total") / length_s,
-        grown("fuelrail_samples_total") / length_s,
-        grown("fuelrail_images_total") / length_s,
-        min(1.0, grown("fuelrail_wait_seconds_total") / length_s),
-        rows,
+        rank=now.rank,
+        batches_per_s=grown("fuelrail_batches_total") / length_s,
+        samples_per_s=grown("fuelrail_samples_total") / length_s,
+        images_per_s=grown("fuelrail_images_total") / length_s,
+        waiting=min(1.0, grown("fuelrail_wait_seconds_total") / length_s),
+        stages=rows,
     )
 
 

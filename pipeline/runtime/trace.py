@@ -52,12 +52,20 @@ class TraceRecorder:
         self._rank = rank
         self._spans: collections.deque[Span] = collections.deque(maxlen=max_spans)
         # One moment on both clocks, so that traces of several processes fall into place beside each other.
-        self._wall_s, self._start_s = time.time(), time.perf_counter()
+        self._wall_s = time.time()
+        self._start_s = time.perf_counter()
 
     def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
         """Take down one span; the signature of the stage runner's observers."""
         self._spans.append(
-            Span(stage, item, batch, begin_s, end_s, threading.current_thread().name)
+            Span(
+                stage=stage,
+                item=item,
+                batch=batch,
+                begin_s=begin_s,
+                end_s=end_s,
+                thread=threading.current_thread().name,
+            )
         )
 
     def spans(self) -> list[Span]:
@@ -92,7 +100,8 @@ class TraceRecorder:
         started: set[int] = set()
         for span in sorted(spans, key=lambda span: span.begin_s):
             place = {"pid": pid, "tid": tracks[span.thread]}
-            begin_us, end_us = self._microseconds(span.begin_s), self._microseconds(span.end_s)
+            begin_us = self._microseconds(span.begin_s)
+            end_us = self._microseconds(span.end_s)
             work = {
                 "ph": "X",
                 "name": span.stage,

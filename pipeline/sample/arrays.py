@@ -114,7 +114,8 @@ def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int
         name: (array.reshape(-1).view(np.uint8).data, array.itemsize * math.prod(array.shape[1:]))
         for name, array in arrays.items()
     }
-    found, first = [], 0
+    found = []
+    first = 0
     for count in counts:
         start, order = heads[count]
         last = first + count
@@ -182,7 +183,8 @@ class TensorLayout:
     __slots__ = ("_record", "fits", "num_bytes", "specs")
 
     def __init__(self, specs: dict[str, TensorSpec], num_bytes: int) -> None:
-        self.specs, self.num_bytes = specs, num_bytes
+        self.specs = specs
+        self.num_bytes = num_bytes
         self.fits: set[type] = set()
         self._record: np.dtype[Any] | None = None
         if num_bytes <= _MAX_RECORD_BYTES and "" not in specs:

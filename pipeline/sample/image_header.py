@@ -136,11 +136,14 @@ def _check_scans(encoded: Buffer, width: int, height: int) -> None:
 
 
 def _probe_jpeg(encoded: Buffer) -> ImageInfo:
-    end, at = len(encoded), 2
+    end = len(encoded)
+    at = 2
     sof: tuple[int, int, int, int, int, bytes] | None = (
         None  # marker, precision, height, width, count, factors
     )
-    restart_interval, orientation, frame_at = 0, 1, 0
+    restart_interval = 0
+    orientation = 1
+    frame_at = 0
     while True:
         if at + 4 > end:
             raise ImageError(f"JPEG of {end} bytes ends inside its header: the file was cut")
@@ -209,17 +212,17 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
     if kind == 2 or encoded[at + 4] != count:
         _check_scans(encoded, width, height)
     return ImageInfo(
-        width,
-        height,
-        "jpeg",
-        count,
-        8,
-        _subsampling(factors),
-        kind == 2,
-        restart_interval,
-        orientation,
-        frame_at,
-        at + 2 + length,
+        width=width,
+        height=height,
+        format="jpeg",
+        num_components=count,
+        bits=8,
+        subsampling=_subsampling(factors),
+        progressive=kind == 2,
+        restart_interval=restart_interval,
+        orientation=orientation,
+        frame_at=frame_at,
+        scan_at=at + 2 + length,
     )
 
 
@@ -240,7 +243,8 @@ def _subsampling(factors: bytes) -> str:
     """Name the chroma subsampling of 0xHV sampling factors."""
     if len(factors) == 1:
         return "gray"
-    luma, chroma = factors[0], factors[1]
+    luma = factors[0]
+    chroma = factors[1]
     if factors[2] != chroma or (luma >> 4) % (chroma >> 4) or (luma & 15) % (chroma & 15):
         return "other"
     return _SUBSAMPLING.get(((luma >> 4) // (chroma >> 4), (luma & 15) // (chroma & 15)), "other")
@@ -277,12 +281,12 @@ def _probe_png(encoded: Buffer, allowed: tuple[int, ...] = (8,)) -> ImageInfo:
     if encoded[26] or encoded[27] or encoded[28] > 1:
         raise ImageError(f"PNG header is broken: its methods are {bytes(encoded[26:29]).hex(' ')}")
     return ImageInfo(
-        width,
-        height,
-        "png",
-        _PNG_CHANNELS[color_type],
-        bits,
-        "",
+        width=width,
+        height=height,
+        format="png",
+        num_components=_PNG_CHANNELS[color_type],
+        bits=bits,
+        subsampling="",
         progressive=False,
         restart_interval=0,
         orientation=1,
@@ -382,7 +386,8 @@ def gray_of_palette(encoded: Buffer) -> bytes:
 
 def _png_chunks(encoded: Buffer) -> Iterator[tuple[bytes, memoryview]]:
     """Yield name and data of each chunk up to the end chunk; raises ImageError for a damaged or missing one."""
-    end, at = len(encoded), 8
+    end = len(encoded)
+    at = 8
     view = memoryview(encoded)
     while at + 12 <= end:
         (length,) = struct.unpack_from(">I", encoded, at)
@@ -403,7 +408,8 @@ def _png_data_bytes(info: ImageInfo, *, is_interlaced: bool) -> int:
     """Return the size of the uncompressed pixel data: a byte for the filter, then the pixels, of each row."""
     num_bytes = 0
     for left, top, step_x, step_y in _ADAM7 if is_interlaced else ((0, 0, 1, 1),):
-        width, height = -((left - info.width) // step_x), -((top - info.height) // step_y)
+        width = -((left - info.width) // step_x)
+        height = -((top - info.height) // step_y)
         if width > 0 and height > 0:
             num_bytes += height * (1 + -(-width * info.num_components * info.bits // 8))
     return num_bytes

@@ -270,14 +270,14 @@ class Sample:
             )
         geometry = self.geometry.of_cameras(rows)
         return Sample(
-            self.key,
-            self.meta,
-            geometry,
-            self.boxes,
-            self.images,
-            self.points,
-            self.extra,
-            self.sweeps,
+            key=self.key,
+            meta=self.meta,
+            geometry=geometry,
+            boxes=self.boxes,
+            images=self.images,
+            points=self.points,
+            extra=self.extra,
+            sweeps=self.sweeps,
         )
 
     def __repr__(self) -> str:
@@ -432,7 +432,8 @@ def decode_member(name: str, data: Buffer) -> Any:
         return decode_arrays(data, Boxes)
     if name.endswith(SWEEPS_FIELD):
         return decode_sweeps(data)
-    is_user, is_points = name.startswith("x_"), name.endswith(f".{POINTS_EXTENSION}")
+    is_user = name.startswith("x_")
+    is_points = name.endswith(f".{POINTS_EXTENSION}")
     return decode_points(data) if is_points and not is_user else bytes(data)
 
 
@@ -474,4 +475,13 @@ def decode_sample(key: str, members: Mapping[str, Buffer], fields: Collection[st
             raise SchemaError("the member is missing", key=key, member=needed)
     if known[META].key != key:
         raise SchemaError(f"key {known[META].key!r} is not the sample's key", key=key, member=META)
-    return Sample(key, known[META], known[GEOMETRY], known[BOXES], images, points, extra, sweeps)
+    return Sample(
+        key=key,
+        meta=known[META],
+        geometry=known[GEOMETRY],
+        boxes=known[BOXES],
+        images=images,
+        points=points,
+        extra=extra,
+        sweeps=sweeps,
+    )

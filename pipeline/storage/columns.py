@@ -59,7 +59,8 @@ class Disk:
 
     def table(self, parts: Iterable[pa.RecordBatch | pa.Table]) -> pa.Table:
         """Return the parts, one at least, as one table."""
-        file, first = self.new_file(), next(parts := iter(parts))
+        file = self.new_file()
+        first = next(parts := iter(parts))
         with pa.ipc.new_file(file, first.schema) as writer:
             for part in itertools.chain([first], parts):
                 writer.write(part)
@@ -114,7 +115,9 @@ class Column:
     """A column of numbers, all rows of one shape."""
 
     def __init__(self, disk: Disk, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._disk, self._dtype, self._shape = disk, dtype, shape
+        self._disk = disk
+        self._dtype = dtype
+        self._shape = shape
         self._file = disk.new_file()
         self._length = 0
 
@@ -144,7 +147,8 @@ class Texts:
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
-        self._ends, self._utf8 = disk.column(np.int64), disk.column(np.uint8)
+        self._ends = disk.column(np.int64)
+        self._utf8 = disk.column(np.uint8)
         self._ends.append(0)
 
     def __len__(self) -> int:
@@ -173,7 +177,8 @@ class Texts:
 
     def take(self, rows: NDArray[np.int64]) -> list[str]:
         """Return the texts of some rows, in that order."""
-        ends, utf8 = self._ends.values, self._utf8.values.data
+        ends = self._ends.values
+        utf8 = self._utf8.values.data
         bounds = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
         return [str(utf8[first:end], "utf-8") for first, end in bounds]
 

@@ -55,7 +55,8 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
         if error.errno != errno.ELOOP:
             raise
         place = Path(path)
-        target, folder = Path(os.path.realpath(place)), Path(os.path.realpath(place.parent))
+        target = Path(os.path.realpath(place))
+        folder = Path(os.path.realpath(place.parent))
         if (
             folder not in target.parents or target.is_symlink()
         ):  # a link that leads to itself stays one

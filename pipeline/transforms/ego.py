@@ -55,11 +55,10 @@ class BevMap:
         """B, float64 (4, 4): ego to augmented ego; read-only where it is the identity."""
         if self is IDENTITY:
             return _EYE
-        cos, sin = (
-            self.scale * math.cos(self.rotation_rad),
-            self.scale * math.sin(self.rotation_rad),
-        )
-        x, y = -1.0 if self.flip_x else 1.0, -1.0 if self.flip_y else 1.0
+        cos = self.scale * math.cos(self.rotation_rad)
+        sin = self.scale * math.sin(self.rotation_rad)
+        x = -1.0 if self.flip_x else 1.0
+        y = -1.0 if self.flip_y else 1.0
         matrix = np.eye(4)
         matrix[:3, :3] = ((x * cos, -x * sin, 0.0), (y * sin, y * cos, 0.0), (0.0, 0.0, self.scale))
         matrix[:3, 3] = self.translation_m
@@ -114,7 +113,8 @@ class BevMap:
 
         ``frame2ego`` F is rigid, (4, 4) float64.
         """
-        rotation, place = frame2ego[:3, :3], frame2ego[:3, 3]
+        rotation = frame2ego[:3, :3]
+        place = frame2ego[:3, 3]
         matrix = self.matrix
         linear = rotation.T @ matrix[:3, :3] @ rotation
         return linear, rotation.T @ (matrix[:3, :3] @ place + matrix[:3, 3] - place)
@@ -142,7 +142,8 @@ class BevMap:
 
 def _turn_about_z(angle_rad: float, q: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return quaternions (..., 4) w, x, y, z, turned by an angle about the fixed z axis."""
-    c, s = math.cos(angle_rad / 2), math.sin(angle_rad / 2)
+    c = math.cos(angle_rad / 2)
+    s = math.sin(angle_rad / 2)
     w, x, y, z = (q[..., i] for i in range(4))
     return np.stack([c * w - s * z, c * x - s * y, c * y + s * x, c * z + s * w], axis=-1)
 
@@ -190,7 +191,14 @@ class BevAugment(Settings, frozen=True):
         """Return the map of a sample; arguments as in `ImageAugment.draw`."""
         if not self.train:
             return IDENTITY
-        u = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS)[0].tolist()
+        u = uniforms(
+            seed,
+            epoch=epoch,
+            sample=sample,
+            cameras=(ALL_CAMERAS,),
+            stream=STREAM,
+            count=_NUM_DRAWS,
+        )[0].tolist()
         # Box and Muller's transform: two uniforms make one normal number. 1 - u is never 0.
         normal = [
             math.sqrt(-2 * math.log(1 - u[4 + i])) * math.cos(2 * math.pi * u[7 + i])

@@ -28,7 +28,8 @@ STREAM = "image-augment"
 """Name of the random stream; its columns are resize, crop x, crop y, flip, rotate, in this order."""
 
 _NUM_DRAWS = 5
-_MIN_FACTOR, _MAX_FACTOR = 1e-3, 1e3
+_MIN_FACTOR = 1e-3
+_MAX_FACTOR = 1e3
 _DRAWN = ("resize_jitter", "resize_range", "flip_prob", "rotate_deg")
 _MAX_SIDE = 16384
 _Side = Annotated[int, Meta(ge=1, le=_MAX_SIDE), must_be(f"1 to {_MAX_SIDE} pixels")]
@@ -147,11 +148,21 @@ class ImageAugment(Settings, frozen=True):
         count = len(img_wh)
         if self.scope == "sample":
             draws = (
-                uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS).tolist() * count
+                uniforms(
+                    seed,
+                    epoch=epoch,
+                    sample=sample,
+                    cameras=(ALL_CAMERAS,),
+                    stream=STREAM,
+                    count=_NUM_DRAWS,
+                ).tolist()
+                * count
             )
         else:
             rows = range(count) if cameras is None else cameras
-            draws = uniforms(seed, epoch, sample, rows, STREAM, _NUM_DRAWS).tolist()
+            draws = uniforms(
+                seed, epoch=epoch, sample=sample, cameras=rows, stream=STREAM, count=_NUM_DRAWS
+            ).tolist()
         return [
             self._train(int(wh[0]), int(wh[1]), draw)
             for wh, draw in zip(img_wh, draws, strict=True)
@@ -162,7 +173,8 @@ class ImageAugment(Settings, frozen=True):
 
         Those are exact integers, where int(W * (fW / W)) may be one short.
         """
-        by_width, by_height = self.width / width, self.height / height
+        by_width = self.width / width
+        by_height = self.height / height
         if not isinstance(self.resize, str):
             return (self.resize, self.resize), (int(width * self.resize), int(height * self.resize))
         if self.resize == "stretch":
@@ -192,7 +204,8 @@ class ImageAugment(Settings, frozen=True):
         elif self.resize_jitter is not None:
             drawn = max(_MIN_FACTOR, factors[0] + within(self.resize_jitter, u_resize))
         if drawn is not None:
-            factors, size = (drawn, drawn), (int(width * drawn), int(height * drawn))
+            factors = (drawn, drawn)
+            size = (int(width * drawn), int(height * drawn))
         size = _at_least_1(size)
         left_top = self._crop(size, within(self.crop_bottom, u_y), u_x, u_y)
         degrees = within(self.rotate_deg, u_rotate)
@@ -202,7 +215,8 @@ class ImageAugment(Settings, frozen=True):
 
     def _crop(self, size: tuple[int, int], share: float, u_x: float, u_y: float) -> tuple[int, int]:
         """Return left and top of the final size in a resized one; ``share`` of its height is left out below."""
-        room_x, room_y = max(0, size[0] - self.width), max(0, size[1] - self.height)
+        room_x = max(0, size[0] - self.width)
+        room_y = max(0, size[1] - self.height)
         left = {"left": 0, "center": room_x // 2, "random": int(u_x * room_x)}
         bottom = int((1.0 - share) * size[1]) - self.height
         top = {"top": 0, "center": room_y // 2, "random": int(u_y * room_y), "bottom": bottom}

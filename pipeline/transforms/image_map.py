@@ -86,7 +86,8 @@ class ImageMap:
     def resize(self, width: int, height: int) -> ImageMap:
         """Scale the current canvas to (width, height): by the integers used, never by the factor that led to them."""
         _check_size(width, height)
-        sx, sy = width / self.out_wh[0], height / self.out_wh[1]
+        sx = width / self.out_wh[0]
+        sy = height / self.out_wh[1]
         a, b, tx, c, d, ty = self.coefficients
         return ImageMap(
             (a * sx, b * sx, tx * sx, c * sy, d * sy, ty * sy),
@@ -124,9 +125,11 @@ class ImageMap:
         )
         for _ in range(int(quarters) % 4):
             cos, sin = -sin, cos
-        cx, cy = self.out_wh[0] / 2, self.out_wh[1] / 2
+        cx = self.out_wh[0] / 2
+        cy = self.out_wh[1] / 2
         a, b, tx, c, d, ty = self.coefficients
-        tx, ty = tx - cx, ty - cy
+        tx = tx - cx
+        ty = ty - cy
         coefficients = (
             cos * a + sin * c,
             cos * b + sin * d,
@@ -215,8 +218,8 @@ class ImageMap:
         left, top, right, bottom = self.visible
         if left >= right or top >= bottom:
             return 0, 0, 0, 0
-        x0, x1 = _covered(a, tx, left, right, self.out_wh[0])
-        y0, y1 = _covered(d, ty, top, bottom, self.out_wh[1])
+        x0, x1 = _covered(a, offset=tx, low=left, high=right, size=self.out_wh[0])
+        y0, y1 = _covered(d, offset=ty, low=top, high=bottom, size=self.out_wh[1])
         return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else (0, 0, 0, 0)
 
     def visible_columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
@@ -236,16 +239,16 @@ class ImageMap:
         ):
             return None
         v = np.arange(height) + 0.5
-        first, last = np.full(height, 0.5), np.full(height, width - 0.5)
+        first = np.full(height, 0.5)
+        last = np.full(height, width - 0.5)
         for along, across, offset, low, high in ((a, b, tx, left, right), (c, d, ty, top, bottom)):
             along = along if abs(along) > 1e-30 else 1e-30  # parallel to the border: all or nothing
-            at_low, at_high = (
-                (low - offset - across * v) / along,
-                (high - offset - across * v) / along,
-            )
+            at_low = (low - offset - across * v) / along
+            at_high = (high - offset - across * v) / along
             first = np.maximum(first, np.minimum(at_low, at_high))
             last = np.minimum(last, np.maximum(at_low, at_high))
-        first, last = np.clip(first, 0.0, width), np.clip(last, -1.0, width - 0.5)
+        first = np.clip(first, 0.0, width)
+        last = np.clip(last, -1.0, width - 0.5)
         return np.ceil(first - 0.5 - _FUZZ).astype(np.int64), np.floor(last - 0.5 + _FUZZ).astype(
             np.int64
         ) + 1
@@ -300,7 +303,8 @@ def _intersect(a: Rectangle, b: Rectangle) -> Rectangle:
 
 def _covered(scale: float, offset: float, low: float, high: float, size: int) -> tuple[int, int]:
     """Return the output pixels [first, last) whose centre maps into [low, high] of the source, on one axis."""
-    a, b = scale * low + offset, scale * high + offset
+    a = scale * low + offset
+    b = scale * high + offset
     return max(0, math.ceil(min(a, b) - 0.5 - _FUZZ)), min(
         size, math.floor(max(a, b) - 0.5 + _FUZZ) + 1
     )
@@ -310,11 +314,14 @@ def _preimage(coefficients: Coefficients, width: int, height: int) -> Rectangle:
     """Return the bounding box, in the source, of the output canvas."""
     a, b, tx, c, d, ty = coefficients
     if b == 0.0 and c == 0.0:
-        x0, x1 = -tx / a, (width - tx) / a
-        y0, y1 = -ty / d, (height - ty) / d
+        x0 = -tx / a
+        x1 = (width - tx) / a
+        y0 = -ty / d
+        y1 = (height - ty) / d
         return min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)
     det = a * d - b * c
-    xs, ys = [], []
+    xs = []
+    ys = []
     for u, v in ((0, 0), (width, 0), (0, height), (width, height)):
         xs.append((d * (u - tx) - b * (v - ty)) / det)
         ys.append((a * (v - ty) - c * (u - tx)) / det)

@@ -96,7 +96,8 @@ def source_places(
 
     Float32 (height, width) each, centre-origin; ``wh`` is the output's width and height.
     """
-    camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
+    camera = np.array(lens.stored)
+    coefficients = np.array(lens.coefficients)
     to_output = matrix @ np.array(lens.rectified)
     if lens.kind in OWN:
         columns, rows = np.meshgrid(
@@ -123,7 +124,8 @@ def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.floa
     """
     if not len(places):
         return places.copy()
-    camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
+    camera = np.array(lens.stored)
+    coefficients = np.array(lens.coefficients)
     rectified = np.array(lens.rectified)
     if lens.kind in OWN:
         flat = straight((places - camera[:2, 2]) @ np.linalg.inv(camera[:2, :2]).T, lens)
@@ -153,7 +155,8 @@ def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
     """Invert :func:`bent`, by Newton's method or a fixed point, to 1e-12; a ray beyond 89 degrees becomes one of 89."""
     if lens.kind == "ftheta":
         polynomial = np.polynomial.Polynomial(lens.coefficients)
-        slope, radius = polynomial.deriv(), np.linalg.norm(places, axis=-1, keepdims=True)
+        slope = polynomial.deriv()
+        radius = np.linalg.norm(places, axis=-1, keepdims=True)
         theta = radius / lens.coefficients[1]
         for _ in range(_ROUNDS):
             theta = np.clip(theta - (polynomial(theta) - radius) / slope(theta), 0.0, _WIDEST)
@@ -161,7 +164,8 @@ def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
         return np.asarray(
             places * np.divide(np.tan(theta), radius, out=per_radius, where=radius > 0)
         )
-    xi, coefficients = lens.coefficients[0], lens.coefficients[1:]
+    xi = lens.coefficients[0]
+    coefficients = lens.coefficients[1:]
     found = places
     for _ in range(_ROUNDS):
         found = np.clip(found + places - _radtan(found, coefficients), -_FARTHEST, _FARTHEST)
@@ -175,7 +179,8 @@ def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
 def _radtan(flat: NDArray[np.float64], coefficients: tuple[float, ...]) -> NDArray[np.float64]:
     """Bend places (..., 2) by k1, k2, p1, p2, as OpenCV does."""
     k1, k2, p1, p2 = coefficients
-    x, y = flat[..., 0], flat[..., 1]
+    x = flat[..., 0]
+    y = flat[..., 1]
     square = x**2 + y**2
     radial = 1.0 + k1 * square + k2 * square**2
     return np.stack(

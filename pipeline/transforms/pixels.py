@@ -118,11 +118,20 @@ class PixelAugment(Settings, frozen=True):
         if self.changes_nothing:
             return [NO_CHANGE] * len(cameras)
         if self.scope == "sample":
-            row = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS)[0].tolist()
+            row = uniforms(
+                seed,
+                epoch=epoch,
+                sample=sample,
+                cameras=(ALL_CAMERAS,),
+                stream=STREAM,
+                count=_NUM_DRAWS,
+            )[0].tolist()
             return [self._change(height, row)] * len(cameras)
         return [
             self._change(height, row)
-            for row in uniforms(seed, epoch, sample, cameras, STREAM, _NUM_DRAWS).tolist()
+            for row in uniforms(
+                seed, epoch=epoch, sample=sample, cameras=cameras, stream=STREAM, count=_NUM_DRAWS
+            ).tolist()
         ]
 
     def _change(self, height: int, u: list[float]) -> PixelChange:

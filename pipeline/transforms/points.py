@@ -66,7 +66,14 @@ class PointSweeps(CheckedSettings, frozen=True):
         num = min(self.num_sweeps - 1, num_stored)
         if self.choose == "latest" or num == num_stored:
             return list(range(num))
-        draws = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, num_stored)[0]
+        draws = uniforms(
+            seed,
+            epoch=epoch,
+            sample=sample,
+            cameras=(ALL_CAMERAS,),
+            stream=STREAM,
+            count=num_stored,
+        )[0]
         chosen: list[int] = np.sort(np.argsort(draws, kind="stable")[:num]).tolist()
         return chosen
 

@@ -22,9 +22,13 @@ if TYPE_CHECKING:
 NUM_RINGS: Final = 32
 NUM_COLUMNS: Final = 1084
 POINT_COLUMNS: Final = 5
-_LOWEST_DEG, _HIGHEST_DEG = -30.67, 10.67
-_NEAREST_M, _FARTHEST_M = 1.0, 75.0
-_NOISE_M, _MOST_NOISE_M = 0.008, 0.015  # stays below the room that objects have in their boxes
+_LOWEST_DEG = -30.67
+_HIGHEST_DEG = 10.67
+_NEAREST_M = 1.0
+_FARTHEST_M = 75.0
+# stays below the room that objects have in their boxes
+_NOISE_M = 0.008
+_MOST_NOISE_M = 0.015
 # The lidar turns clockwise from the rear left.
 _AZIMUTH_RAD: Final = -np.pi / 2.0 - 2.0 * np.pi * np.arange(NUM_COLUMNS) / NUM_COLUMNS
 
@@ -34,7 +38,8 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     global2lidar = invert_rigid(lidar2global)
     elevation = np.radians(np.linspace(_LOWEST_DEG, _HIGHEST_DEG, NUM_RINGS))[:, None]
-    flat, level = np.cos(elevation), np.zeros(NUM_COLUMNS)
+    flat = np.cos(elevation)
+    level = np.zeros(NUM_COLUMNS)
     rays = np.stack(
         [flat * np.cos(_AZIMUTH_RAD), flat * np.sin(_AZIMUTH_RAD), np.sin(elevation) + level]
     )
@@ -52,7 +57,8 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
             ring, column = np.nonzero((distance > _NEAREST_M) & (distance < ranges[:, columns]))
             ranges[ring, columns[column]] = distance[ring, column]
             reflectance[ring, columns[column]] = 14.0 + 26.0 * (sum(solid.colour) / 765.0)
-    draw, shape = stream("lidar", clip.name, capture_us), ranges.shape
+    draw = stream("lidar", clip.name, capture_us)
+    shape = ranges.shape
     noisy = ranges + np.clip(draw.normal(0.0, _NOISE_M, shape), -_MOST_NOISE_M, _MOST_NOISE_M)
     intensity = np.clip(np.rint(reflectance * draw.uniform(0.5, 1.6, shape)), 0, 255)
     kept = (
@@ -72,7 +78,8 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
 def _columns(solid: Solid, global2lidar: NDArray[np.float64]) -> NDArray[np.intp]:
     """Return the columns of the sweep whose rays can meet an object; none where it is too far."""
     x, y, _ = global2lidar[:3, :3] @ solid.centre + global2lidar[:3, 3]
-    distance, reach = np.hypot(x, y), np.linalg.norm(solid.size_lwh) / 2.0
+    distance = np.hypot(x, y)
+    reach = np.linalg.norm(solid.size_lwh) / 2.0
     if distance - reach > _FARTHEST_M:
         return np.empty(0, np.intp)
     aside = np.angle(np.exp(1j * (_AZIMUTH_RAD - np.arctan2(y, x))))
@@ -81,6 +88,7 @@ def _columns(solid: Solid, global2lidar: NDArray[np.float64]) -> NDArray[np.intp
 
 def points_in_box(points: NDArray[np.float64], solid: Solid) -> int:
     """Return how many of the points (N, 3), in global coordinates, are in an object's box, its faces included."""
-    c, s = np.cos(solid.yaw_rad), np.sin(solid.yaw_rad)
+    c = np.cos(solid.yaw_rad)
+    s = np.sin(solid.yaw_rad)
     offset = (points - solid.centre) @ np.array([[c, -s, 0.0], [s, c, 0.0], [0.0, 0.0, 1.0]])
     return int((np.abs(offset) <= np.array(solid.size_lwh) / 2.0).all(1).sum())

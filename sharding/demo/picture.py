@@ -57,7 +57,8 @@ def window_of(
     if (vertices[:, 2] < NEAR_M).any():
         # Only what is ahead of the camera shows: cut the body's hull off, well before the nearest depth that is drawn.
         is_ahead = vertices[:, 2] >= _CUT_M
-        ahead, behind = vertices[is_ahead], vertices[~is_ahead]
+        ahead = vertices[is_ahead]
+        behind = vertices[~is_ahead]
         share = (_CUT_M - behind[:, None, 2:]) / (ahead[:, 2:] - behind[:, None, 2:])
         crossings = behind[:, None] + (ahead - behind[:, None]) * share
         vertices = np.concatenate([ahead, crossings.reshape(-1, 3)])
@@ -81,7 +82,9 @@ def sights(
         if rows.stop > rows.start and columns.stop > columns.start:
             depth, entries = meet(block, cam2unit, rays[:, rows, columns])
             depth[depth < NEAR_M] = np.inf
-            yield Sight(block, (rows, columns), depth, entries, cam2unit)
+            yield Sight(
+                block=block, window=(rows, columns), depth=depth, entries=entries, cam2unit=cam2unit
+            )
 
 
 def owners(
@@ -89,17 +92,16 @@ def owners(
 ) -> tuple[NDArray[np.int32], dict[int, int]]:
     """Return the actor that each pixel (H, W) shows, -1 for none, and the number of pixels of each actor if alone."""
     scale = width_px / camera.size[0]
-    size, global2cam = (width_px, round(camera.size[1] * scale)), invert_rigid(cam2global)
+    size = (width_px, round(camera.size[1] * scale))
+    global2cam = invert_rigid(cam2global)
     move = (scale - 1.0) / 2.0
     intrinsics = (
         np.array([[scale, 0.0, move], [0.0, scale, move], [0.0, 0.0, 1.0]]) @ camera.intrinsics
     )
     rays = pixel_rays(intrinsics, size)
-    found, nearest, alone = (
-        np.full(size[::-1], -1, np.int32),
-        np.full(size[::-1], np.inf),
-        dict[int, int](),
-    )
+    found = np.full(size[::-1], -1, np.int32)
+    nearest = np.full(size[::-1], np.inf)
+    alone = dict[int, int]()
     for solid in solids:
         silhouette = np.zeros(size[::-1], np.bool_)
         for sight in sights(solid, global2cam, intrinsics, rays):
@@ -114,7 +116,8 @@ def owners(
 
 def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dict[int, float]:
     """Return the share 0..1 of each actor's silhouettes that nothing nearer hides, for actors in at least one image."""
-    whole, seen = np.zeros(len(clip.actors) + 1), np.zeros(len(clip.actors) + 1)
+    whole = np.zeros(len(clip.actors) + 1)
+    seen = np.zeros(len(clip.actors) + 1)
     for camera in clip.rig.cameras:
         cam2global = clip.ego2global(capture_us - camera.lead_us) @ camera.sensor2ego
         found, alone = owners(camera, cam2global, solids, _SILHOUETTE_PX)
@@ -143,7 +146,8 @@ def render(
             shown = sight.depth < nearest[sight.window]
             depth = sight.depth[shown]
             nearest[sight.window][shown] = depth
-            turn, own = sight.cam2unit.astype(np.float32), rays[:, *sight.window][:, shown] * depth
+            turn = sight.cam2unit.astype(np.float32)
+            own = rays[:, *sight.window][:, shown] * depth
             places = np.einsum("ij,jn->in", turn[:3, :3], own) + turn[:3, 3:]
             found = colours(solid, sight.block.material, places, sight.entries[:, shown].argmax(0))
             image[sight.window][shown] = _through_air(found, depth, clip.weather)

@@ -112,7 +112,8 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
     Intrinsics are drawn for 1600 x 900 and scaled as a resize scales them on centre-origin pixels:
     ``f' = s f`` and ``c' = s (c + 1/2) - 1/2``.
     """
-    scale_x, scale_y = width_px / 1600, height_px / 900
+    scale_x = width_px / 1600
+    scale_y = height_px / 900
     cameras = []
     for channel, mount in _MOUNTS.items():
         draw = stream(seed, "rig", vehicle, channel)
@@ -136,11 +137,25 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
         )
         size = (width_px, height_px)
         cameras.append(
-            RigSensor(channel, size, np.round(intrinsics, 9), translation, turned, lead_us)
+            RigSensor(
+                channel=channel,
+                size=size,
+                intrinsics=np.round(intrinsics, 9),
+                translation=translation,
+                rotation=turned,
+                lead_us=lead_us,
+            )
         )
     draw = stream(seed, "rig", vehicle, LIDAR_CHANNEL)
     roll, pitch, yaw = np.radians(draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3)))
     translation = (round(0.96 + draw.normal(0.0, 0.02), METRE_DECIMALS), 0.0, 1.84)
     turned = _rounded_quaternion(_rotation(roll, pitch, yaw))
-    lidar = RigSensor(LIDAR_CHANNEL, (0, 0), np.empty((0, 0)), translation, turned, 0)
+    lidar = RigSensor(
+        channel=LIDAR_CHANNEL,
+        size=(0, 0),
+        intrinsics=np.empty((0, 0)),
+        translation=translation,
+        rotation=turned,
+        lead_us=0,
+    )
     return Rig(vehicle, tuple(cameras), lidar)

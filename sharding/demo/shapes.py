@@ -147,7 +147,8 @@ class Solid:
         """Return unit box coordinates to global, (4, 4); annotated objects stay a little inside their boxes."""
         inset = INSET_M if self.actor >= 0 else 0.0
         length, width, height = (size - 2.0 * inset for size in self.size_lwh)
-        c, s = math.cos(self.yaw_rad), math.sin(self.yaw_rad)
+        c = math.cos(self.yaw_rad)
+        s = math.sin(self.yaw_rad)
         x, y, z = self.centre
         return np.array(
             [
@@ -174,7 +175,8 @@ def meet(block: Block, sensor2unit: Floats, rays: Floats) -> tuple[Floats, Float
             (np.array(corner) - sensor2unit[:3, 3]).astype(rays.dtype)[:, None, None] / along
             for corner in (block.low, block.high)
         )
-    entries, exits = np.minimum(first, second), np.maximum(first, second)
+    entries = np.minimum(first, second)
+    exits = np.maximum(first, second)
     # By pairs, which takes a third of the time of a reduction over an axis of three.
     enter = np.maximum(np.maximum(entries[0], entries[1]), entries[2])
     leave = np.minimum(np.minimum(exits[0], exits[1]), exits[2])
@@ -203,7 +205,8 @@ def noise_at(x_m: Floats, y_m: Floats, px_per_m: float) -> Floats:
 def colours(solid: Solid, material: str, places: Floats, axes: NDArray[np.intp]) -> Floats:
     """Return RGB (N, 3) in full light of places (3, N) in the unit box, on sides across these axes (N,)."""
     x, y, z = places * np.array(solid.size_lwh, places.dtype)[:, None]
-    across, up = np.where(axes == 0, y, x), np.where(axes == 2, y, z)
+    across = np.where(axes == 0, y, x)
+    up = np.where(axes == 2, y, z)
     grain = noise_at(across + solid.style, up, 24.0) * _GRAIN.get(material, 4.0)
     found = np.array(_COLOURS.get(material, solid.colour), np.float32) + grain[:, None]
     if material == "facade":

@@ -82,23 +82,29 @@ class Road:
         """Return global x, y of a place on the road."""
         k = self.curvature_per_m
         if abs(k) < _STRAIGHT_PER_M:
-            u, v = along, left
+            u = along
+            v = left
         else:
             radius = 1.0 / k - left
-            u, v = math.sin(k * along) * radius, 1.0 / k - math.cos(k * along) * radius
-        c, s = math.cos(self.heading_rad), math.sin(self.heading_rad)
+            u = math.sin(k * along) * radius
+            v = 1.0 / k - math.cos(k * along) * radius
+        c = math.cos(self.heading_rad)
+        s = math.sin(self.heading_rad)
         return self.x + c * u - s * v, self.y + s * u + c * v
 
     def locate(
         self, x: NDArray[np.float32], y: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the inverse of `point` for arrays of offsets from the road's origin, float32 in the global axes."""
-        c, s = np.float32(math.cos(self.heading_rad)), np.float32(math.sin(self.heading_rad))
-        u, v = c * x + s * y, c * y - s * x
+        c = np.float32(math.cos(self.heading_rad))
+        s = np.float32(math.sin(self.heading_rad))
+        u = c * x + s * y
+        v = c * y - s * x
         k = self.curvature_per_m
         if abs(k) < _STRAIGHT_PER_M:
             return u, v
-        sign, radius = math.copysign(1.0, k), np.float32(1.0 / k)
+        sign = math.copysign(1.0, k)
+        radius = np.float32(1.0 / k)
         v -= radius
         along = np.arctan2(np.float32(sign) * u, np.float32(-sign) * v) * radius
         return along, radius - np.float32(sign) * np.hypot(u, v)
@@ -114,7 +120,8 @@ def corners(
     """Return the corners (..., 4, 2) of footprints, counter-clockwise, of upright boxes with the given centres."""
     along = np.array([0.5, -0.5, -0.5, 0.5]) * length
     left = np.array([0.5, 0.5, -0.5, -0.5]) * width
-    c, s = np.cos(yaw_rad)[..., None], np.sin(yaw_rad)[..., None]
+    c = np.cos(yaw_rad)[..., None]
+    s = np.sin(yaw_rad)[..., None]
     return np.stack(
         [x[..., None] + c * along - s * left, y[..., None] + s * along + c * left], axis=-1
     )
@@ -146,11 +153,18 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
         colour = _WALLS[int(draw.integers(len(_WALLS)))]
         found.append(
             Solid(
-                kind, -1, centre, road.heading(along), size_lwh, colour, int(draw.integers(1 << 16))
+                kind=kind,
+                actor=-1,
+                centre=centre,
+                yaw_rad=road.heading(along),
+                size_lwh=size_lwh,
+                colour=colour,
+                style=int(draw.integers(1 << 16)),
             )
         )
 
-    start, end = -110.0, route_m + 150.0
+    start = -110.0
+    end = route_m + 150.0
     for side in (-1, 1):
         along = start
         while along < end:
@@ -220,7 +234,14 @@ def _actor(
     facing = math.atan2(speed_mps[1], speed_mps[0]) if facing_rad is None else facing_rad
     colour = _SIGNAL_COLOURS.get(category, _PAINTS[int(draw.integers(len(_PAINTS)))])
     return Actor(
-        category, (width, length, height), colour, along, left, speed_mps, facing, attribute
+        category=category,
+        size_wlh=(width, length, height),
+        colour=colour,
+        along=along,
+        left=left,
+        speed_mps=speed_mps,
+        facing_rad=facing,
+        attribute=attribute,
     )
 
 
@@ -240,11 +261,11 @@ def _vehicles(
             attribute = "cycle.with_rider" if category == "vehicle.motorcycle" else "vehicle.moving"
             yield _actor(
                 draw,
-                category,
-                along,
-                lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15),
-                attribute,
-                (speed, 0.0),
+                category=category,
+                along=along,
+                left=lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15),
+                attribute=attribute,
+                speed_mps=(speed, 0.0),
             )
             along += SIZES_WLH[category][1] + draw.uniform(13.0, 34.0)
     mix = ["vehicle.car"] * 8 + ["vehicle.truck", "vehicle.trailer"]
@@ -254,7 +275,12 @@ def _vehicles(
             category = mix[int(draw.integers(len(mix)))]
             turned = facing + draw.normal(0, 0.02)
             yield _actor(
-                draw, category, along, side * PARKING_M, "vehicle.parked", facing_rad=turned
+                draw,
+                category=category,
+                along=along,
+                left=side * PARKING_M,
+                attribute="vehicle.parked",
+                facing_rad=turned,
             )
             along += SIZES_WLH[category][1] + draw.uniform(1.4, 11.0)
 
@@ -265,10 +291,8 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
 
     for _ in range(int((end - start) / 9.0)):
         category = "human.pedestrian.child" if draw.random() < 0.15 else "human.pedestrian.adult"
-        place, speed = (
-            somewhere(KERB_M + 1.7, KERB_M + 4.2),
-            draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6),
-        )
+        place = somewhere(KERB_M + 1.7, KERB_M + 4.2)
+        speed = draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6)
         if draw.random() < 0.3:
             facing = draw.uniform(-math.pi, math.pi)
             yield _actor(draw, category, *place, "pedestrian.standing", facing_rad=facing)
@@ -277,17 +301,33 @@ def _people(draw: np.random.Generator, start: float, end: float) -> Iterator[Act
     for _ in range(6):  # crossing the road where the traffic lets them
         along, left = somewhere(3.0, 12.0)
         velocity = (draw.uniform(-0.2, 0.2), math.copysign(draw.uniform(1.2, 1.7), -left))
-        yield _actor(draw, "human.pedestrian.adult", along, left, "pedestrian.moving", velocity)
+        yield _actor(
+            draw,
+            category="human.pedestrian.adult",
+            along=along,
+            left=left,
+            attribute="pedestrian.moving",
+            speed_mps=velocity,
+        )
     for _ in range(int((end - start) / 30.0)):
         along, left = somewhere(_CYCLING_M, _CYCLING_M)
         velocity = (math.copysign(draw.uniform(3.0, 5.0), -left), 0.0)
-        yield _actor(draw, "vehicle.bicycle", along, left, "cycle.with_rider", velocity)
+        yield _actor(
+            draw,
+            category="vehicle.bicycle",
+            along=along,
+            left=left,
+            attribute="cycle.with_rider",
+            speed_mps=velocity,
+        )
 
 
 def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
     side = float(draw.choice([-1.0, 1.0]))
     lane = side * PARKING_M
-    yield _actor(draw, "vehicle.construction", along, lane, "vehicle.stopped")
+    yield _actor(
+        draw, category="vehicle.construction", along=along, left=lane, attribute="vehicle.stopped"
+    )
     for step in range(6):
         yield _actor(
             draw, "movable_object.trafficcone", along - 12.0 + 3.2 * step, lane - side * 2.1
@@ -295,9 +335,15 @@ def _roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]:
     for step in range(3):
         yield _actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane)
     for step in range(2):
-        category, facing = "human.pedestrian.construction_worker", draw.uniform(-3.0, 3.0)
+        category = "human.pedestrian.construction_worker"
+        facing = draw.uniform(-3.0, 3.0)
         yield _actor(
-            draw, category, along + 5.0 + 2.0 * step, lane, "pedestrian.standing", facing_rad=facing
+            draw,
+            category=category,
+            along=along + 5.0 + 2.0 * step,
+            left=lane,
+            attribute="pedestrian.standing",
+            facing_rad=facing,
         )
 
 
@@ -312,7 +358,8 @@ def populate(
 
     ``ego_track`` (T, 4, 2) holds the ego car's footprints every tenth of a second over the clip.
     """
-    start, end = -60.0, route_m + 75.0
+    start = -60.0
+    end = route_m + 75.0
     candidates = [
         *_roadworks(draw, draw.uniform(12.0, 30.0 + 0.5 * route_m)),
         *_vehicles(draw, start, end, ego_mps),
@@ -339,4 +386,6 @@ def footprint_track(
 ) -> NDArray[np.float64]:
     """Return the footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in length and width."""
     x, y, yaw = np.array([actor.pose(road, t) for t in times_s]).T
-    return corners(x, y, yaw, actor.size_wlh[1] + margin_m, actor.size_wlh[0] + margin_m)
+    return corners(
+        x, y=y, yaw_rad=yaw, length=actor.size_wlh[1] + margin_m, width=actor.size_wlh[0] + margin_m
+    )

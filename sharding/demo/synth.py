@@ -94,7 +94,8 @@ def _report_of(out: Path, world: SynthOptions) -> SynthReport | None:
         ) from None
     report = marker.report
     if report.world != world or marker.rendering != _RENDERING:
-        there, asked = msgspec.structs.asdict(report.world), msgspec.structs.asdict(world)
+        there = msgspec.structs.asdict(report.world)
+        asked = msgspec.structs.asdict(world)
         found = ", ".join(
             f"{name} {one}, not {asked[name]}" for name, one in there.items() if one != asked[name]
         )

@@ -121,9 +121,9 @@ def make_tables(
     for clip in clips:
         key_times = _scene(world, clip, tokens, tables)
         for sensor in (*clip.rig.cameras, clip.rig.lidar):
-            _sensor_data(world, clip, sensor, tokens, tables)
+            _sensor_data(world, clip=clip, sensor=sensor, tokens=tokens, tables=tables)
         shown = [sightings[clip.index, frame] for frame in range(world.frames)]
-        _annotations(clip, key_times, shown, tokens, tables)
+        _annotations(clip, times=key_times, sightings=shown, tokens=tokens, tables=tables)
     logs = dict.fromkeys(clip.log for clip in clips)
     tables["log"] = [{"token": tokens("log", log), **log_facts(world, log)} for log in logs]
     tables["map"] = [
@@ -176,7 +176,8 @@ def _sensor_data(
     tokens: Tokens,
     tables: dict[str, list[Row]],
 ) -> None:
-    channel, is_lidar = sensor.channel, sensor.channel == LIDAR_CHANNEL
+    channel = sensor.channel
+    is_lidar = sensor.channel == LIDAR_CHANNEL
     calibrated = tokens("calibrated_sensor", clip.index, channel)
     tables["calibrated_sensor"].append(
         {

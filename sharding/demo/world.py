@@ -42,7 +42,9 @@ _EPOCH_S: Final = (
     1_893_506_400  # 2030-01-01 14:00 UTC: nobody can take these drives for recorded ones
 )
 _CLIPS_PER_LOG: Final = 2
-_EGO_LENGTH_M, _EGO_WIDTH_M, _EGO_CENTRE_M = 4.6, 1.95, 1.4
+_EGO_LENGTH_M = 4.6
+_EGO_WIDTH_M = 1.95
+_EGO_CENTRE_M = 1.4
 _BOX_LIFT_M: Final = 0.03
 _REACH_M: Final = 130.0
 
@@ -58,10 +60,34 @@ class Weather(NamedTuple):
 
 
 _WEATHERS: Final = (
-    Weather("day, clear", 1.0, 420.0, (196, 208, 220), (84, 138, 206)),
-    Weather("rain, wet road", 0.85, 150.0, (178, 183, 188), (150, 157, 166)),
-    Weather("dusk, overcast", 0.75, 240.0, (186, 168, 160), (112, 112, 132)),
-    Weather("night, street lights", 0.4, 110.0, (18, 20, 28), (8, 10, 18)),
+    Weather(
+        description="day, clear",
+        light=1.0,
+        haze_m=420.0,
+        haze_rgb=(196, 208, 220),
+        zenith_rgb=(84, 138, 206),
+    ),
+    Weather(
+        description="rain, wet road",
+        light=0.85,
+        haze_m=150.0,
+        haze_rgb=(178, 183, 188),
+        zenith_rgb=(150, 157, 166),
+    ),
+    Weather(
+        description="dusk, overcast",
+        light=0.75,
+        haze_m=240.0,
+        haze_rgb=(186, 168, 160),
+        zenith_rgb=(112, 112, 132),
+    ),
+    Weather(
+        description="night, street lights",
+        light=0.4,
+        haze_m=110.0,
+        haze_rgb=(18, 20, 28),
+        zenith_rgb=(8, 10, 18),
+    ),
 )
 _VEHICLES: Final = ("synth-a", "synth-b")
 _LOCATIONS: Final = ("synth-riverside", "synth-hilltop", "synth-harbour", "synth-oldtown")
@@ -130,7 +156,13 @@ class SynthClip:
             width, length, height = actor.size_wlh
             found.append(
                 Solid(
-                    actor.category, index, centre, yaw, (length, width, height), actor.colour, index
+                    kind=actor.category,
+                    actor=index,
+                    centre=centre,
+                    yaw_rad=yaw,
+                    size_lwh=(length, width, height),
+                    colour=actor.colour,
+                    style=index,
                 )
             )
         ego_xy = self.ego(capture_us)[0][:2]
@@ -193,7 +225,11 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
         rig=make_rig(world.seed, _VEHICLES[log % len(_VEHICLES)], *world.size),
         weather=_WEATHERS[index % len(_WEATHERS)],
         actors=populate(
-            stream(world.seed, "traffic", index), road, _ego_footprints(track), route_m, speed_mps
+            stream(world.seed, "traffic", index),
+            road=road,
+            ego_track=_ego_footprints(track),
+            route_m=route_m,
+            ego_mps=speed_mps,
         ),
         scenery=line_the_road(stream(world.seed, "scenery", index), road, route_m),
         speed_mps=float(speed_mps),
@@ -205,10 +241,10 @@ def _ego_footprints(track: list[tuple[float, float, float]]) -> NDArray[np.float
     x, y, yaw = np.array(track).T
     return corners(
         x + _EGO_CENTRE_M * np.cos(yaw),
-        y + _EGO_CENTRE_M * np.sin(yaw),
-        yaw,
-        _EGO_LENGTH_M + 0.8,
-        _EGO_WIDTH_M + 0.5,
+        y=y + _EGO_CENTRE_M * np.sin(yaw),
+        yaw_rad=yaw,
+        length=_EGO_LENGTH_M + 0.8,
+        width=_EGO_WIDTH_M + 0.5,
     )
 
 

@@ -117,7 +117,8 @@ def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:
             raise RunStoppedError("stopped")
 
     # The writer is made by the first task: an error is that task's then.
-    _own.writer, _own.pulse = lru_cache(1)(lambda: ShardWriter(job)), pulse
+    _own.writer = lru_cache(1)(lambda: ShardWriter(job))
+    _own.pulse = pulse
 
 
 def _start_process(*shared: Any) -> None:

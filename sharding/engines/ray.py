@@ -78,7 +78,10 @@ class RayEngine:
         with needs("--engine ray", "fuelrail[ray]"):
             import ray
         self._ray: Any = ray
-        self._address, self._num_workers, self._cpus, self._gpus = address, num_workers, cpus, gpus
+        self._address = address
+        self._num_workers = num_workers
+        self._cpus = cpus
+        self._gpus = gpus
 
     def make_shards(
         self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]
@@ -116,7 +119,8 @@ class RayEngine:
             max_retries=_MAX_RETRIES,
             scheduling_strategy="SPREAD",
         )(_make)
-        shared, run = ray.put(start), uuid.uuid4().hex
+        shared = ray.put(start)
+        run = uuid.uuid4().hex
         waiting = iter(numbers)
         pending: list[Any] = []
         try:
@@ -199,7 +203,8 @@ class _Nodes:
     """What is on the cluster's nodes, read every few seconds because each read is a call."""
 
     def __init__(self, ray: Any, needed: dict[str, int]) -> None:
-        self._ray, self._needed = ray, needed
+        self._ray = ray
+        self._needed = needed
         self._looked_s = self._fitting_s = time.monotonic()
         self._room = 0
         self._look()

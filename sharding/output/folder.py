@@ -255,7 +255,8 @@ Output: TypeAlias = FolderOutput | UrlOutput
 
 def link_file(old: Path, out: FolderOutput, new: str) -> bool:
     """Give a file of a dataset another name in OUT, as a hard link; False where the file system cannot."""
-    final, temporary = out.root / new, out.temporary / new
+    final = out.root / new
+    temporary = out.temporary / new
     if final.exists() and final.samefile(old):
         return True
     temporary.unlink(missing_ok=True)

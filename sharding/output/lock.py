@@ -52,7 +52,8 @@ class ObjectLock:
 
     def __init__(self, out: UrlOutput, place: str) -> None:
         """Take it; raises DatasetError where another run holds it."""
-        self._out, self._path = out, out.path(LOCK_NAME)
+        self._out = out
+        self._path = out.path(LOCK_NAME)
         self._mine = _Held(
             uuid.uuid4().hex, place, f"process {os.getpid()} on {socket.gethostname()}"
         )

@@ -367,7 +367,8 @@ def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> 
     after = np.searchsorted(stamps, times)
     if match == "nearest":
         last = len(stamps) - 1
-        before, after = np.clip(after - 1, 0, last), np.clip(after, 0, last)
+        before = np.clip(after - 1, 0, last)
+        after = np.clip(after, 0, last)
         found = np.where(
             np.abs(times - stamps[before]) <= np.abs(stamps[after] - times), before, after
         )

@@ -109,7 +109,8 @@ class _Metadata:
     """What the folder ``meta`` says: features, tasks and episodes. ``noted`` counts what is left out."""
 
     def __init__(self, files: SourceFiles, noted: Counter[str]) -> None:
-        self.files, self.noted = files, noted
+        self.files = files
+        self.noted = noted
 
     @cached_property
     def info(self) -> _Info:
@@ -324,7 +325,8 @@ class LeRobot(VideoSource[VideoSettings]):
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the frames of the episode, by time."""
-        episode, info = self._of[clip.name], self._meta.info
+        episode = self._of[clip.name]
+        info = self._meta.info
         where = f"table '{self.files.shown}/{episode.data}'"
         table = self._table(episode.data)
         numbers = _array(table, "episode_index", (), where)
@@ -375,9 +377,11 @@ class LeRobot(VideoSource[VideoSettings]):
             return self.video_frame(
                 Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None)
             )
-        head, ref = self._heads[feature], f"{episode.data}#row={row}&{feature}"
+        head = self._heads[feature]
+        ref = f"{episode.data}#row={row}&{feature}"
         image = Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None, made=True)
-        num_bytes, extension = head.width * head.height, EXTENSION_OF[head.format]
+        num_bytes = head.width * head.height
+        extension = EXTENSION_OF[head.format]
         return replace(
             image, width=head.width, height=head.height, num_bytes=num_bytes, extension=extension
         )
@@ -434,7 +438,8 @@ class LeRobot(VideoSource[VideoSettings]):
             if found := _ROW.match(ref):
                 wanted.setdefault((found[1], found[3]), []).append(int(found[2]))
         for (name, feature), rows in wanted.items():
-            where, begin = f"table '{self.files.shown}/{name}'", 0
+            where = f"table '{self.files.shown}/{name}'"
+            begin = 0
             with open_parquet(self.files, name) as file:
                 for group in range(file.metadata.num_row_groups):
                     end = begin + file.metadata.row_group(group).num_rows

@@ -174,7 +174,8 @@ class _Reader(NamedTuple):
         member = sample.members.get(self.given.meta)
         if member is None:
             return JsonFacts(None, where)
-        data, what = self._data(sample, member), f"{where}: .{self.given.meta}"
+        data = self._data(sample, member)
+        what = f"{where}: .{self.given.meta}"
         return JsonFacts(read_json(data, what, what="is not JSON", noted=noted), where)
 
     @property
@@ -195,7 +196,8 @@ class _Reader(NamedTuple):
         left_out: list[str] = []
         cameras = (self.given.images or _cameras(sample.members)).values()
         for extension, member in sample.members.items():
-            decode, name = _DECODED.get(extension.rpartition(".")[2]), extension.replace(".", "_")
+            decode = _DECODED.get(extension.rpartition(".")[2])
+            name = extension.replace(".", "_")
             if extension in cameras or extension == self.given.meta:
                 continue
             most = MAX_MEMBER_BYTES if decode is None else _MOST_VALUE_BYTES
@@ -241,7 +243,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
     @cached_property
     def _forms(self) -> tuple[dict[str, Channel], dict[str, type], dict[str, str]]:
         """The channels of the first samples' values, the types of their attributes, and why other values are none."""
-        values, attributes = ValueForms(), ValueForms()
+        values = ValueForms()
+        attributes = ValueForms()
         for sample in islice(self._samples(), self.given.first_samples or None):
             found = self._reader.values(sample, self._reader.json(sample, Counter()).values)
             for forms, of_sample in ((values, found.values), (attributes, found.attributes)):
@@ -399,7 +402,12 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 member = sample.members.get(extension)
                 if member is not None:
                     images[camera.lower()] = self._image(
-                        sample, member, extension, camera, time_ns, facts
+                        sample,
+                        member=member,
+                        extension=extension,
+                        camera=camera,
+                        time_ns=time_ns,
+                        facts=facts,
                     )
             pose = facts.matrix(self.given.ego2global, 4) if self.given.ego2global else None
             poses = {name: one for name, one in images.items() if isinstance(one, Image)}

@@ -174,10 +174,12 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
 
     Takes 40 bytes of memory for each sample. Raises DatasetError where there is none, IndexFileError for damaged ones.
     """
-    one, two = open_kind(a, EITHER), open_kind(b, EITHER)
+    one = open_kind(a, EITHER)
+    two = open_kind(b, EITHER)
     only_a, only_b, rows_a, rows_b = _matched(one, two)
     equal = one.index.column("xxh3")[rows_a] == two.index.column("xxh3")[rows_b]
-    clips_a, clips_b = set(one.index.clip_ids()), set(two.index.clip_ids())
+    clips_a = set(one.index.clip_ids())
+    clips_b = set(two.index.clip_ids())
     return DatasetDiff(
         a=one.location,
         b=two.location,
@@ -198,8 +200,10 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
 
 def _matched(one: Dataset, two: Dataset) -> tuple[NDArray[np.int64], ...]:
     """Return the rows that only one has, those that only two has, and the rows of both for the keys that both have."""
-    a, b = one.keys.entries(), two.keys.entries()
-    in_b, in_a = np.isin(a["xxh3"], b["xxh3"]), np.isin(b["xxh3"], a["xxh3"])
+    a = one.keys.entries()
+    b = two.keys.entries()
+    in_b = np.isin(a["xxh3"], b["xxh3"])
+    in_a = np.isin(b["xxh3"], a["xxh3"])
     rows = [np.sort(a["row"][~in_b]), np.sort(b["row"][~in_a]), a["row"][in_b], b["row"][in_a]]
     if len(rows[2]) != len(rows[3]):
         raise DatasetError(

@@ -112,7 +112,8 @@ def verify(
         output = UrlOutput(str(root))
     else:
         folder = Path(str(root).removeprefix("file://"))
-        manifest, origin = load_manifest(folder, EITHER), None
+        manifest = load_manifest(folder, EITHER)
+        origin = None
         report = VerifyReport(str(folder), deep)
     files_here = _FilesHere(output, folder)
     dataset: Dataset | None = None
@@ -185,7 +186,8 @@ class _FilesHere(threading.local):
     """
 
     def __init__(self, output: UrlOutput | None, folder: Path) -> None:
-        self._folder, self._output = folder, output
+        self._folder = folder
+        self._output = output
         if output is not None and not getattr(output.fs, "async_impl", False):
             self._output = UrlOutput(output.location)
 
@@ -217,7 +219,8 @@ def _check_file(folder: Path, entry: FileEntry) -> list[Fault]:
 
 def _check_rows(dataset: Dataset) -> list[Fault]:
     """Check that keys are unique, no clip is in two splits, and the rows of ``attributes.parquet`` match the index."""
-    index, faults = dataset.index, list[Fault]()
+    index = dataset.index
+    faults = list[Fault]()
     hashes = np.empty(len(index), np.uint64)
     split_of: dict[str, str] = {}
     for split, entry in dataset.manifest.splits.items():
@@ -259,7 +262,9 @@ def _check_tables(dataset: Dataset, folder: Path) -> list[Fault]:
 
 def _check_attributes(dataset: Dataset) -> list[Fault]:
     """Check that ``attributes.parquet``, where it exists, has the index's rows in their order."""
-    index, file, row = dataset.index, dataset.attributes_file(), 0
+    index = dataset.index
+    file = dataset.attributes_file()
+    row = 0
     if not file.exists:
         return []
     entries = sorted(dataset.manifest.splits.items(), key=lambda item: item[1].first_sample)
@@ -328,7 +333,8 @@ def _check_layer_rows(layer: Dataset) -> list[Fault]:
 
 def _manifest_faults(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]) -> Iterator[str]:
     """Yield the faults of the manifest; ``sizes`` are those of the decoded images, by camera."""
-    manifest, index = dataset.manifest, dataset.index
+    manifest = dataset.manifest
+    index = dataset.index
     for kind, names in (
         ("classes", manifest.classes),
         ("attributes", manifest.attributes),

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Sample
 
 _NS_PER_MS = 1_000_000
-_MAX_VALUES, _SHOWN_VALUES = 1000, 4
+_MAX_VALUES = 1000
+_SHOWN_VALUES = 4
 """Different texts of an attribute that are counted, and that are shown."""
 _SHOWN_STATISTICS = ("mean", "std", "q01", "q50", "q99")
 _MAX_WIDTH = 80
@@ -212,7 +213,8 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
 
 
 def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
-    base, view = manifest.base, manifest.view
+    base = manifest.base
+    view = manifest.view
     lacking = base.num_samples - manifest.num_samples
     of_view = "" if view.kind == "fixed" else f", epoch {view.epoch}"
     return [
@@ -251,7 +253,8 @@ def _short(value: object) -> str:
 
 
 def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
-    meta, geometry = sample.meta, sample.geometry
+    meta = sample.meta
+    geometry = sample.geometry
     return [
         (
             "clip",
@@ -267,7 +270,8 @@ def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
 
 
 def _sensor_tables(dataset: Dataset, sample: Sample) -> list[Table]:
-    meta, geometry = sample.meta, sample.geometry
+    meta = sample.meta
+    geometry = sample.geometry
     cameras = []
     for number, camera in enumerate(dataset.manifest.cameras):
         k = geometry.intrinsics[number]
@@ -338,7 +342,8 @@ def _read(dataset: Dataset, row: IndexRow, at: int) -> Sample:
 
 def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:
     """Count, stored and raw bytes of each field name and codec, from the index's columns alone."""
-    names, codecs = dataset.index.names, dataset.index.codecs
+    names = dataset.index.names
+    codecs = dataset.index.codecs
     totals = dataset.index.member_totals()
     return [
         {
@@ -384,7 +389,8 @@ def _values_said(counts: Counter[Any]) -> str:
         ]
         return ", ".join([*text, *([f"unknown ({counts[None]:,})"] if counts[None] else [])])
     if all(isinstance(value, int | float) for value in values):
-        low, high = min(values), max(values)
+        low = min(values)
+        high = max(values)
         return str(low) if low == high else f"{low} to {high}"
     some = ", ".join(
         f"{value!s:.40} ({count:,})" for value, count in counts.most_common(_SHOWN_VALUES)

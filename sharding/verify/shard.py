@@ -70,8 +70,11 @@ class ShardCheck:
         self.number, self.shard = shard
         self.num_samples = self.num_images = 0
         self.faults: list[Fault] = []
-        self._folder, self._dataset, self._deep = folder, dataset, deep
-        self._manifest, self._rig = manifest, Rig.of(manifest)
+        self._folder = folder
+        self._dataset = dataset
+        self._deep = deep
+        self._manifest = manifest
+        self._rig = Rig.of(manifest)
         self.sizes: dict[str, set[tuple[int, int]]] = {
             camera.channel: set() for camera in manifest.cameras
         }
@@ -107,7 +110,8 @@ class ShardCheck:
             readable = error.offset or 0
         if self._dataset is None:
             return
-        at, rows = 0, list[IndexRow]()
+        at = 0
+        rows = list[IndexRow]()
         for row in self._rows(self._dataset):
             if not self._continues(row, at):
                 return
@@ -234,7 +238,8 @@ class ShardCheck:
     def _stated(self) -> pa.Table:
         """The columns of ``attributes.parquet`` that repeat members, of the shard's rows; those that there are."""
         assert self._dataset is not None
-        file, first = self._dataset.attributes_file(), self.shard.first_sample
+        file = self._dataset.attributes_file()
+        first = self.shard.first_sample
         try:
             known = file.schema(len(self._dataset.index)).names if file.exists else []
         except IndexFileError:  # a fault of that file, which is reported once, not for each sample
@@ -286,10 +291,8 @@ class _FramedCheck(ShardCheck):
         for number, row in enumerate(self._rows(self._dataset)):
             if not self._continues(row, at):
                 return
-            stored, frame = (
-                view[at : at + row.length],
-                Frame(row.offset, row.length, span_bytes(row)),
-            )
+            stored = view[at : at + row.length]
+            frame = Frame(row.offset, row.length, span_bytes(row))
             if table is not None and (number >= len(table) or table[number] != frame):
                 text = f"{table[number]}" if number < len(table) else "no such frame"
                 self._fault(f"the index has {frame}, the seek table {text}", at, row.key)

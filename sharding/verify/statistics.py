@@ -114,8 +114,11 @@ class _Numbers:
         self._shape = tuple(side or 0 for side in shape)
         width = math.prod(self._shape)
         self._count, self._mean, self._squares = (np.zeros(width) for _ in range(3))
-        self._min, self._max = np.full(width, np.inf), np.full(width, -np.inf)
-        self._kept, self._num_seen, self._stride = np.empty((0, width)), 0, 1
+        self._min = np.full(width, np.inf)
+        self._max = np.full(width, -np.inf)
+        self._kept = np.empty((0, width))
+        self._num_seen = 0
+        self._stride = 1
 
     def add(self, values: NDArray[Any]) -> None:
         """Add values (M, *shape); what is not finite does not count."""
@@ -124,7 +127,8 @@ class _Numbers:
         is_there = ~np.isnan(rows)
         count = is_there.sum(0)
         mean = np.where(is_there, rows, 0).sum(0) / np.maximum(count, 1)
-        away, whole = mean - self._mean, np.maximum(self._count + count, 1)
+        away = mean - self._mean
+        whole = np.maximum(self._count + count, 1)
         self._squares += (np.where(is_there, rows - mean, 0) ** 2).sum(
             0
         ) + away**2 * self._count * count / whole
@@ -137,7 +141,8 @@ class _Numbers:
         )
         self._num_seen += len(rows)
         while self._kept.size > _MOST_KEPT:
-            self._kept, self._stride = self._kept[::2], 2 * self._stride
+            self._kept = self._kept[::2]
+            self._stride = 2 * self._stride
 
     def result(self) -> dict[str, Any]:
         """Return the statistics, as numbers or nested lists of the shape; null where there is no number."""

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.shared.scan_table import ScanTable
 
-_VIDEOS, _FRAMES = 3, 24  # that are measured
+# that are measured
+_VIDEOS = 3
+_FRAMES = 24
 _HALF: Final = ImageRecipe(resize=0.5)
 
 
@@ -96,14 +98,24 @@ def break_even(
 
 
 def _in_files(files: SourceFiles, refs: Iterable[str]) -> list[VideoStart]:
-    kept, found = Counter(frame_of(ref)[0] for ref in refs if FRAME in ref), []
+    kept = Counter(frame_of(ref)[0] for ref in refs if FRAME in ref)
+    found = []
     for name in sorted(kept):
-        path, about = files.path(name), files.facts(name)
+        path = files.path(name)
+        about = files.facts(name)
         if path is not None and about is not None:
             video = partial(VideoFile, path)
             facts = video().facts()
             frames = range(facts.first_frame, min(facts.first_frame + _FRAMES, facts.num_frames))
-            found.append(VideoStart(facts.num_frames, about.num_bytes, kept[name], frames, video))
+            found.append(
+                VideoStart(
+                    num_frames=facts.num_frames,
+                    num_bytes=about.num_bytes,
+                    num_kept=kept[name],
+                    frames=frames,
+                    open=video,
+                )
+            )
     return found
 
 
@@ -120,10 +132,14 @@ def _said(images: ImageRecipe | None) -> str:
 
 def _measured(video: VideoStart, form: JpegForm) -> tuple[float, float, float, float]:
     """Return of the first frames of a video: their number, bytes as JPEG, and CPU time [s] to decode and to encode."""
-    times, decoded, sizes, count = [], [], [0], len(video.frames)
+    times = []
+    decoded = []
+    sizes = [0]
+    count = len(video.frames)
     for wanted in (video.frames[-1:], video.frames):
         reader = video.open()
-        before, started = reader.num_decoded, time.process_time()
+        before = reader.num_decoded
+        started = time.process_time()
         sizes = [len(jpeg) for _, jpeg in reader.jpegs(wanted, form)]
         times.append(time.process_time() - started)
         decoded.append(reader.num_decoded - before)

@@ -58,9 +58,14 @@ def finish(
     codecs = {name: codec_of(name, job.recipe, job.lidars, job.channels) for name in names}
     shards: list[ShardEntry] = []
     sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in info.cameras}
-    rows = _rows(work, plan, codecs, shards, sizes)
+    rows = _rows(work, plan=plan, codecs=codecs, shards=shards, sizes=sizes)
     write_index(work.temporary, names, codecs.values(), rows)
-    write_attributes(work.temporary, _attributes(work.temporary, plan, table, info, clips_by_split))
+    write_attributes(
+        work.temporary,
+        _attributes(
+            work.temporary, plan=plan, table=table, info=info, clips_by_split=clips_by_split
+        ),
+    )
     published = []
     if job.dictionary is not None:
         data = job.dictionary.data
@@ -96,7 +101,14 @@ def finish(
             "num_clips_in_no_split": len(info.clips) - sum(num_clips.values()),
         },
     )
-    return publish_tables(work.out, work.temporary, shards, num_clips, make, published)
+    return publish_tables(
+        work.out,
+        folder=work.temporary,
+        shards=shards,
+        clips_by_split=num_clips,
+        make=make,
+        published=published,
+    )
 
 
 def _rows(

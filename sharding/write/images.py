@@ -78,7 +78,8 @@ def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
             )
             colours = "BGR"
         else:
-            pixels, colours = simplejpeg.decode_jpeg(data, "RGB", strict=True), "RGB"
+            pixels = simplejpeg.decode_jpeg(data, "RGB", strict=True)
+            colours = "RGB"
     except (ValueError, cv2.error) as error:
         raise ImageError(f"a damaged {'PNG' if extension == 'png' else 'JPEG'}: {error}") from error
     if pixels is None:
@@ -101,7 +102,8 @@ def stored_channel(
     """
     if recipe is None or channel.law.name != "image":
         return channel
-    fraction, (height, width) = channel.law.fraction or 1, channel.shape[:2]
+    fraction = channel.law.fraction or 1
+    (height, width) = channel.shape[:2]
     sides: tuple[int | None, int | None] = None, None
     if channel.kind != "image" and height is not None and width is not None:
         image_wh = stored_size(recipe, (width * fraction, height * fraction))
@@ -156,7 +158,8 @@ def _raster_size(image_wh: tuple[int, int], fraction: int) -> tuple[int, int]:
 
 def scale_geometry(geometry: Geometry, recipe: ImageRecipe) -> Geometry:
     """Return the geometry with ``img_wh`` and ``intrinsics`` of the stored images; unknown sizes stay unknown."""
-    img_wh, intrinsics = geometry.img_wh.copy(), geometry.intrinsics.copy()
+    img_wh = geometry.img_wh.copy()
+    intrinsics = geometry.intrinsics.copy()
     for camera, (width, height) in enumerate(geometry.img_wh.tolist()):
         if width > 0 and height > 0:
             image_map = ImageMap.identity((width, height)).resize(

@@ -59,12 +59,15 @@ class MemberCheck:
     """
 
     def __init__(self, rig: Rig, source: str, channels: Sequence[Channel] = ()) -> None:
-        self._rig, self._source, self._channels = rig, source, channels
+        self._rig = rig
+        self._source = source
+        self._channels = channels
         self._pending: list[tuple[str, Geometry, Boxes | None]] = []
 
     def add(self, key: str, meta: Meta, members: Mapping[str, Buffer]) -> None:
         """Check the next sample, of raw members by field name; array members are not kept but geometry and boxes."""
-        rig, at = self._rig, ""
+        rig = self._rig
+        at = ""
         try:
             for at, text in broken_names(tuple(members), rig):
                 raise self._error(key, at, text)
@@ -82,7 +85,8 @@ class MemberCheck:
                 raise self._error(key, at, other_rig)
             for at, text in broken_meta(meta, geometry, rig):
                 raise self._error(key, at, text)
-            at, boxes = BOXES, None
+            at = BOXES
+            boxes = None
             if BOXES in members:
                 boxes = decode_arrays(members[BOXES], Boxes)
             for at, data in members.items():
@@ -104,7 +108,8 @@ class MemberCheck:
 
     def close(self) -> None:
         """Check what is pending."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         geometries = [geometry for _, geometry, _ in pending]
         if not pending or are_sound(
             geometries, [boxes for _, _, boxes in pending if boxes is not None], self._rig

@@ -72,9 +72,14 @@ class Members:
 
         ``extra`` are the channels other than cameras, lidars and boxes.
         """
-        self._source, self._placed = source, source if isinstance(source, PlacedSource) else None
-        self._recipe, self._lidars, self._buffer, self._place = recipe, lidars, buffer, place
-        self._extra, self._extra_fields = extra, {channel.field: channel for channel in extra}
+        self._source = source
+        self._placed = source if isinstance(source, PlacedSource) else None
+        self._recipe = recipe
+        self._lidars = lidars
+        self._buffer = buffer
+        self._place = place
+        self._extra = extra
+        self._extra_fields = {channel.field: channel for channel in extra}
         names = getattr(getattr(source, "settings", None), "__struct_fields__", ())
         self._hint = _LEFT_OUT if "damaged_image" in names else ""
         self._chains: dict[str, Chain] = {}
@@ -118,16 +123,22 @@ class Members:
 
     def _build(self, name: str) -> Chain:
         """Choose the steps of a field of the source."""
-        recipe, images = self._recipe, self._recipe.images
+        recipe = self._recipe
+        images = self._recipe.images
         steps: list[Step] = [self._read]
         if (extra := self._extra_fields.get(name)) is not None:
             if images is not None and extra.law.name in ("image", "image_points"):
                 stored = stored_channel(extra, images)
-                steps.append(lambda _, data, sizes: scale_value(data, extra, stored, sizes, images))
+                steps.append(
+                    lambda _, data, sizes: scale_value(
+                        data, channel=extra, stored=stored, sizes=sizes, recipe=images
+                    )
+                )
             chain = self._chains[name] = Chain(name, None, tuple(steps))
             return chain
         channel, _, extension = name.partition(".")
-        field, is_image = stored_field(name, images), extension in IMAGE_EXTENSIONS
+        field = stored_field(name, images)
+        is_image = extension in IMAGE_EXTENSIONS
         if is_image:
             steps.append(self._check)
             if images is not None:
@@ -165,10 +176,8 @@ class Members:
             raise ImageError(
                 f"had {member.bytes} bytes when the run started and has {len(data)} now"
             )
-        size, wanted = (
-            image_size(data, member.name.partition(".")[2]),
-            (member.width, member.height),
-        )
+        size = image_size(data, member.name.partition(".")[2])
+        wanted = (member.width, member.height)
         if size != (self._stored_size(member) if member.ref.startswith(STORED) else wanted):
             raise ImageError(
                 f"{size[0]} x {size[1]} pixels, the source's tables say {wanted[0]} x {wanted[1]}"

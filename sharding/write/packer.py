@@ -58,12 +58,10 @@ class ShardPacker:
         dictionary: Dictionary | None,
         buffer: ReadBuffer,
     ) -> None:
-        self._file, self._number, self._level, self._dictionary = (
-            BlockWriter(file),
-            number,
-            level,
-            dictionary,
-        )
+        self._file = BlockWriter(file)
+        self._number = number
+        self._level = level
+        self._dictionary = dictionary
         self._buffer = buffer
         self._rows: list[IndexRow] = []
         self._digest = hashlib.sha256()
@@ -98,27 +96,27 @@ class ShardPacker:
         self._write(pieces)
         entries = tuple(
             MemberEntry(
-                name,
-                at,
-                memoryview(data).nbytes,
-                memoryview(raw).nbytes,
-                codec,
-                xxhash.xxh3_64_intdigest(data),
+                name=name,
+                offset=at,
+                stored_bytes=memoryview(data).nbytes,
+                raw_bytes=memoryview(raw).nbytes,
+                codec=codec,
+                xxh3=xxhash.xxh3_64_intdigest(data),
             )
             for (name, codec, raw), (_, data), at in zip(
                 members, stored, packed.offsets, strict=True
             )
         )
         row = IndexRow(
-            key,
-            clip_id,
-            frame,
-            timestamp_ns,
-            self._number,
-            self._offset,
-            length,
-            digest.intdigest(),
-            entries,
+            key=key,
+            clip_id=clip_id,
+            frame=frame,
+            timestamp_ns=timestamp_ns,
+            shard=self._number,
+            offset=self._offset,
+            length=length,
+            xxh3=digest.intdigest(),
+            members=entries,
         )
         self._rows.append(row)
         self._offset += length

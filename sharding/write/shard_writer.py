@@ -111,7 +111,12 @@ class ShardWriter:
         self._buffer = ReadBuffer()
         self._place = f"{job.source.kind}:{job.source.location}"
         self._members = Members(
-            self._source, job.recipe, job.lidars, job.channels, self._buffer, self._place
+            source=self._source,
+            recipe=job.recipe,
+            lidars=job.lidars,
+            extra=job.channels,
+            buffer=self._buffer,
+            place=self._place,
         )
 
     def make(self, number: int, pulse: Pulse) -> ShardDone:
@@ -139,13 +144,20 @@ class ShardWriter:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
         digest = hashlib.sha256(self._head(shard))
-        framed, level = job.recipe.layout == "frame", job.recipe.compression_level
+        framed = job.recipe.layout == "frame"
+        level = job.recipe.compression_level
         name = shard_name(shard.split, shard.number, framed=framed)
         with self._out.publish(name) as file:
             if framed:
                 packer: ShardPacker = FramedPacker(file, number, level, self._buffer)
             else:
-                packer = ShardPacker(file, number, level, job.dictionary, self._buffer)
+                packer = ShardPacker(
+                    file=file,
+                    number=number,
+                    level=level,
+                    dictionary=job.dictionary,
+                    buffer=self._buffer,
+                )
             stored = [stored_channel(channel, job.recipe.images) for channel in job.channels]
             check = MemberCheck(job.rig, self._place, stored)
             for row in self._rows_of(shard):
@@ -160,18 +172,20 @@ class ShardWriter:
                         clip_id,
                         scanned.frame,
                         scanned.timestamp_ns,
-                        self._raw_members(scanned, row, shard.split, sizes, check),
+                        self._raw_members(
+                            scanned, number=row, split=shard.split, sizes=sizes, check=check
+                        ),
                     )
                 pulse(length)
             check.close()
             packed = packer.close()
             entry = ShardEntry(
-                name,
-                shard.split,
-                shard.first_sample,
-                shard.num_samples,
-                packed.num_bytes,
-                packed.sha256,
+                name=name,
+                split=shard.split,
+                first_sample=shard.first_sample,
+                num_samples=shard.num_samples,
+                bytes=packed.num_bytes,
+                sha256=packed.sha256,
             )
             record = ShardRecord(
                 stem=shard.stem,
@@ -224,7 +238,8 @@ class ShardWriter:
             prev_key=scanned.prev_key if scanned.prev_key and self._selection[number - 1] else None,
             next_key=scanned.next_key if scanned.next_key and self._selection[number + 1] else None,
         )
-        geometry, images = row.geometry, job.recipe.images
+        geometry = row.geometry
+        images = job.recipe.images
         if images is not None:
             meta = scale_meta(meta, images)
             geometry = encode_arrays(scale_geometry(decode_arrays(geometry, Geometry), images))

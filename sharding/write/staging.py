@@ -81,7 +81,8 @@ class Bands:
 
     def __init__(self, numbers: Sequence[int], folder: Path) -> None:
         """Cut the shards of these numbers into bands."""
-        self.folder, self._done = folder, folder.with_suffix(".done")
+        self.folder = folder
+        self._done = folder.with_suffix(".done")
         count = min(_MOST_BANDS, len(numbers))
         self.of_shard = {number: at * count // len(numbers) for at, number in enumerate(numbers)}
         self._left = [set[int]() for _ in range(count)]
@@ -135,12 +136,10 @@ class Staging:
         folder: Path,
         num_done: int,
     ) -> None:
-        self._spec, self._folder, self._bands, self._num_done = (
-            spec,
-            folder,
-            map_npy(bands),
-            num_done,
-        )
+        self._spec = spec
+        self._folder = folder
+        self._bands = map_npy(bands)
+        self._num_done = num_done
         self._table = ScanTable(scan_table)
         source: Any = make_source(spec)
         if images is not None and isinstance(source, FrameSource):
@@ -180,7 +179,8 @@ class Staging:
                     raise SourceError(
                         f"the {self._spec.kind} source made '{ref}' twice, or without being asked for it"
                     )
-                num_bytes, band = memoryview(data).nbytes, refs[ref]
+                num_bytes = memoryview(data).nbytes
+                band = refs[ref]
                 files[band].write(data)
                 places[ref] = band, sizes[band], num_bytes, isinstance(data, StoredJpeg)
                 sizes[band] += num_bytes
@@ -191,9 +191,11 @@ class Staging:
 
     def _wanted(self, task: StageTask) -> tuple[str, dict[str, int]]:
         """Return digest of a clip's rows, and the references of their members with the last band that needs each."""
-        digest, refs = hashlib.sha256(task.stamp.to_bytes(8)), dict[str, int]()
+        digest = hashlib.sha256(task.stamp.to_bytes(8))
+        refs = dict[str, int]()
         for row in _selected(task, self._bands):
-            encoded, band = self._table.encoded_row(row), int(self._bands[row])
+            encoded = self._table.encoded_row(row)
+            band = int(self._bands[row])
             digest.update(band.to_bytes(1) + encoded)
             for member in decode_row(encoded).members:
                 refs[member.ref] = max(band, refs.get(member.ref, band))
@@ -253,7 +255,8 @@ def stage_clips(
     ``of_row`` has the band of each row of the table, NO_BAND where it is not wanted, and ``stamps`` a number for each,
     which changes when a file of the row does.
     """
-    folder, path = bands.folder, bands.folder.with_suffix(".npy")
+    folder = bands.folder
+    path = bands.folder.with_suffix(".npy")
     folder.mkdir(exist_ok=True)
     save_npy(path, of_row)
     tasks = []
@@ -356,7 +359,8 @@ def _load_index(folder: Path, number: int) -> _Index | None:
 def _rewrite(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> None:
     """Copy the scan table, with references to staged clips and the sizes that members have there."""
     table = ScanTable(scan_table)
-    current, places = -1, dict[str, Placed]()
+    current = -1
+    places = dict[str, Placed]()
     target.unlink(missing_ok=True)  # not written through: it may be another file's second name
     with pa.memory_map(os.fspath(scan_table)) as mapped, pa.OSFile(os.fspath(target), "wb") as sink:
         file = pa.ipc.open_file(mapped)

@@ -136,7 +136,8 @@ def test_a_plan_that_came_with_the_dataset_is_not_obeyed(shape, small, tmp_path)
 def by_chance(seed: int, number: int, folder: Path) -> int:
     """Try states by chance; print the faults."""
     chance = random.Random(seed)
-    small, place = folder / "small", folder / "place"
+    small = folder / "small"
+    place = folder / "place"
     small.mkdir()
     in_fork(lambda: make_small(small))
     num_faults = 0
@@ -147,7 +148,8 @@ def by_chance(seed: int, number: int, folder: Path) -> int:
         if chance.random() < 0.5:
             done.append(_killed(command, place, chance))
         for _ in range(chance.choice((0, 1, 1, 2, 3)) if done else chance.choice((1, 1, 2, 4))):
-            name, shape = chance.choice(COMMANDS[command][2]), chance.choice(list(SHAPES))
+            name = chance.choice(COMMANDS[command][2])
+            shape = chance.choice(list(SHAPES))
             try:
                 plant(command, name, shape, place)
                 done.append(f"{name}={shape}")

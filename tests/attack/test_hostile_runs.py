@@ -130,7 +130,8 @@ def with_value(document: Any, where: tuple[Any, ...], value: Any) -> Any:
 
 def ledger_of(records: list[Any]) -> bytes:
     """The ledger of some records with the right digests; the form is on the page of ledgers."""
-    lines, head = [], hashlib.sha256(b"fuelrail ledger 1").hexdigest()
+    lines = []
+    head = hashlib.sha256(b"fuelrail ledger 1").hexdigest()
     for record in records:
         body = json.dumps(record).encode()
         head = hashlib.sha256(head.encode() + body).hexdigest()
@@ -156,7 +157,8 @@ def _write(data: bytes, path: Path) -> None:
 
 def safetensors_values(sound: bytes) -> Iterator[tuple[str, Callable[[Path], None]]]:
     size = int.from_bytes(sound[:8], "little")
-    header, data = json.loads(sound[8 : 8 + size]), sound[8 + size :]
+    header = json.loads(sound[8 : 8 + size])
+    data = sound[8 + size :]
     first = dict(list(header.items())[:2])
     for where in places(first):
         for name, value in VALUES.items():
@@ -421,12 +423,14 @@ def main() -> int:
     number = int(next((one for one in sys.argv[1:] if one != "-v"), "10000"))
     num_runs = num_faults = num_cases = 0
     with tempfile.TemporaryDirectory() as temporary:
-        folder, place = Path(temporary) / "sound", Path(temporary) / "place"
+        folder = Path(temporary) / "sound"
+        place = Path(temporary) / "place"
         folder.mkdir()
         in_fork(lambda: make_sound(folder))
         for name, case in chosen(cases(folder), number).items():
             results = attack(case, folder, place)
-            num_cases, num_runs = num_cases + 1, num_runs + len(results)
+            num_cases = num_cases + 1
+            num_runs = num_runs + len(results)
             for fault in faults_of(results):
                 num_faults += 1
                 print(f"{name}: {fault}", flush=True)

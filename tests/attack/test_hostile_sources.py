@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.process
 
 MEMORY_BYTES = 1536 << 20
-ALL, FEW = 600, 14
+ALL = 600
+FEW = 14
 JPEG = simplejpeg.encode_jpeg(np.zeros((24, 32, 3), np.uint8))
 EACH = 2  # files of a source whose names are alike
 

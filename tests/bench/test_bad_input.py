@@ -79,7 +79,8 @@ def test_a_wall_clock_that_jumps_moves_no_step_of_a_rank(dataset, tmp_path, monk
 def test_a_wall_clock_that_is_set_back_shortens_no_batch(dataset, monkeypatch):
     image = ImageAugment(height=32, width=48)
     options = LoaderOptions(batch_size=2, workers=1, decoder="turbo", image=image, seconds=0.3)
-    real, looks = time.time, []
+    real = time.time
+    looks = []
 
     def set_back():
         looks.append(None)

@@ -78,7 +78,8 @@ CASES = {
 @contextmanager
 def under_way(word, dataset, out, options, is_under_way):
     """The command, once it is as far as that, and the token that its processes hold in their environment."""
-    token, temporary = uuid.uuid4().hex, out.with_name("temporary")
+    token = uuid.uuid4().hex
+    temporary = out.with_name("temporary")
     temporary.mkdir()
     command = [
         sys.executable,
@@ -120,7 +121,10 @@ def wait_until(condition):
 def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_path):
     options, is_under_way, sent = CASES[word]
     out = tmp_path / "out"
-    with under_way(word, dataset, out, options, is_under_way) as (process, token):
+    with under_way(word, dataset=dataset, out=out, options=options, is_under_way=is_under_way) as (
+        process,
+        token,
+    ):
         process.send_signal(sent)
         _, error = process.communicate(timeout=_PATIENCE_S)
     assert process.returncode == 130, error
@@ -236,7 +240,9 @@ def is_asked_to_end(pid):
 def test_nothing_outlives_a_command_that_is_killed(dataset, tmp_path):
     options, is_under_way, _ = CASES["train"]
     options = (*options, "--ranks", 1)  # a launcher and its rank
-    with under_way("train", dataset, tmp_path / "out", options, is_under_way) as (process, token):
+    with under_way(
+        "train", dataset=dataset, out=tmp_path / "out", options=options, is_under_way=is_under_way
+    ) as (process, token):
         process.kill()
         process.wait()
     wait_until(lambda: processes_of(token) == [])

@@ -63,8 +63,10 @@ def test_blocks_are_found_with_language_title_and_heading(tmp_path) -> None:
         '# A\n\n```text\n# no heading\n```\n\n1. item\n\n    ```python title="x.py"\n    a = 1\n\n    b = 2\n    ```\n'
     )
     text, python = blocks_of(page)
-    assert text == Block("text", None, "# no heading\n", "A", 4)
-    assert python == Block("python", "x.py", "a = 1\n\nb = 2\n", "A", 10)
+    assert text == Block(language="text", title=None, code="# no heading\n", heading="A", line=4)
+    assert python == Block(
+        language="python", title="x.py", code="a = 1\n\nb = 2\n", heading="A", line=10
+    )
 
 
 def test_a_command_that_fails_fails_the_page(tmp_path, monkeypatch) -> None:

@@ -96,7 +96,8 @@ def robot(folder):
 
 
 def kitti(folder):
-    truth, names = {}, ["Car", "Cyclist", "DontCare", "Van"]
+    truth = {}
+    names = ["Car", "Cyclist", "DontCare", "Van"]
     root = folder / "root" / "Kitti" / "raw" / "training"
     for name in ("image_2", "label_2", "calib"):
         (root / name).mkdir(parents=True)

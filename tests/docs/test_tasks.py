@@ -77,13 +77,15 @@ def test_3_augment_without_losing_the_boxes(desk, capsys) -> None:
     inside, total = map(int, capsys.readouterr().out.split(" box centres")[0].split(" of "))
     assert 0 < inside < total
     # The flip of the page puts the boxes where the flipped pixels are.
-    plain, flipped = names["plain"], names["flipped"]
+    plain = names["plain"]
+    flipped = names["flipped"]
     centres = torch.cat(
         [plain["gt_boxes_3d"][0][:, :3], torch.ones(len(plain["gt_boxes_3d"][0]), 1)], 1
     )
     u, v, depth, _ = plain["ego2img"][0, 1] @ centres.T
     u_flipped, v_flipped, depth_flipped, _ = flipped["ego2img"][0, 1] @ centres.T
-    ahead, last = depth > 1, plain["img"].shape[-1] - 1
+    ahead = depth > 1
+    last = plain["img"].shape[-1] - 1
     torch.testing.assert_close(
         (last - u / depth)[ahead], (u_flipped / depth_flipped)[ahead], atol=1e-2, rtol=1e-4
     )
@@ -143,7 +145,8 @@ def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -
 
 def test_5_move_from_other_loaders(desk) -> None:
     names = follow(GUIDES / "migrate.md", "torch's DataLoader", "mmdetection3d, BEVDet, BEVFormer")
-    batch, data = names["batch"], names["data"]
+    batch = names["batch"]
+    data = names["data"]
     boxes = data["data_samples"][0]["gt_bboxes_3d"]
     assert boxes.shape[1] == 9
     assert (names["imgs"] is batch["img"]) and names["bda"].shape == (2, 3, 3)
@@ -178,7 +181,8 @@ def test_5_move_with_the_hugging_face_trainer(desk) -> None:
     with fr.DataLoader("dataset", 2, shuffle=True, drop_last=True, seed=7) as plain:
         expected = [batch["sample_key"] for _ in range(3) for batch in plain]
     loader.load_state_dict(saved)
-    seen, loss = [], names["FuelrailTrainer"].compute_loss
+    seen = []
+    loss = names["FuelrailTrainer"].compute_loss
 
     class Resumed(names["FuelrailTrainer"]):
         def compute_loss(self, model, inputs, **options):
@@ -277,7 +281,8 @@ def test_9_distil_a_teacher(desk, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(desk))
     monkeypatch.delitem(sys.modules, "teacher", raising=False)
     names = follow(GUIDES / "distillation.md")
-    predicted, teacher = names["predicted"], names["batch"]["teacher.logits"].float()
+    predicted = names["predicted"]
+    teacher = names["batch"]["teacher.logits"].float()
     assert predicted.shape == (2, 10)
     assert names["known"].all()
     own, wanted = ((logits / 2).log_softmax(1) for logits in (predicted, teacher))

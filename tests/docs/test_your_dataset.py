@@ -67,7 +67,9 @@ def test_what_an_order_can_do() -> None:
 def test_the_hugging_face_trainer(desk) -> None:
     needed("transformers")
     names = follow(PAGE, "Hugging Face Trainer")
-    sampler, loader, seen = names["sampler"], names["loader"], []
+    sampler = names["sampler"]
+    loader = names["loader"]
+    seen = []
     assert loader.state_dict()["samples_consumed"] == 60
     loader.load_state_dict(json.loads((desk / "out" / "checkpoint-3" / "order.json").read_text()))
 
@@ -85,7 +87,8 @@ def test_the_hugging_face_trainer(desk) -> None:
 def test_accelerate() -> None:
     needed("accelerate")
     names = follow(PAGE, "Hugging Face Accelerate")
-    sampler, loader = names["sampler"], names["loader"]
+    sampler = names["sampler"]
+    loader = names["loader"]
     assert names["rows"].tolist() == sampler[3]
     list(loader)  # the rest of the epoch, which the checkpoint undoes
     names["accelerator"].load_state("accelerate")
@@ -96,7 +99,8 @@ def test_lightning() -> None:
     needed("lightning")
     names = follow(PAGE, "PyTorch Lightning")
     sampler = fr.order.BatchSampler(100, SEVEN, global_batch=10)
-    first, resumed = names["trainer"].lightning_module, names["Model"]()
+    first = names["trainer"].lightning_module
+    resumed = names["Model"]()
     trainer = names["pl"].Trainer(
         max_steps=14, enable_checkpointing=False, use_distributed_sampler=False, **names["quiet"]
     )
@@ -107,7 +111,8 @@ def test_lightning() -> None:
 def test_grain() -> None:
     needed("grain")
     names = follow(PAGE, "Grain")
-    order, iterator = names["order"], iter(names["loader"])
+    order = names["order"]
+    iterator = iter(names["loader"])
     assert [batch.tolist() for batch in names["seen"]] == [order[step] for step in range(20)]
     iterator.set_state(names["state"])
     assert [batch.tolist() for batch in iterator] == [order[step] for step in range(20, 45)]
@@ -134,7 +139,8 @@ def test_hugging_face_datasets() -> None:
 def test_lance() -> None:
     needed("lance")
     names = follow(PAGE, "Lance")
-    sampler, batches = names["sampler"], names["batches"]
+    sampler = names["sampler"]
+    batches = names["batches"]
     assert names["blocks"] == [100] * 6
     assert [batch["row"].tolist() for batch in batches] == [sampler[step] for step in range(30)]
 
@@ -157,7 +163,8 @@ def test_episodes_of_lerobot() -> None:
         made.save_episode()
     made.finalize()
     names = follow(PAGE, "Episodes: LeRobot")
-    sampler, batches = names["sampler"], names["batches"]
+    sampler = names["sampler"]
+    batches = names["batches"]
     assert [batch["index"].tolist() for batch in batches] == [
         sampler[step] for step in range(len(sampler))
     ]

@@ -27,7 +27,8 @@ def small_bench(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole_bench(tmp_path_factory, pytestconfig):
-    folder, out = tmp_path_factory.mktemp("gpu-check"), pytestconfig.getoption("gpu_out", None)
+    folder = tmp_path_factory.mktemp("gpu-check")
+    out = pytestconfig.getoption("gpu_out", None)
     dataset = pytestconfig.getoption("gpu_dataset", None) or synthesise(folder)
     return Bench(CUDA, dataset, folder, folder if out is None else out.parent, is_small=False)
 

@@ -82,7 +82,8 @@ def test_contention(bench, facts, decoder):
 
 def _beside(loader, images_per_s, measure):
     """Measure while a thread takes batches at a pace, or as fast as they come."""
-    over, failed = threading.Event(), []
+    over = threading.Event()
+    failed = []
 
     def take():
         try:
@@ -114,11 +115,9 @@ def test_graphs_beside_the_loader(bench, facts, decoder):
     """
     torch.manual_seed(0)
     layer = nn.Conv2d(3, 8, 8, 8).to(bench.device)
-    worst, num_batches, transforms = (
-        0.0,
-        bench.pick(20, 2),
-        Transforms(static=StaticBatches(buffers=1)),
-    )
+    worst = 0.0
+    num_batches = bench.pick(20, 2)
+    transforms = Transforms(static=StaticBatches(buffers=1))
     loader = make_loader(bench, cameras(bench), bench.pick(4, 1), decoder, transforms=transforms)
     with torch.no_grad(), loader:
         batches = endless(loader)

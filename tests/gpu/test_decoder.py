@@ -117,18 +117,18 @@ def test_share_of_the_bare_decoder(bench, facts, decoder):
         for load in sorted(loads, reverse=True):
             for batch in batches:
                 bare.setdefault(f"share {load:g}", {})[str(batch)] = _bare(
-                    plain, bench.device, load, batch, seconds
+                    plain, device=bench.device, load=load, batch=batch, seconds=seconds
                 )
     for kind in ("restart", "4:2:2", "gray"):
         with jpeg_engines(bench, "turbo", facts, f"jpeg_engines_busy_{kind}"):
-            rate = _bare([jpeg(kind)], bench.device, 1.0, batches[-1], seconds)
+            rate = _bare(
+                [jpeg(kind)], device=bench.device, load=1.0, batch=batches[-1], seconds=seconds
+            )
         bare[f"{kind}, share 1"] = {str(batches[-1]): rate}
     with jpeg_engines(bench, "dali", facts, "jpeg_engines_busy_ours"):
         ours = {kind: _stage_rate(bench, kind, 3 * seconds) for kind in ("plain", "restart")}
-    engines, best = (
-        max(bare["share 1"].values()),
-        max(max(rates.values()) for rates in bare.values()),
-    )
+    engines = max(bare["share 1"].values())
+    best = max(max(rates.values()) for rates in bare.values())
     share = ours["plain"] / engines
     facts |= {
         "decode_stage_images_per_s": {kind: round(rate, 1) for kind, rate in ours.items()},
@@ -142,7 +142,8 @@ def test_share_of_the_bare_decoder(bench, facts, decoder):
 
 def _stage_rate(bench, kind, seconds):
     """Images per second of a loader's decode stage alone, on its own threads."""
-    dataset, batch_size = open_dataset(cameras(bench, kind)), bench.pick(16, 2)
+    dataset = open_dataset(cameras(bench, kind))
+    batch_size = bench.pick(16, 2)
     options = LoaderOptions(batch_size=batch_size, workers=2, decoder="dali")
     device = str(bench.device) if bench.on_gpu else None
     recorded = record_stages(dataset, options, num_batches=2, device=device)
@@ -156,7 +157,8 @@ def _bare(images, device, load, batch, seconds):
     pipeline = _pipeline(images, device, load=load, batch=batch, graph=None)
     for _ in range(2):
         pipeline.run()
-    started_s, runs = time.perf_counter(), 0
+    started_s = time.perf_counter()
+    runs = 0
     while runs == 0 or time.perf_counter() - started_s < seconds:
         pipeline.run()
         runs += 1
@@ -200,7 +202,8 @@ def _pipeline(images, device, *, load, batch, graph):
 def _first_run(graph, device):
     batch, seconds = (126, 3.0) if device.type == "cuda" else (4, 0.1)
     pipeline = _pipeline([jpeg("plain")], device, load=1.0, batch=batch, graph=graph)
-    started_s, runs = time.perf_counter(), 0
+    started_s = time.perf_counter()
+    runs = 0
     with NvmlWatch(1 if device.type == "cuda" else 0) as watch:
         while runs == 0 or time.perf_counter() - started_s < seconds:
             (pictures,) = pipeline.run()
@@ -228,7 +231,8 @@ def test_decoders_agree(bench, facts, decoder):
     The reference decodes on the CPU. A restart-marked twin has the same coefficients as its plain image, so that only
     splicing may change its pixels, by levels and not more.
     """
-    dali, reference = make_decoder("dali", str(bench.device)), make_decoder("pillow")
+    dali = make_decoder("dali", str(bench.device))
+    reference = make_decoder("pillow")
     batch = _corpus(bench.pick(8, 2))
     pictures = _decoded(dali, batch)
     lowest: dict[str, float] = {}
@@ -268,7 +272,8 @@ def test_pixels_do_not_depend_on_company(bench, facts, decoder):
     dali = make_decoder("dali", str(bench.device))
     batch = _corpus(bench.pick(4, 1))
     alone = _decoded(dali, batch)
-    rounds, worst = bench.pick(30, 2), 0
+    rounds = bench.pick(30, 2)
+    worst = 0
     for number in range(1, rounds + 1):
         moved = _Batch(
             *([*part[-number % len(part) :], *part[: -number % len(part)]] for part in batch)
@@ -282,7 +287,8 @@ def test_pixels_do_not_depend_on_company(bench, facts, decoder):
     # One cut off, one whose header is that of another format, one empty.
     whole = jpeg("plain")
     bad = {0: whole[: len(whole) // 2], 2: b"\x89PNG" + whole[4:], 4: b""}
-    mixed, maps = [*batch.encoded], [*batch.maps]
+    mixed = [*batch.encoded]
+    maps = [*batch.maps]
     for at, data in bad.items():
         mixed.insert(at, data)
         maps.insert(at, batch.maps[0])
@@ -400,7 +406,8 @@ def test_the_share_is_judged_against_the_best_batch_at_the_same_load(
         globals(), "_bare", lambda _, device, load, batch, s: rates.get(load, {}).get(batch, 50.0)
     )
     monkeypatch.setitem(globals(), "_stage_rate", lambda bench, kind, seconds: ours)
-    on_gpu, facts = Bench(CUDA, bench.dataset, bench.work, bench.keep, is_small=False), {}
+    on_gpu = Bench(CUDA, bench.dataset, bench.work, bench.keep, is_small=False)
+    facts = {}
     if holds:
         test_share_of_the_bare_decoder(on_gpu, facts, "dali")
     else:

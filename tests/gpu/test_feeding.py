@@ -29,7 +29,8 @@ _WORKERS = {
     "dali": (2, 8),
 }  # with DALI workers parse, and more of them add decode lanes
 _STEPS_MS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
-_MIN_OCCUPANCY, _JUDGED_FROM_MS = 0.99, 10.0
+_MIN_OCCUPANCY = 0.99
+_JUDGED_FROM_MS = 10.0
 _STEPS_AHEAD = 2
 
 
@@ -61,11 +62,14 @@ def _alone(bench, decoder, kind, workers):
         for _ in range(3):
             next(batches)
         lasted.clear()
-        count, started_s, cpu_s = 0, time.perf_counter(), time.process_time()
+        count = 0
+        started_s = time.perf_counter()
+        cpu_s = time.process_time()
         while count < 2 or time.perf_counter() - started_s < bench.pick(2.0, 0.05):
             next(batches)
             count += 1
-        elapsed_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+        elapsed_s = time.perf_counter() - started_s
+        cpu_s = time.process_time() - cpu_s
     return {
         "images_per_s": round(count * batch_size * 6 / elapsed_s, 1),
         "cpus_in_use": round(cpu_s / elapsed_s, 2),
@@ -95,7 +99,8 @@ def test_occupancy_against_the_step(bench, facts, decoder):
         else:
             time.sleep(step_ms / 1e3)
 
-    batch_size, low = bench.pick(16, 1), []
+    batch_size = bench.pick(16, 1)
+    low = []
     with (
         jpeg_engines(bench, decoder, facts),
         make_loader(bench, cameras(bench), batch_size, decoder) as loader,
@@ -116,10 +121,12 @@ def test_occupancy_against_the_step(bench, facts, decoder):
 
 
 def _point(bench, batches, step_ms, compute):
-    spans, waits_ms = [], []
+    spans = []
+    waits_ms = []
     for _ in range(_STEPS_AHEAD + 2):
         next(batches)
-    start_s, cpu_s = time.perf_counter(), time.process_time()
+    start_s = time.perf_counter()
+    cpu_s = time.process_time()
     while len(spans) < bench.pick(40, 3) or time.perf_counter() - start_s < bench.pick(2.5, 0.05):
         asked_s = time.perf_counter()
         batch = next(batches)
@@ -143,7 +150,8 @@ def _point(bench, batches, step_ms, compute):
 
 
 def test_the_host_waits_for_a_step_only_when_two_more_are_queued(bench, monkeypatch):
-    made, waited = [], []
+    made = []
+    waited = []
 
     class Noted(Mark):
         def __init__(self, bench):

@@ -39,9 +39,11 @@ _TIMING_TOLERANCE = 0.05
 @check(10)
 def test_torch_computes_and_nvml_answers(bench, facts):
     """With facts on CPUs, bus and device."""
-    backend, picture = make_decoder("turbo"), np.empty((3, 256, 704), np.uint8)
+    backend = make_decoder("turbo")
+    picture = np.empty((3, 256, 704), np.uint8)
     (image_map,) = Transforms().image.draw([SOURCE_WH], seed=0, epoch=0, sample=0)
-    started_s, count = time.perf_counter(), 0
+    started_s = time.perf_counter()
+    count = 0
     while count == 0 or time.perf_counter() - started_s < bench.pick(1.0, 0.05):
         backend.decode_into(jpeg("plain"), image_map, picture)
         count += 1
@@ -91,10 +93,8 @@ def test_accelerator_times_are_right(bench, facts):
     """Phases of known length come out at that length."""
     cycles = 0.0
     if bench.on_gpu:
-        accelerator, expected = (
-            CudaAccelerator(bench.device.index),
-            {"forward": 20.0, "backward": 40.0, "optimiser": 5.0},
-        )
+        accelerator = CudaAccelerator(bench.device.index)
+        expected = {"forward": 20.0, "backward": 40.0, "optimiser": 5.0}
         raise_clock(bench)
         cycles = cycles_per_ms(bench.device)
     else:  # the emulated device is busy by itself
@@ -164,7 +164,8 @@ def test_idle_jpeg_engines_fail_a_check_and_so_does_not_knowing(
     monkeypatch.setattr(
         gpu_bench, "NvmlWatch", type("Card", (Watch,), {"jpeg": jpeg, "reason": reason})
     )
-    on_gpu, found = bench._replace(device=CUDA), {}
+    on_gpu = bench._replace(device=CUDA)
+    found = {}
     if problem is None:
         with jpeg_engines(on_gpu, "dali", found):
             pass

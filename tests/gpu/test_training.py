@@ -37,7 +37,8 @@ from support.gpu_bench import cameras, check, each_decoder, endless, make_loader
 MIN_OCCUPANCY = 0.98
 _NUM_SYNC_STEPS = 6
 _TIMEOUT_S = 300.0
-_NUM_WARMUP, _NUM_STEPS = 2, 8
+_NUM_WARMUP = 2
+_NUM_STEPS = 8
 _EMULATED = "emulated:resnet50-224-h100"
 
 
@@ -56,7 +57,14 @@ def group(bench):
 def test_six_cameras_are_fed(bench, facts, decoder):
     """The multi-camera model, in bf16: the GPU computes at least 98 % of the time."""
     model, batch_size = bench.pick(("base", 16), ("light", 1))
-    _fed(bench, facts, cameras(bench), model, decoder, batch_size)
+    _fed(
+        bench,
+        facts=facts,
+        dataset=cameras(bench),
+        model=model,
+        decoder=decoder,
+        batch_size=batch_size,
+    )
 
 
 @check(120, lane=pytest.mark.process)
@@ -64,7 +72,14 @@ def test_six_cameras_are_fed(bench, facts, decoder):
 def test_resnet50_is_fed(bench, facts, decoder):
     """ResNet-50 on one camera, in bf16, from shards on local disk: the GPU computes at least 98 % of the time."""
     model, batch_size = bench.pick(("resnet50", 256), ("light", 1))
-    _fed(bench, facts, cameras(bench, one_camera=True), model, decoder, batch_size)
+    _fed(
+        bench,
+        facts=facts,
+        dataset=cameras(bench, one_camera=True),
+        model=model,
+        decoder=decoder,
+        batch_size=batch_size,
+    )
 
 
 def _fed(bench, facts, dataset, model, decoder, batch_size):
@@ -135,7 +150,8 @@ def test_no_wait_in_a_step(bench, facts, decoder):
     """
     model = build_model(MODELS[bench.pick("base", "light")]).to(bench.device)
     optimiser = torch.optim.AdamW(model.parameters())
-    waits, places = {}, set()
+    waits = {}
+    places = set()
 
     def note(message, category, filename, lineno, file=None, line=None):
         if "synchroniz" in str(message):
@@ -194,7 +210,9 @@ def test_ways_to_compute_a_step(bench, facts, group):
             facts[f"{name}, {mode}"] = {
                 "model": name,
                 "name": mode,
-                **_measure(name, settings, precision, bench.device, rows),
+                **_measure(
+                    name, settings=settings, precision=precision, device=bench.device, rows=rows
+                ),
             }
         losses = [made["loss"] for made in facts.values() if made["model"] == name]
         assert losses == pytest.approx([losses[0]] * 7, rel=bench.pick(0.02, 0.01)), name
@@ -220,7 +238,8 @@ def _made_inputs(size, rows):
 
 
 def _measure(name, settings, precision, device, rows):
-    size, on_gpu = MODELS[name], device.type == "cuda"
+    size = MODELS[name]
+    on_gpu = device.type == "cuda"
     # Offload is of shards: those of one rank.
     mesh = (
         init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
@@ -274,7 +293,8 @@ def test_distillation(bench, facts):
     # A CPU trains the smallest ViT for 20 seconds.
     teacher, student = bench.pick(("vit-large", "base"), ("bev-tiny", "light"))
     steps, warmup = bench.pick((40, 10), (9, 1))
-    place, layer = bench.work / "teacher", bench.work / "teacher-layer"
+    place = bench.work / "teacher"
+    layer = bench.work / "teacher-layer"
     common = {
         "batch_size": 2,
         "accelerator": bench.pick("cuda", _EMULATED),

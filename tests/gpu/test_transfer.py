@@ -67,7 +67,8 @@ def test_few_copies(bench, facts, decoder):
     with make_loader(
         bench, bench.dataset, 2, decoder, transforms=Transforms(points=True)
     ) as loader:
-        batches, count = endless(loader), bench.pick(20, 2)
+        batches = endless(loader)
+        count = bench.pick(20, 2)
         for _ in range(5):
             next(batches)
         with torch.profiler.profile(activities=activities) as profile:

@@ -12,7 +12,8 @@ from support.datasets import build_dataset
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
     """``made(splits, **options)``: folder and raw members of `build_dataset`, made once for equal ones; read only."""
-    base, known = tmp_path_factory.mktemp("made"), {}
+    base = tmp_path_factory.mktemp("made")
+    known = {}
 
     def make(splits, **options):
         name = repr((splits, sorted(options.items())))

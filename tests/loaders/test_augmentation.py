@@ -62,19 +62,19 @@ def test_the_world_moves_and_pixels_do_not(dataset) -> None:
         for b in range(4):
             bda = moved["bda_mat"][b].double().numpy()
             assert np.abs(bda - np.eye(4)).max() > 1e-3
-            boxes, boxes_moved = plain["gt_boxes_3d"][b], moved["gt_boxes_3d"][b]
+            boxes = plain["gt_boxes_3d"][b]
+            boxes_moved = moved["gt_boxes_3d"][b]
             assert_allclose(homogeneous(boxes) @ bda.T, homogeneous(boxes_moved), atol=1e-4)
             scale = abs(np.linalg.det(bda[:3, :3])) ** (1 / 3)
             assert_allclose(boxes_moved[:, 3:6], boxes[:, 3:6] * scale, rtol=1e-5)
             lidar2ego = plain["lidar2ego"][b].double().numpy()
-            points, points_moved = plain["points"][b], moved["points"][b]
+            points = plain["points"][b]
+            points_moved = moved["points"][b]
             assert torch.equal(points[:, 3:], points_moved[:, 3:])
             in_ego = homogeneous(points_moved) @ lidar2ego.T
             assert_allclose(in_ego, homogeneous(points) @ (bda @ lidar2ego).T, atol=1e-3)
-            ego2global, ego2global_moved = (
-                plain["ego2global"][b].numpy(),
-                moved["ego2global"][b].numpy(),
-            )
+            ego2global = plain["ego2global"][b].numpy()
+            ego2global_moved = moved["ego2global"][b].numpy()
             assert_allclose(ego2global_moved @ bda, ego2global, atol=1e-3)
             for camera in range(plain["img"].shape[1]):
                 ego2img = plain["ego2img"][b, camera].double().numpy()
@@ -83,10 +83,8 @@ def test_the_world_moves_and_pixels_do_not(dataset) -> None:
                 assert_allclose(ego2img_moved @ bda, ego2img, atol=2e-3)
                 lidar2img = plain["lidar2img"][b, camera].double().numpy()
                 lidar2img_moved = moved["lidar2img"][b, camera].double().numpy()
-                before, after = (
-                    homogeneous(points) @ lidar2img.T,
-                    homogeneous(points_moved) @ lidar2img_moved.T,
-                )
+                before = homogeneous(points) @ lidar2img.T
+                after = homogeneous(points_moved) @ lidar2img_moved.T
                 ahead = before[:, 2] > 1.0
                 uv, uv_moved = (p[ahead, :2] / p[ahead, 2:3] for p in (before, after))
                 assert_allclose(uv_moved, uv, atol=0.05)

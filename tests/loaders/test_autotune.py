@@ -19,13 +19,11 @@ class Machine:
     """
 
     def __init__(self, *, step_s, decode_s, cores, crowding=0.0, burst_s=0.0):
-        self.step_s, self.decode_s, self.cores, self.crowding, self.burst_s = (
-            step_s,
-            decode_s,
-            cores,
-            crowding,
-            burst_s,
-        )
+        self.step_s = step_s
+        self.decode_s = decode_s
+        self.cores = cores
+        self.crowding = crowding
+        self.burst_s = burst_s
         self.now_s = self.waited_s = self.busy_s = 0.0
         self.pauses = {}
 
@@ -43,7 +41,18 @@ class Machine:
         )
 
     def clocks(self, tuning):
-        return (StageClock("decode", tuning.num_workers, 0, self.busy_s, 0.0, 0.0, 0, 8),)
+        return (
+            StageClock(
+                name="decode",
+                num_threads=tuning.num_workers,
+                items=0,
+                busy_s=self.busy_s,
+                starved_s=0.0,
+                blocked_s=0.0,
+                waiting=0,
+                capacity=8,
+            ),
+        )
 
 
 def drive(machine, tuner, batches=4000):
@@ -101,7 +110,8 @@ def test_tries_without_gain_become_rare():
 
 def test_a_pause_does_not_look_like_a_slow_change():
     """Validation runs, checkpoints: the loader is not what was slow then."""
-    calm, paused = make((2, 2), (16, 8)), make((2, 2), (16, 8))
+    calm = make((2, 2), (16, 8))
+    paused = make((2, 2), (16, 8))
     machine = Machine(step_s=0.1, decode_s=0.8, cores=16)
     drive(machine, calm)
     interrupted = Machine(step_s=0.1, decode_s=0.8, cores=16)

@@ -217,7 +217,8 @@ def check_pixels(img: torch.Tensor, ida: torch.Tensor) -> None:
     at = torch.stack([x, y, torch.ones_like(x)]).flatten(1).double()
     stored = torch.linalg.inv(ida.double())[..., :3, :3] @ at
     colours = img.double().flatten(-2)
-    u, v = (colours[..., 0, :] - 40) / 2, (colours[..., 1, :] - 40) / 3
+    u = (colours[..., 0, :] - 40) / 2
+    v = (colours[..., 1, :] - 40) / 3
     black = ((img[..., 2:, :, :].int() - 128).abs() > 1).float().flatten(0, -4)
     inside = torch.nn.functional.max_pool2d(black, 5, 1, 2).view(u.shape) == 0
     assert inside.double().mean() > 0.7

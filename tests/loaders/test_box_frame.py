@@ -72,8 +72,10 @@ def corners(boxes):
     boxes = np.asarray(boxes, np.float64)
     signs = np.array([[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)]) / 2
     local = signs * boxes[:, None, 3:6]
-    cos, sin = np.cos(boxes[:, 6, None]), np.sin(boxes[:, 6, None])
-    x, y = cos * local[..., 0] - sin * local[..., 1], sin * local[..., 0] + cos * local[..., 1]
+    cos = np.cos(boxes[:, 6, None])
+    sin = np.sin(boxes[:, 6, None])
+    x = cos * local[..., 0] - sin * local[..., 1]
+    y = sin * local[..., 0] + cos * local[..., 1]
     return np.stack([x, y, local[..., 2]], -1) + boxes[:, None, :3]
 
 
@@ -106,9 +108,11 @@ def test_the_readme_snippet_pairs_boxes_with_their_projection(drive, samples, mo
     batch = names["batch"]
     ((img, projection, boxes, labels),) = batches
     assert img.shape == (4, 6, 3, 256, 704)
-    right, wrong = [], []
+    right = []
+    wrong = []
     for at, key in enumerate(batch["sample_key"]):
-        sample, own = samples[key], boxes[at].numpy().astype(np.float64)
+        sample = samples[key]
+        own = boxes[at].numpy().astype(np.float64)
         assert len(labels[at]) == len(own) == len(sample.boxes.label)
         stored = sample.geometry.ego2img()
         ida = batch["ida_mat"][at].numpy()
@@ -143,7 +147,8 @@ def test_lidar_boxes_pair_with_lidar2img(drive, bev, frames):
             assert torch.equal(ego[name], lidar[name])
         for at in range(2):
             own = (at,) if frames is None else (at, -1)
-            a, b = ego["gt_boxes_3d"][at].numpy(), lidar["gt_boxes_3d"][at].numpy()
+            a = ego["gt_boxes_3d"][at].numpy()
+            b = lidar["gt_boxes_3d"][at].numpy()
             assert b.dtype == np.float32
             np.testing.assert_array_equal(a[:, 3:6], b[:, 3:6])
             lidar2ego = lidar["lidar2ego"][own].numpy().astype(np.float64)

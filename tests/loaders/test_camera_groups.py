@@ -17,7 +17,8 @@ from support.batches import batches, load
 from support.datasets import build_dataset
 from support.loaders import make_loader
 
-FRONT, BACK = (96, 64), (48, 80)
+FRONT = (96, 64)
+BACK = (48, 80)
 WIDE = ImageAugment(height=32, width=64, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)
 TALL = ImageAugment(height=56, width=40, train=True, resize_range=(0.7, 0.9), rotate_deg=(-5, 5))
 GROUPS = {
@@ -111,7 +112,8 @@ def test_one_group_may_hold_cameras_in_any_order(dataset) -> None:
 
 
 def test_normalized_static_and_two_views(dataset) -> None:
-    plain, normalize = grouped(dataset, two_views=True), Normalize(dtype="float32")
+    plain = grouped(dataset, two_views=True)
+    normalize = Normalize(dtype="float32")
     options = {
         "camera_groups": GROUPS,
         "two_views": True,

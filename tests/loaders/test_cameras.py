@@ -34,7 +34,8 @@ OF_CAMERAS = {
     ),
     "img_timestamp_ns",
 }
-SIZE, BACK = (96, 64), (48, 80)
+SIZE = (96, 64)
+BACK = (48, 80)
 DRAWN = {
     "image": ImageAugment(
         height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5, scope="camera"
@@ -159,7 +160,8 @@ def test_fewer_bytes_are_fetched_and_fewer_images_decoded(six, backend, monkeypa
         decoded.clear()
         options |= {"storage": StorageOptions(backend), "image": {"height": 90, "width": 160}}
         with load(six, 4, shuffle=False, **options) as loader:
-            found, stats = list(loader), loader.stats().storage
+            found = list(loader)
+            stats = loader.stats().storage
             return found, set(decoded), stats.span_bytes / stats.spans
 
     whole, num_whole, bytes_whole = run()
@@ -184,10 +186,8 @@ def test_what_a_layer_has_of_another_camera_is_left_out(dataset, tmp_path) -> No
 @pytest.mark.costly
 def test_rigs_that_share_the_cameras_can_be_mixed(six, tmp_path) -> None:
     write_cameras(tmp_path / "one", 4, num_shards=1, channels=["cam_front"])
-    roots, options = (
-        {"six": six, "one": tmp_path / "one"},
-        {"mix": {"six": 1, "one": 1}, "shuffle": False},
-    )
+    roots = {"six": six, "one": tmp_path / "one"}
+    options = {"mix": {"six": 1, "one": 1}, "shuffle": False}
     with pytest.raises(ConfigError, match="their cameras differ"):
         load(roots, 2, **options)
     found = batches(roots, 2, cameras=["cam_front"], **options)

@@ -133,7 +133,8 @@ def ground_depth(intrinsics: Array, cam2ego: Array, width: int, height: int) -> 
 
 def pose(box: Array) -> Array:
     """A box's pose as a matrix, box to ego."""
-    c, s = math.cos(box[6]), math.sin(box[6])
+    c = math.cos(box[6])
+    s = math.sin(box[6])
     return np.array([[c, -s, 0, box[0]], [s, c, 0, box[1]], [0, 0, 1, box[2]], [0, 0, 0, 1]])
 
 
@@ -272,7 +273,8 @@ def test_every_channel_is_that_of_the_augmented_world(drive, transforms, seed) -
 
 
 def check_mask(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
-    moved, stored = batch[f"instances_{CAMERA}"][at].numpy(), values[f"instances_{CAMERA}"]
+    moved = batch[f"instances_{CAMERA}"][at].numpy()
+    stored = values[f"instances_{CAMERA}"]
     places = stored_places(batch["ida_mat"][at, 0].numpy(), moved.shape[1], moved.shape[0])
     near = np.floor(places + 0.5).astype(int).clip(0, np.array(SIZE) - 1)
     wanted = np.where(border(places, values["seen"]) > 0, stored[near[..., 1], near[..., 0]], 0)
@@ -301,7 +303,8 @@ def check_depth(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
 
 def check_true_depth(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
     """The depth of the drive, at a quarter of the image: exactly the value of the stored pixel that is nearest."""
-    moved, stored = batch[f"depth_{CAMERA}"][at].numpy(), values[f"depth_{CAMERA}"]
+    moved = batch[f"depth_{CAMERA}"][at].numpy()
+    stored = values[f"depth_{CAMERA}"]
     places = stored_places(batch["ida_mat"][at, 0].numpy(), moved.shape[1], moved.shape[0])
     cells = (places + 0.5) / DEPTH_FRACTION
     near = np.floor(cells).astype(int).clip(0, np.array(stored.shape[::-1]) - 1)
@@ -325,15 +328,15 @@ def check_boxes(batch: dict[str, Any], at: int, values: dict[str, Any], *, turne
     np.testing.assert_allclose(moved["centre"][kept[0]], afresh["centre"][kept[1]], atol=0.05)
     if not turned:
         corners = (np.array(values["seen"]).reshape(2, 2) - 0.5) @ ida[:2, :2].T + ida[:2, 2]
-        low, high = (
-            corners.min(0).clip(-0.5, None),
-            corners.max(0).clip(None, (width - 0.5, height - 0.5)),
-        )
-        low, high = low.clip(None, (width - 0.5, height - 0.5)), high.clip(-0.5, None)
+        low = corners.min(0).clip(-0.5, None)
+        high = corners.max(0).clip(None, (width - 0.5, height - 0.5))
+        low = low.clip(None, (width - 0.5, height - 0.5))
+        high = high.clip(-0.5, None)
         boxes = afresh["box"][kept[1]].reshape(-1, 2, 2).clip(low, high).reshape(-1, 4)
         np.testing.assert_allclose(moved["box"][kept[0]], boxes, atol=0.05)
     # The boxes of the source: bounds of the turned corners, cut off at the output.
-    own, known = batch[f"boxes2d_{CAMERA}"], values[f"boxes2d_{CAMERA}"]
+    own = batch[f"boxes2d_{CAMERA}"]
+    known = values[f"boxes2d_{CAMERA}"]
     left, top, right, bottom = np.array(values["seen"]) - 0.5
     kept_boxes = (
         known["box"]
@@ -356,10 +359,8 @@ def check_boxes(batch: dict[str, Any], at: int, values: dict[str, Any], *, turne
 
 
 def check_radar(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
-    moved, stored = (
-        batch["radar"][at].numpy().astype(np.float64),
-        values["radar"].astype(np.float64),
-    )
+    moved = batch["radar"][at].numpy().astype(np.float64)
+    stored = values["radar"].astype(np.float64)
     bda = batch["bda_mat"][at].numpy().astype(np.float64)
     np.testing.assert_allclose(moved[:, :3], stored[:, :3] @ bda[:3, :3].T + bda[:3, 3], atol=1e-3)
     np.testing.assert_allclose(moved[:, 3:5], stored[:, 3:5] @ bda[:2, :2].T, atol=1e-4)
@@ -374,7 +375,8 @@ def check_radar(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
 
 
 def check_occupancy(batch: dict[str, Any], at: int) -> None:
-    moved, centres = batch["occupancy"][at].numpy(), cell_centres()
+    moved = batch["occupancy"][at].numpy()
+    centres = cell_centres()
     bda = batch["bda_mat"][at].numpy().astype(np.float64)
     afresh = depth_inside(centres, batch["gt_boxes_3d"][at].numpy().astype(np.float64))
     back = (centres - bda[:3, 3]) @ np.linalg.inv(bda[:3, :3]).T

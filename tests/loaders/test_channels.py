@@ -285,7 +285,8 @@ def test_windows_put_an_axis_of_frames_behind_the_samples(root) -> None:
 
 def test_points_of_a_lidar_move_as_the_lidars_own(root) -> None:
     (batch, *_) = batches(loader(root, transforms=AUGMENTED, points=True))
-    bda, lidar2ego = batch["bda_mat"].double(), batch["lidar2ego"].double()
+    bda = batch["bda_mat"].double()
+    lidar2ego = batch["lidar2ego"].double()
     for at, row in enumerate(batch["global_index"].tolist()):
         matrix = (torch.linalg.inv(lidar2ego[at]) @ bda[at] @ lidar2ego[at]).numpy()
         afresh = stored("returns", row) @ matrix[:3, :3].T + matrix[:3, 3]

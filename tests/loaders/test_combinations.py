@@ -59,20 +59,21 @@ def sampled(
 ) -> tuple[np.ndarray, ...]:
     """What the output must show, by float64: planes (3, h, w), and the pixels that lie well within the stored image."""
     picture = open_with_pillow(encoded).astype(np.float64)
-    height, width = TRAIN.height, TRAIN.width
+    height = TRAIN.height
+    width = TRAIN.width
     v, u = np.mgrid[:height, :width].astype(np.float64)
     there = np.linalg.inv(ida_mat[:3, :3]) @ np.stack((u.ravel(), v.ravel(), np.ones(u.size)))
     x, y = there[:2]
     inside = (x > 4) & (x < WH[0] - 5) & (y > 4) & (y < WH[1] - 5)
     if has_lens:
         x, y = bent((x - camera[0, 2]) / camera[0, 0], (y - camera[1, 2]) / camera[1, 1])
-        x, y = x * camera[0, 0] + camera[0, 2], y * camera[1, 1] + camera[1, 2]
+        x = x * camera[0, 0] + camera[0, 2]
+        y = y * camera[1, 1] + camera[1, 2]
         inside &= (x > 4) & (x < WH[0] - 5) & (y > 4) & (y < WH[1] - 5)
-    x0, y0 = (
-        np.clip(np.floor(x).astype(int), 0, WH[0] - 2),
-        np.clip(np.floor(y).astype(int), 0, WH[1] - 2),
-    )
-    fx, fy = (x - x0)[:, None], (y - y0)[:, None]
+    x0 = np.clip(np.floor(x).astype(int), 0, WH[0] - 2)
+    y0 = np.clip(np.floor(y).astype(int), 0, WH[1] - 2)
+    fx = (x - x0)[:, None]
+    fy = (y - y0)[:, None]
     upper = picture[y0, x0] * (1 - fx) + picture[y0, x0 + 1] * fx
     lower = picture[y0 + 1, x0] * (1 - fx) + picture[y0 + 1, x0 + 1] * fx
     values = np.clip(np.rint(upper * (1 - fy) + lower * fy), 0, 255).astype(np.uint8)
@@ -83,7 +84,8 @@ def check_frame(
     batch: dict, at: tuple[int, ...], sample, key2global: np.ndarray, lenses: tuple[bool, ...]
 ) -> float:
     """Matrices and pixels of one frame, ``at`` its place in the batch; the lowest PSNR of its cameras in dB."""
-    geometry, bda = sample.geometry, batch["bda_mat"][at[0]].double().numpy()
+    geometry = sample.geometry
+    bda = batch["bda_mat"][at[0]].double().numpy()
     lowest = 99.0
     for camera, channel in enumerate(CAMERAS):
         here = (*at, camera)
@@ -136,8 +138,13 @@ def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(
         for b, rows in enumerate(batch["frame_global_index"].tolist()):
             key2global = reader.sample(int(batch["global_index"][b])).geometry.ego2global
             for t, row in enumerate(rows):
-                sample, lenses = reader.sample(row), (undistort is not None, False)
-                lowest.append(check_frame(batch, (b, t), sample, key2global, lenses))
+                sample = reader.sample(row)
+                lenses = (undistort is not None, False)
+                lowest.append(
+                    check_frame(
+                        batch, at=(b, t), sample=sample, key2global=key2global, lenses=lenses
+                    )
+                )
                 bda = batch["bda_mat"][b].double().numpy()
                 ego2key = (
                     bda
@@ -174,7 +181,16 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
                         batch["ida_mat"][b, t, camera].numpy(), image_map.ida_mat(), atol=1e-4
                     )
                 sample = readers[name].sample(row)
-                assert check_frame(batch, (b, t), sample, key2global, (False, False)) > 36.0
+                assert (
+                    check_frame(
+                        batch,
+                        at=(b, t),
+                        sample=sample,
+                        key2global=key2global,
+                        lenses=(False, False),
+                    )
+                    > 36.0
+                )
             seen.add((name, rows[1]))
     assert {name for name, _ in seen} == {"city", "highway"}
     assert len(seen) == 16
@@ -213,7 +229,13 @@ def test_shards_with_restart_rows_are_undistorted_as_plain_ones(
             sample = reader.sample(rows[1])
             least_db = 36.0 if backend == "turbo" else 27.0
             assert (
-                check_frame(other, (b, 1), sample, sample.geometry.ego2global, (True, False))
+                check_frame(
+                    other,
+                    at=(b, 1),
+                    sample=sample,
+                    key2global=sample.geometry.ego2global,
+                    lenses=(True, False),
+                )
                 > least_db
             )
 
@@ -231,7 +253,8 @@ def test_each_damaged_image_is_reported_with_its_key(tmp_path, backend: str) -> 
     )
     image = ImageAugment(height=32, width=48, resize=0.5)
     (image_map,) = image.draw([(96, 64)], seed=0, epoch=0, sample=0)
-    decoder, refused = make_decoder(backend), {}
+    decoder = make_decoder(backend)
+    refused = {}
     for key, members in raw.items():
         for channel in CAMERAS:
             try:

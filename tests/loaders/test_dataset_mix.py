@@ -102,7 +102,8 @@ def test_filters_weights_windows_and_epoch_length_hold_in_each_dataset(roots):
         for batch in loader:
             assert sorted(batch["dataset"]) == ["city", "city", "city", "highway"]
             assert (batch["frame"] > 0).all()
-            rows, keys = batch["frame_global_index"], batch["global_index"]
+            rows = batch["frame_global_index"]
+            keys = batch["global_index"]
             present = batch["frame_valid"][:, 0]
             assert torch.equal(rows[:, 0][present], keys[present] - 1)
     with make(roots, order=OrderSpec(kind="windowed", window=1, seed=1)) as loader:
@@ -185,7 +186,8 @@ def test_each_cache_has_the_future_uses_of_its_own_rows(roots, tmp_path):
     first = [entry for batch in expected[0] for entry in batch]
     for source in schedule.sources:
         only = Range(source.base, len(source.dataset.index), RequestNumbers())
-        walk, where = Walk(Cursor(), loader._batching), schedule.where
+        walk = Walk(Cursor(), loader._batching)
+        where = schedule.where
         future_uses, _ = build_future_uses(where.numbers, walk, where.frames, only)
         assert isinstance(future_uses, FutureUses)
         uses = [(time, row) for time, (name, row) in enumerate(first) if name == source.name]
@@ -320,7 +322,8 @@ def test_cameras_of_other_names_and_in_another_order_are_mapped(
     }
     with load(both, 4, cameras=given, **options) as loader:
         assert loader.cameras == ("cam_front", "cam_back")
-        state, found = loader.state_dict(), list(loader)
+        state = loader.state_dict()
+        found = list(loader)
     for batch in found:
         for at, (name, row) in enumerate(
             zip(batch["dataset"], batch["global_index"].tolist(), strict=True)

@@ -351,7 +351,7 @@ def test_no_option_races_and_batches_are_those_of_the_host(case, decoder, roots,
     for want, have in zip(expected, found, strict=True):
         assert have.keys() == want.keys()
         for name, value in want.items():
-            _compare(name, value, have[name], home, decoder)
+            _compare(name, want=value, have=have[name], home=home, decoder=decoder)
 
 
 def _compare(name: str, want: Any, have: Any, home: torch.device, decoder: str) -> None:

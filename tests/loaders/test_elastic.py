@@ -12,7 +12,9 @@ from support.ranks import TESTS, run_ranks
 
 pytestmark = pytest.mark.process
 
-GLOBAL_BATCH, NUM_STEPS, KILL_STEP = 12, 11, 7
+GLOBAL_BATCH = 12
+NUM_STEPS = 11
+KILL_STEP = 7
 NUM_SAMPLES = 40  # three steps an epoch: the kill and the restart lie in the third epoch
 
 
@@ -31,7 +33,8 @@ def recorded(folder, size):
 
 
 def test_a_job_of_three_that_lost_a_rank_continues_with_two(made, tmp_path):
-    root, out = made({"train": (15, 25)})[0], tmp_path / "run"
+    root = made({"train": (15, 25)})[0]
+    out = tmp_path / "run"
     out.mkdir()
     script = TESTS / "support" / "elastic_rank.py"
     arguments = [script, root, out, GLOBAL_BATCH, NUM_STEPS]

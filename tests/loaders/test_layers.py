@@ -247,9 +247,12 @@ def test_a_curriculum_reads_a_layer_until_a_step_and_then_the_next_one(
     ]
     assert len(of_v3) == 40
     assert all(row % 3 != 1 for row in [*of_v3, *sum(whole[30:], [])])  # noqa: RUF017
-    step, state, draw = 0, None, np.random.default_rng(3)
+    step = 0
+    state = None
+    draw = np.random.default_rng(3)
     while step < 36:
-        size, num_steps = int(draw.choice([1, 2, 4], p=[0.6, 0.3, 0.1])), int(draw.integers(1, 6))
+        size = int(draw.choice([1, 2, 4], p=[0.6, 0.3, 0.1]))
+        num_steps = int(draw.integers(1, 6))
         known = ("v1",) if step + num_steps <= 10 else layers
         of_run = stages if known is layers else (OrderStage(weights=weights["v1"]),)
         found, state = drawn(ranks_of(size, known, *of_run), state, num_steps)

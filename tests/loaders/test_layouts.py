@@ -54,7 +54,8 @@ def test_every_storage_gives_the_same_batches(roots, layout, tmp_path):
 
 
 def test_a_frame_is_read_alone(roots, made):
-    dataset, raw = open_dataset(roots / "frame"), made(LENGTHS)[1]
+    dataset = open_dataset(roots / "frame")
+    raw = made(LENGTHS)[1]
     reader = SampleReader(dataset, points=False)
     sample = reader.sample(7)
     assert bytes(sample.images["cam_front"]) == raw[sample.key]["cam_front.jpg"]

@@ -64,7 +64,8 @@ def test_epochs_are_one_segment_and_a_resumption_another(tiny, path):
         loader.load_state_dict(json.loads(json.dumps(state)))
         list(loader)
     assert kept(path) == [((0, 0), (1, 8)), ((1, 8), (2, 0))]
-    setup, again = records(path, RunSetup)[0], records(path, SegmentStart)[1]
+    setup = records(path, RunSetup)[0]
+    again = records(path, SegmentStart)[1]
     assert len(records(path, RunSetup)) == 1, "what has not changed is not repeated"
     assert (again.global_batch, again.restored) == (3, (1, 8))
     assert setup.decoder == "turbo"
@@ -139,7 +140,9 @@ def test_bad_samples_are_recorded_with_what_took_their_place(own, tmp_path, path
     assert not records(path, SampleReplaced)
     # The loader looks ahead into the next epoch, so this may have its record too.
     found = records(path.with_name("a.ledger.rank00001"), SampleReplaced)[0]
-    assert found == SampleReplaced((0, 0), 1, 0, 7, index.row(7).key, plain[7])
+    assert found == SampleReplaced(
+        since=(0, 0), rank=1, epoch=0, position=7, key=index.row(7).key, replaced_by=plain[7]
+    )
     assert found.replaced_by == index.row(8).key
 
 

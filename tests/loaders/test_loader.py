@@ -110,7 +110,8 @@ class TestContent:
 class TestOrder:
     def test_a_consumer_that_counts_batches_gets_the_next_epoch_too(self, tiny):
         """Lightning and others take len(loader) batches and never ask for one more."""
-        loader, counted = load(tiny, 4), load(tiny, 4)
+        loader = load(tiny, 4)
+        counted = load(tiny, 4)
         expected = [[batch["sample_key"] for batch in loader] for _ in range(3)]
         for epoch in range(3):
             iterator = iter(counted)
@@ -139,7 +140,8 @@ class TestOrder:
 
     def test_epochs_and_seeds_differ_and_repeat(self, tiny):
         loader = load(tiny, 7)
-        first, second = keys(loader), keys(loader)
+        first = keys(loader)
+        second = keys(loader)
         assert first != second
         assert sorted(first) == sorted(second)
         loader.set_epoch(0)
@@ -189,7 +191,9 @@ class TestOrder:
         loader = load(tiny)
         first = iter(loader)
         next(first)
-        stopped, go_on, start = threading.Event(), threading.Event(), loader._runner.start
+        stopped = threading.Event()
+        go_on = threading.Event()
+        start = loader._runner.start
 
         def slow_start(*arguments):
             stopped.set()

@@ -157,10 +157,8 @@ class TestSameBatches:
         ]
         coming = []
         for number, worker in enumerate(workers):
-            walk, where = (
-                Walk(Cursor(), worker._batching, WorkerShard(number, num_turns)),
-                worker._schedule.where,
-            )
+            walk = Walk(Cursor(), worker._batching, WorkerShard(number, num_turns))
+            where = worker._schedule.where
             coming.append(
                 prefetch(
                     where.scheduled(walk), worker._schedule.streams(walk), worker._look_ahead_bytes
@@ -225,7 +223,10 @@ with DataLoader(sys.argv[1], 3, storage={"cache_dir": sys.argv[2], "cache_size":
 
 
 def scheduled(count):
-    return (Scheduled(0, number, 0, number, (number % 21,), True) for number in range(count))
+    return (
+        Scheduled(epoch=0, step=number, at=0, position=number, rows=(number % 21,), valid=True)
+        for number in range(count)
+    )
 
 
 class TestBounds:
@@ -252,7 +253,8 @@ class TestBounds:
 
         for limit in (1, 30_000, 100_000, 10**9):
             held.update(bytes=0, most=0)
-            session, taken = Session(), []
+            session = Session()
+            taken = []
             for ahead in prefetch(
                 scheduled(200), [RequestStream(SampleReader(dataset), session)], limit
             ):
@@ -264,7 +266,8 @@ class TestBounds:
 
     def test_small_samples_are_bounded_by_number(self, tiny):
         dataset = open_dataset(tiny)
-        asked, session = [], LayeredStorage(open_storage(dataset)).session()
+        asked = []
+        session = LayeredStorage(open_storage(dataset)).session()
         real = session.request
         session.request = lambda rows: asked.append(len(rows)) or real(rows)
         ahead = prefetch(scheduled(5000), [RequestStream(SampleReader(dataset), session)], 10**12)
@@ -280,7 +283,10 @@ class TestBounds:
 
     def test_a_row_outside_the_index_is_reported_in_its_turn(self, tiny):
         dataset = open_dataset(tiny)
-        coming = (Scheduled(0, n, 0, n, (row,), True) for n, row in enumerate((3, 4, 99, 5)))
+        coming = (
+            Scheduled(epoch=0, step=n, at=0, position=n, rows=(row,), valid=True)
+            for n, row in enumerate((3, 4, 99, 5))
+        )
         stream = prefetch(
             coming,
             [RequestStream(SampleReader(dataset), LayeredStorage(open_storage(dataset)).session())],
@@ -300,7 +306,8 @@ class TestBounds:
         with FaultServer(tiny, stall) as server:
             loader = load(server.url, cache_dir=tmp_path)
             waiting = threading.Thread(target=lambda: next(iter(loader), None), daemon=True)
-            threading.excepthook, before = lambda args: None, threading.excepthook
+            before = threading.excepthook
+            threading.excepthook = lambda args: None
             try:
                 waiting.start()
                 while not any(request.name.endswith(".tar") for request in server.requests):
@@ -351,7 +358,8 @@ class TestBadSamples:
         file = tmp_path / "bad.jsonl"
         loader = load(own, seed=2, on_error="substitute", file=file)
         with caplog.at_level(logging.WARNING):
-            first, second = keys(loader), keys(loader)
+            first = keys(loader)
+            second = keys(loader)
         assert len(first) == len(second) == 21
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         assert len(lines) == 2

@@ -103,7 +103,8 @@ def same(found: Logits, wanted: Logits | None, form: Logits) -> None:
 
 def check(batch: dict[str, Any]) -> int:
     rows = batch["global_index"].tolist()
-    top, drawn = batch["top"], batch["drawn"]
+    top = batch["top"]
+    drawn = batch["drawn"]
     assert (
         top.offsets is None
         and top.indices.dtype == torch.int32

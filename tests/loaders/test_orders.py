@@ -13,7 +13,9 @@ from support.batches import TINY, batches, load
 from support.datasets import build_dataset
 from support.storage_suite import spoil
 
-FIRST, NUM = 5, 26  # clips of four frames, the last of two
+# clips of four frames, the last of two
+FIRST = 5
+NUM = 26
 LENGTHS = {"val": (FIRST,), "train": (9, 10, NUM - 19)}
 LANES = OrderSpec(kind="lanes", seed=1)
 LANES_OF_PIECES = OrderSpec(kind="lanes", seed=1, pieces_per_clip=2)

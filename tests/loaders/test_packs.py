@@ -70,7 +70,8 @@ def packs(batch):
 def test_a_batch_says_where_each_pack_sample_and_token_is(root, decoder):
     seen = []
     for batch in run(root, drop_last=False, decoder=decoder):
-        rows, tokens = batch["global_index"].tolist(), batch["words"]
+        rows = batch["global_index"].tolist()
+        tokens = batch["words"]
         assert isinstance(tokens, Packed)
         assert len(packs(batch)) == 3
         assert all(0 < sum(len(words(row)) for row in pack) <= 9 for pack in packs(batch))
@@ -134,10 +135,15 @@ def test_ranks_and_threads_share_the_same_packs(root, spec):
 
 def stop_and_go(root, num_stops, seed):
     """Stop at random steps, continue on other ranks with a batch that divides; every sample once in each epoch."""
-    draw, state, found, epoch = random.Random(seed), None, [], 0
+    draw = random.Random(seed)
+    state = None
+    found = []
+    epoch = 0
     for _ in range(num_stops):
         size, batch = draw.choice([(1, 4), (2, 2), (4, 1), (1, 2), (2, 1)])
-        steps, states, parts = draw.randint(1, 4), [], []
+        steps = draw.randint(1, 4)
+        states = []
+        parts = []
         for rank in range(size):
             with load(
                 root, batch, rank=rank, size=size, image=TINY, order=ORDER, drop_last=False
@@ -220,12 +226,14 @@ def test_too_long_samples_are_cut_where_that_is_asked(root, tmp_path):
 def test_static_packs_hold_the_same_in_fixed_shapes(root, images):
     order = OrderSpec(seed=3, pack=Pack(budget=9, cost=LENGTH, window=10, max_samples=4))
     options = {"order": order, "drop_last": False, **images}
-    shapes, places = set(), set()
+    shapes = set()
+    places = set()
     with load(
         root, 3, select=["words"], static={"max_boxes": 40}, **{"image": TINY, **options}
     ) as loader:
         for expected, got in zip(run(root, **options), loader, strict=True):
-            num, tokens = len(expected["pack"]), len(expected["words"].values)
+            num = len(expected["pack"])
+            tokens = len(expected["words"].values)
             flat = {name: value for name, value in got.items() if isinstance(value, torch.Tensor)}
             flat |= {"values": got["words"].values, "offsets": got["words"].offsets}
             flat |= got["img"] if images else {}

@@ -80,7 +80,8 @@ def multi_rate_clip(draw):
 def test_values_at_times_are_those_read_by_timestamps(clip, offsets, interpolation, staleness):
     sample_times, sensor_times = clip
     rng = np.random.default_rng(len(sample_times))
-    measured, stored = rng.normal(size=(len(sensor_times), 2)), rng.normal(size=len(sample_times))
+    measured = rng.normal(size=(len(sensor_times), 2))
+    stored = rng.normal(size=len(sample_times))
     window = {"seconds": [ms / 1e3 for ms in offsets], "interpolation": interpolation}
     given = ChannelWindow(**window, max_staleness_s=None if staleness is None else staleness / 1e3)
     both = TimeWindow({"can": given, "speed": given})
@@ -101,7 +102,13 @@ def test_values_at_times_are_those_read_by_timestamps(clip, offsets, interpolati
             ("speed", sample_times, stored),
         ):
             for offset, value in zip(given.offsets_ns, found[name], strict=True):
-                expected = read_by_time(times, values, now + offset, interpolation, given.reach_ns)
+                expected = read_by_time(
+                    times,
+                    values=values,
+                    wanted=now + offset,
+                    interpolation=interpolation,
+                    max_staleness_ns=given.reach_ns,
+                )
                 assert (value is None) == (expected is None), (name, offset)
                 if expected is not None and interpolation == "linear":
                     np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6)
@@ -117,10 +124,8 @@ def test_the_parts_of_a_series_hold_each_measurement_once_and_its_neighbours(cli
     bounds = [-np.inf, *sample_times.tolist()[:-1], np.inf]
     for (low, high), part in zip(pairwise(bounds), parts, strict=True):
         within = sensor_times[(sensor_times > low) & (sensor_times <= high)]
-        before, after = (
-            sensor_times[sensor_times <= low][-1:],
-            sensor_times[sensor_times > high][:1],
-        )
+        before = sensor_times[sensor_times <= low][-1:]
+        after = sensor_times[sensor_times > high][:1]
         after = after if not (sensor_times == high).any() else after[:0]
         assert part[TIMES].tolist() == [*before, *within, *after]
         assert np.array_equal(sensor_times[part[VALUES]], part[TIMES])
@@ -197,7 +202,9 @@ def test_each_channel_has_the_axis_of_its_own_times(root):
             zip(batch["clip_id"], batch["frame"].tolist(), strict=True)
         ):
             row = int(clip[-4:]) * 4 + frame
-            first, last, now = row // 4 * 4, row // 4 * 4 + 3, row * RATE_NS
+            first = row // 4 * 4
+            last = row // 4 * 4 + 3
+            now = row * RATE_NS
             assert batch["frame_valid"][at].tolist() == [frame > 0, True]
             measured = SENSOR_TIMES[
                 (first * RATE_NS - RATE_NS <= SENSOR_TIMES)
@@ -226,10 +233,8 @@ def test_each_channel_has_the_axis_of_its_own_times(root):
 
 
 def test_seconds_and_steps_are_the_same_batches(root):
-    steps, seconds = (
-        {"frames": [-2, 0, 1], "pad": "mask"},
-        {"img": {"seconds": [-1, 0, 0.5], "pad": "mask"}},
-    )
+    steps = {"frames": [-2, 0, 1], "pad": "mask"}
+    seconds = {"img": {"seconds": [-1, 0, 0.5], "pad": "mask"}}
     options = {"order": {"kind": "shuffled", "seed": 3}, "transforms": {"points": True}}
     with (
         loader(root, window=steps, **options) as one,
@@ -271,7 +276,8 @@ def test_a_channel_in_ego_moves_with_the_augmented_ego_frame(root):
 
 @pytest.mark.costly
 def test_attributes_are_read_by_time_too(tmp_path):
-    made, layer = build(tmp_path / "d"), tmp_path / "layer"
+    made = build(tmp_path / "d")
+    layer = tmp_path / "layer"
     score = Channel(
         name="score", kind="array", field="score.npy", dtype="float64", law=Law("fixed")
     )
@@ -279,7 +285,8 @@ def test_attributes_are_read_by_time_too(tmp_path):
         for row in range(20):
             writer.write(row, {"score": np.float64(row * 3)})
     writer.finish()
-    window, layers = {"teacher.score": [-0.25, 0]}, {"teacher": layer}
+    window = {"teacher.score": [-0.25, 0]}
+    layers = {"teacher": layer}
     with loader(made, 4, window, ["teacher.score"], layers=layers) as one:
         batch = next(iter(one))
     assert batch["teacher.score_valid"].tolist() == [[False, True], *[[True, True]] * 3]
@@ -290,7 +297,8 @@ def test_attributes_are_read_by_time_too(tmp_path):
 def test_only_the_channels_of_other_samples_are_read(tmp_path, layout):
     made = build(tmp_path / "d", layout=layout)
     reader = SampleReader(open_dataset(made), channels=(SPEED, CAN))
-    reader.num_frames, reader.timed = 1, (SPEED,)
+    reader.num_frames = 1
+    reader.timed = (SPEED,)
     whole, part, again = reader.rows([5, 6, 5])
     assert whole == again == reader.row(5)
     if layout == "frame":

@@ -25,10 +25,9 @@ from support.storage_suite import spoil
 TRAIN = ImageAugment(
     height=32, width=48, train=True, resize_range=(0.5, 0.7), flip_prob=0.5, rotate_deg=(-5, 5)
 )
-FIRST, NUM = (
-    5,
-    21,
-)  # rows 5 .. 25: clips of four frames, the first without its frame 0, the last with two
+# rows 5 .. 25: clips of four frames, the first without its frame 0, the last with two
+FIRST = 5
+NUM = 21
 ROWS = range(FIRST, FIRST + NUM)
 OF_FRAMES = (
     "img",
@@ -53,9 +52,11 @@ def root(made):
 
 def shown(row, frames, stride=1, padding="repeat_edge"):
     """The rows of a sample's window and which are the frames asked for, by walking through its clip."""
-    rows, present = [], []
+    rows = []
+    present = []
     for offset in frames:
-        wanted, there = row + offset * stride, row
+        wanted = row + offset * stride
+        there = row
         inside = wanted in ROWS and wanted // 4 == row // 4
         if inside:
             there = wanted
@@ -88,7 +89,8 @@ def single(root):
     ],
 )
 def test_every_frame_is_the_single_sample_of_its_row(root, single, frames, stride, padding):
-    reader, seen = SampleReader(open_dataset(root)), []
+    reader = SampleReader(open_dataset(root))
+    seen = []
     options = {
         "frames": frames,
         "stride": stride,
@@ -109,7 +111,8 @@ def test_every_frame_is_the_single_sample_of_its_row(root, single, frames, strid
                 assert batch[name][at] == single[key][name][0]
             key2global = reader.sample(key).geometry.ego2global
             for t, row in enumerate(rows):
-                alone, geometry = single[row], reader.sample(row).geometry
+                alone = single[row]
+                geometry = reader.sample(row).geometry
                 hides = padding == "mask" and not present[t]
                 for name in OF_FRAMES:
                     expected = alone[name][0]
@@ -259,8 +262,10 @@ def test_a_state_of_another_window_is_refused_showing_both(root, other):
 def test_future_uses_and_requests_know_all_frames(root, tmp_path, monkeypatch):
     options = {"backend": "remote", "cache_dir": tmp_path / "cache", "look_ahead_bytes": 30_000}
     with load(root, 4, frames=[-1, 0], seed=2, **options) as loader:
-        where, storage = loader._schedule.where, loader._schedule.sources[0].storage
-        asked, session_of = [], storage.session
+        where = loader._schedule.where
+        storage = loader._schedule.sources[0].storage
+        asked = []
+        session_of = storage.session
 
         def session(*arguments):
             made = session_of(*arguments)
@@ -284,7 +289,8 @@ def test_future_uses_and_requests_know_all_frames(root, tmp_path, monkeypatch):
 
 
 def test_a_bad_frame_makes_way_for_the_next_sample_of_the_order(tmp_path):
-    own, file = tmp_path / "OUT", tmp_path / "bad.jsonl"
+    own = tmp_path / "OUT"
+    file = tmp_path / "bad.jsonl"
     build_dataset(own, LENGTHS)
     spoil(own, open_dataset(own).index.row(13))
     options = {

@@ -47,7 +47,8 @@ from fuelrail.pipeline.sample.schema import BOXES, META, Boxes, Meta, decode_arr
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SHARD, FRAMED = "train-000000.tar", "train-000000.tar.zst"
+SHARD = "train-000000.tar"
+FRAMED = "train-000000.tar.zst"
 RAW = bytes(range(256)) * 2 + b"tail"
 
 
@@ -135,7 +136,8 @@ def index_of(
     """The index with other metadata or another batch, by pyarrow alone."""
     with pa.ipc.open_file(good) as file:
         table = file.read_all()
-    batch, sink = batch or table.to_batches()[0], io.BytesIO()
+    batch = batch or table.to_batches()[0]
+    sink = io.BytesIO()
     schema = batch.schema.with_metadata({**table.schema.metadata, **(metadata or {})})
     with pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
@@ -174,7 +176,8 @@ def load_tensors(data: bytes) -> Any:
 @pytest.fixture(scope="module")
 def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
     root, raw = tiny_dataset({"train": (4, 3)}, size=(32, 24), layout="frame")
-    members, folder = raw["clip-0000-000003"], tmp_path_factory.mktemp("index")
+    members = raw["clip-0000-000003"]
+    folder = tmp_path_factory.mktemp("index")
 
     def read_index(data: bytes) -> list[Any]:
         (folder / INDEX_FILE).write_bytes(data)
@@ -185,7 +188,8 @@ def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
     def read_zstd(codec: str, promise: int | None) -> Callable[[bytes], bytes]:
         return lambda data: codecs.decode(codec, data, promise)
 
-    dataset, shard = open_dataset(root), (root / FRAMED).read_bytes()
+    dataset = open_dataset(root)
+    shard = (root / FRAMED).read_bytes()
     row = dataset.index.row(1)
     span = shard[row.offset : row.offset + row.length]
     manifest = (root / MANIFEST_FILE).read_bytes()
@@ -201,28 +205,28 @@ def forms(tiny_dataset, tmp_path_factory) -> dict[str, Form]:
     )
     made = {
         "tensors": Form(
-            write_tensors(arrays),
-            read_tensors,
-            SchemaError,
-            lambda found, data: same(found, load_tensors(data)),
-            sized,
+            good=write_tensors(arrays),
+            read=read_tensors,
+            error=SchemaError,
+            agrees=lambda found, data: same(found, load_tensors(data)),
+            frame=sized,
         ),
         "npy": Form(
-            write_npy(np.arange(10, dtype="<f4").reshape(2, 5)),
-            read_npy,
-            SchemaError,
-            lambda found, data: same(found, load_npy(data)),
-            lambda data: npy(data.decode("latin-1")),
+            good=write_npy(np.arange(10, dtype="<f4").reshape(2, 5)),
+            read=read_npy,
+            error=SchemaError,
+            agrees=lambda found, data: same(found, load_npy(data)),
+            frame=lambda data: npy(data.decode("latin-1")),
         ),
         "meta": Form(
             members[META], decode_meta, SchemaError, lambda found, _: isinstance(found, Meta)
         ),
         "boxes": Form(
-            members[BOXES],
-            lambda data: decode_arrays(data, Boxes),
-            SchemaError,
-            lambda found, _: found.boxes3d.shape == (3, 7),
-            sized,
+            good=members[BOXES],
+            read=lambda data: decode_arrays(data, Boxes),
+            error=SchemaError,
+            agrees=lambda found, _: found.boxes3d.shape == (3, 7),
+            frame=sized,
         ),
         "manifest": Form(
             manifest,
@@ -301,7 +305,8 @@ def check(form: Form, data: bytes, *, must_fail: bool = False) -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_a_flipped_byte_is_an_error_or_read_as_others_read_it(forms, name, data) -> None:
-    damaged, end = bytearray(forms[name].good), len(forms[name].good) - 1
+    damaged = bytearray(forms[name].good)
+    end = len(forms[name].good) - 1
     damaged[data.draw(st.integers(0, end) | st.integers(max(0, end - 60), end))] ^= data.draw(
         st.integers(1, 255)
     )
@@ -310,7 +315,8 @@ def test_a_flipped_byte_is_an_error_or_read_as_others_read_it(forms, name, data)
 
 @pytest.mark.slow
 def test_a_third_of_all_flips_of_an_index_never_end_the_process(forms) -> None:
-    good, rng = forms["index"].good, random.Random(7)
+    good = forms["index"].good
+    rng = random.Random(7)
     for at in rng.sample(range(len(good)), len(good) // 3):
         check(
             forms["index"], good[:at] + bytes([good[at] ^ rng.randrange(1, 256)]) + good[at + 1 :]

@@ -31,7 +31,8 @@ def drawn_parents() -> dict[str, str]:
         match = re.match(r"([ │├└─]*)([A-Z]\w+Error)", line)
         if match is None:
             continue
-        depth, name = len(match[1]), match[2]
+        depth = len(match[1])
+        name = match[2]
         while branch and branch[-1][0] >= depth:
             branch.pop()
         parents[name] = branch[-1][1] if branch else "Exception"

@@ -57,7 +57,14 @@ def test_without_flags_the_defaults_hold() -> None:
 def test_every_kind_of_field() -> None:
     text = "--level 2 --share 0.5 --no-points --deep --num-threads 3 --mode small --sizes 1 2 --pair 3:4"
     assert from_flags(parse(text), Options) == Options(
-        2, 0.5, False, True, 3, "small", (1, 2), (3, 4)
+        level=2,
+        share=0.5,
+        points=False,
+        deep=True,
+        num_threads=3,
+        mode="small",
+        sizes=(1, 2),
+        pair=(3, 4),
     )
     assert from_flags(parse("--num-threads auto"), Options).num_threads == "auto"
 

@@ -35,7 +35,8 @@ from fuelrail.pipeline.order.weights import (
 from support.sized_datasets import write_synthetic_index
 
 VECTORS = json.loads((Path(__file__).parent / "order" / "vectors.json").read_text(encoding="utf-8"))
-SEEDS, EPOCHS = st.integers(0, 2**63 - 1), st.integers(0, 2**20)
+SEEDS = st.integers(0, 2**63 - 1)
+EPOCHS = st.integers(0, 2**20)
 
 
 def key(purpose, *numbers):
@@ -88,10 +89,12 @@ def copies(weights, length, seed, epoch):
         return list(range(length))
     bits = min(32, 62 - len(weights).bit_length())
     ticks = [round(weight / max(weights) * 2**bits) for weight in weights]
-    total, found = sum(ticks), []
+    total = sum(ticks)
+    found = []
     phase = key("order weights", seed, epoch) % total
     for j in range(length):
-        at, sample = (j * total + phase) // length, 0
+        at = (j * total + phase) // length
+        sample = 0
         while sum(ticks[: sample + 1]) <= at:
             sample += 1
         found.append(sample)
@@ -105,7 +108,8 @@ def windowed(shard_of_copy, window, seed, epoch):
     slots = [
         shards[permutation(num, key("order windowed shards", seed, epoch))(i)] for i in range(num)
     ]
-    num_windows, found = -(-num // window), []
+    num_windows = -(-num // window)
+    found = []
     for k in range(num_windows):
         inside = slots[k * num // num_windows : (k + 1) * num // num_windows]
         held = [
@@ -144,7 +148,9 @@ def test_kinds_weights_and_selections(kind, shards, window, length, filtered, se
         weights=() if weights is None else (AttributeWeights(attribute="any"),),
     )
     sampling = None if weights is None else SystematicSampling(weights, length)
-    ours = CompiledOrder(spec, {}, shards, selected, sampling).epoch(epoch)
+    ours = CompiledOrder(
+        spec=spec, identity={}, shard_lengths=shards, selected=selected, sampling=sampling
+    ).epoch(epoch)
 
     samples = list(range(n)) if selected is None else selected.tolist()
     by_copy = [samples[i] for i in copies(weights, length or num_selected, seed, epoch)]
@@ -173,7 +179,8 @@ def test_large_permutations(n, seed, data):
     EPOCHS,
 )
 def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
-    pieces, first = [], 0
+    pieces = []
+    first = 0
     for length in lengths:
         parts = min(length, pieces_per_clip)
         for part in range(parts):
@@ -186,7 +193,8 @@ def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
     table = ClipTable.build(clips, frames)
     ours = LaneOrder(table, num_lanes, seed=seed, pieces_per_clip=pieces_per_clip).epoch(epoch)
 
-    loads, lane_of_slot = [0] * num_lanes, []
+    loads = [0] * num_lanes
+    lane_of_slot = []
     for length in sorted(map(len, pieces), reverse=True):
         lane_of_slot.append(loads.index(min(loads)))
         loads[lane_of_slot[-1]] += length
@@ -266,9 +274,11 @@ def changes_of(old, new):
     st.integers(0, 2),
 )
 def test_scheduled_mixes(ratios, ends, seed, epoch):
-    size, lengths = math.lcm(*map(sum, ratios)), (11, 7)
+    size = math.lcm(*map(sum, ratios))
+    lengths = (11, 7)
     ratios = [[ratio * size // sum(each) for ratio in each] for each in ratios]
-    stages, until = [], 0
+    stages = []
+    until = 0
     for each, (blocks, ramp) in zip(ratios[:-1], ends, strict=False):
         until += blocks * size
         stages.append(MixStage(ratios=dict(zip("ab", each, strict=True)), until=until, ramp=ramp))
@@ -278,20 +288,21 @@ def test_scheduled_mixes(ratios, ends, seed, epoch):
     mix = MixedOrder(orders, schedule.final, seed=seed, schedule=schedule)
     entries = mix.epoch(epoch).entries(np.arange(mix.epoch_length))
 
-    word, u, expected = permutation(2**62, key("order mix", seed)), [0, 0], []
+    word = permutation(2**62, key("order mix", seed))
+    u = [0, 0]
+    expected = []
     num_blocks = max(-(-n // ratio) for n, ratio in zip(lengths, ratios[-1], strict=True) if ratio)
     for block in range((epoch + 1) * num_blocks):
-        number, start = 0, 0
+        number = 0
+        start = 0
         while number < len(ratios) - 1 and block >= start + ends[number][0]:
             start += ends[number][0]
             number += 1
         held = list(ratios[number])
         if number < len(ratios) - 1 and ends[number][1]:
-            changes, c, n = (
-                changes_of(ratios[number], ratios[number + 1]),
-                block - start,
-                ends[number][0],
-            )
+            changes = changes_of(ratios[number], ratios[number + 1])
+            c = block - start
+            n = ends[number][0]
             for i in range(
                 len(changes) * c * c // (2 * n), len(changes) * (c + 1) * (c + 1) // (2 * n)
             ):
@@ -320,7 +331,8 @@ def test_scheduled_mixes(ratios, ends, seed, epoch):
     st.integers(0, 2),
 )
 def test_stages(data, ends, seed, epoch):
-    n, epoch_length = 30, data.draw(st.none() | st.integers(1, 50))
+    n = 30
+    epoch_length = data.draw(st.none() | st.integers(1, 50))
     columns = {
         f"w{d}": data.draw(st.lists(st.integers(1, 5), min_size=n, max_size=n))
         for d in range(len(ends) + 1)
@@ -344,7 +356,8 @@ def test_stages(data, ends, seed, epoch):
     @functools.cache
     def samples(d, e, length):
         """Epoch e of the order of stage d."""
-        its_seed, held = key("order stage", seed, d) % 2**63 if d else seed, range(bounds[d], n)
+        its_seed = key("order stage", seed, d) % 2**63 if d else seed
+        held = range(bounds[d], n)
         weights = [columns[f"w{d}"][i] for i in held] if weighted[d] else None
         shuffled = permutation(length, key("order shuffled", its_seed, e))
         chosen = copies(weights, length, its_seed, e)
@@ -352,11 +365,13 @@ def test_stages(data, ends, seed, epoch):
 
     length = epoch_length or n - bounds[0]
     assert order.epoch_length == length
-    expected, u = [], [0] * len(stages)
+    expected = []
+    u = [0] * len(stages)
     for position in range((epoch + 1) * length):
         d = sum(position >= end for end in until)
         start = until[d - 1] if d else 0
-        c, num = position - start, (until[d] if d < len(until) else 0) - start
+        c = position - start
+        num = (until[d] if d < len(until) else 0) - start
         if stages[d].ramp and (c + 1) ** 2 // (2 * num) > c**2 // (2 * num):
             d += 1
         if position >= epoch * length:
@@ -495,7 +510,8 @@ def truth(node, row):
             sides = [truth(value, row) for value in values]
             return ends if ends in sides else None if None in sides else not ends
         case ast.BinOp(left=left, op=kind, right=right):
-            a, b = truth(left, row), truth(right, row)
+            a = truth(left, row)
+            b = truth(right, row)
             if a is None or b is None:
                 return None
             remainder = lambda a, b: int(math.fmod(a, b))  # noqa: E731
@@ -619,7 +635,9 @@ def test_a_mixs_parts_count_in_the_order_of_the_ratios(tmp_path, values, weighte
     num_blocks = max(
         -(-len(part) // ratio) for part, ratio in zip(parts, ratios.values(), strict=True)
     )
-    word, taken, expected = permutation(2**62, key("order mix", 4)), [0, 0], []
+    word = permutation(2**62, key("order mix", 4))
+    taken = [0, 0]
+    expected = []
     for number in range(num_blocks):
         for entry in sorted(range(5), key=lambda i, number=number: word(number * 5 + i)):
             part = block[entry]

@@ -37,7 +37,8 @@ def test_rotations_are_rotations(quaternion) -> None:
 def test_rotation_is_the_quaternion_product(q, v) -> None:
     """q v q*, by Hamilton's rule, which the matrix formula stands for."""
     q = q / np.linalg.norm(q)
-    w, u = q[0], q[1:]
+    w = q[0]
+    u = q[1:]
     expected = 2 * (u @ v) * u + (w * w - u @ u) * v + 2 * w * np.cross(u, v)
     np.testing.assert_allclose(rotation_matrices(q) @ v, expected, atol=1e-12)
 

@@ -122,7 +122,9 @@ def test_reshard_merges_and_appends(out, dataroot, sharded, tmp_path):
 def test_verify_finds_and_repairs(source, tmp_path):
     out = tmp_path / "out"
     shard(source, out, workers=1)
-    before, checked, damage = digests(out), [], []
+    before = digests(out)
+    checked = []
+    damage = []
     assert (
         verify(
             out, deep=True, progress=lambda shard, number: checked.append((shard.name, number))

@@ -64,7 +64,8 @@ def copy(drive: Path, tmp_path: Path) -> Path:
 
 
 def values(dataset: Any, number: int) -> dict[str, Any]:
-    sample, names = dataset[number], [one.name for one in dataset.manifest.extra_channels]
+    sample = dataset[number]
+    names = [one.name for one in dataset.manifest.extra_channels]
     return decode_values(sample.extra, select(dataset.manifest.channels, names, "it"), sample.key)
 
 
@@ -100,7 +101,8 @@ def test_radar_points_lie_on_the_boxes_and_move_with_them(drive) -> None:
     dataset = open_dataset(drive / "packed")
     moving = 0
     for number in range(len(dataset)):
-        sample, radar = dataset[number], values(dataset, number)["radar"]
+        sample = dataset[number]
+        radar = values(dataset, number)["radar"]
         boxes = sample.boxes
         turn = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))
         for x, y, z, vx, vy, *_ in radar:
@@ -128,7 +130,8 @@ def test_masks_lie_in_the_boxes_of_their_instances(drive, tmp_path) -> None:
     for number in range(len(dataset)):
         found = values(dataset, number)
         for camera in ("cam_front", "cam_back_left"):
-            mask, boxes = found[f"instances_{camera}"], found[f"boxes2d_{camera}"]
+            mask = found[f"instances_{camera}"]
+            boxes = found[f"boxes2d_{camera}"]
             assert mask.shape == (180, 320)
             for instance in set(mask.ravel().tolist()) - {0}:
                 v, u = np.nonzero(mask == instance)
@@ -144,7 +147,8 @@ def test_depth_is_that_of_the_lidar_points_and_of_the_ground(drive) -> None:
     dataset = open_dataset(drive / "packed")
     compared = 0
     for number in range(len(dataset)):
-        sample, found = dataset[number], values(dataset, number)
+        sample = dataset[number]
+        found = values(dataset, number)
         (points,) = sample.points.values()
         ego2img = sample.geometry.ego2img()
         in_ego = np.c_[points[:, :3], np.ones(len(points))] @ sample.geometry.lidar2keyego().T
@@ -156,7 +160,8 @@ def test_depth_is_that_of_the_lidar_points_and_of_the_ground(drive) -> None:
             u, v, z, _ = (in_ego @ ego2img[camera].T).T
             u, v = ((side / z + 0.5) / 4 for side in (u, v))
             seen = (z > 1) & (z < 40) & (u > 1) & (u < 79) & (v > 1) & (v < 44)
-            rows, columns = v[seen].astype(int), u[seen].astype(int)
+            rows = v[seen].astype(int)
+            columns = u[seen].astype(int)
             # A point shows within a pixel of the map what its neighbours show: edges and occlusion aside.
             around = np.stack(
                 [depth[rows + dv, columns + du] for dv in (-1, 0, 1) for du in (-1, 0, 1)]
@@ -193,7 +198,8 @@ def test_append_carries_them(drive, first, tmp_path) -> None:
     )
     reshard([first, tmp_path / "new"], tmp_path / "both", append=True)
     assert faults(tmp_path / "both") == []
-    both, packed = open_dataset(tmp_path / "both"), open_dataset(drive / "packed")
+    both = open_dataset(tmp_path / "both")
+    packed = open_dataset(drive / "packed")
     assert len(both) == len(packed)
     assert both.manifest.channels == packed.manifest.channels
     for number in range(len(packed)):
@@ -313,24 +319,25 @@ def test_a_missing_file_of_an_optional_channel_is_an_absent_member(copy, tmp_pat
 @pytest.mark.parametrize("images", [{"resize": 0.5}, {"size": (149, 73)}])
 def test_what_lies_on_images_is_scaled_with_them(drive, tmp_path, images) -> None:
     """As the loader would move it: the mask of a half image is the mask of the image, resized to half by the loader."""
-    source, boxes2d = f"nuscenes:{drive / 'drive'}", {"channels": ["boxes2d"]}
+    source = f"nuscenes:{drive / 'drive'}"
+    boxes2d = {"channels": ["boxes2d"]}
     shard(source, tmp_path / "out", workers=1, options=boxes2d, images=images)
     shard(source, tmp_path / "whole", workers=1, options=boxes2d)
     assert faults(tmp_path / "out") == []
-    dataset, before = open_dataset(tmp_path / "out"), open_dataset(tmp_path / "whole")
+    dataset = open_dataset(tmp_path / "out")
+    before = open_dataset(tmp_path / "whole")
     width, height = images.get("size", (160, 90))
     for number in range(len(dataset)):
-        scaled, whole = (
-            values(dataset, number),
-            values(before, before.position(dataset[number].key)),
-        )
+        scaled = values(dataset, number)
+        whole = values(before, before.position(dataset[number].key))
         mask = scaled["instances_cam_front"]
         v, u = (
             ((np.arange(to) + 0.5) * of / to).astype(int)
             for to, of in ((height, 180), (width, 320))
         )
         np.testing.assert_array_equal(mask, whole["instances_cam_front"][v][:, u])
-        boxes, all_boxes = scaled["boxes2d_cam_front"]["box"], whole["boxes2d_cam_front"]["box"]
+        boxes = scaled["boxes2d_cam_front"]["box"]
+        all_boxes = whole["boxes2d_cam_front"]["box"]
         scale = np.array([width / 320, height / 180] * 2)
         np.testing.assert_allclose(boxes, (all_boxes + 0.5) * scale - 0.5, atol=1e-3)
         depth = scaled["depth_cam_front"]

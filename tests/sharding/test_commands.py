@@ -195,7 +195,8 @@ def test_pointers_instead_of_sensor_files(run, source, tmp_path):
 
 
 def test_a_truncated_and_a_missing_camera_file(run, copy, tmp_path):
-    victim, out = next((copy / "samples" / "CAM_BACK").iterdir()), tmp_path / "out"
+    victim = next((copy / "samples" / "CAM_BACK").iterdir())
+    out = tmp_path / "out"
     victim.write_bytes(victim.read_bytes()[:-100])
     sentence = refused(shard(run, copy, out))
     assert f"samples/CAM_BACK/{victim.name}" in sentence

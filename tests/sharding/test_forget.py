@@ -60,7 +60,8 @@ def dataset(source, tmp_path):
 def choose(dataset):
     """A clip, and one sample of another one; and the rows of both."""
     index = open_dataset(dataset).index
-    clips, keys = index.strings("clip_id"), index.strings("key")
+    clips = index.strings("clip_id")
+    keys = index.strings("key")
     clip = sorted(set(clips))[1]
     key = next(key for key, of in zip(keys, clips, strict=True) if of != clip)
     return clip, key, [at for at in range(len(keys)) if clips[at] == clip or keys[at] == key]
@@ -79,7 +80,8 @@ def traces(dataset, rows):
     others = {row.xxh3 for at in kept for row in opened.index.row(at).members}
     rest = b"".join(span_of(opened, at) for at in kept)
     for at in rows:
-        row, span = opened.index.row(at), span_of(opened, at)
+        row = opened.index.row(at)
+        span = span_of(opened, at)
         found[row.key.encode()] = "key"
         members = [one.xxh3 for one in row.members if one.xxh3 not in others]
         for number in (row.xxh3, xxhash.xxh3_64_intdigest(row.key.encode()), *members):
@@ -114,7 +116,8 @@ def check(dataset, before, names, rows, report):
     opened = open_dataset(dataset)
     kept = [at for at in range(len(before["keys"])) if at not in rows]
     assert opened.index.strings("key") == [before["keys"][at] for at in kept]
-    gone, expected = {before["keys"][at] for at in rows}, {}
+    gone = {before["keys"][at] for at in rows}
+    expected = {}
     for key in opened.index.strings("key"):  # neighbours say nothing of them
         meta = before["members"][key][META]
         named = {name: None for name in ("prev_key", "next_key") if getattr(meta, name) in gone}
@@ -167,7 +170,8 @@ def state(dataset):
 
 def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_path):
     clip, key, rows = choose(dataset)
-    before, needles = state(dataset), traces(dataset, rows)
+    before = state(dataset)
+    needles = traces(dataset, rows)
     layer = write_layer(dataset, tmp_path / "layer")
     some = sorted({0, 3, 6, 9, 12, 15, *rows[1:3]})
     part = write_layer(dataset, tmp_path / "part", some)
@@ -194,7 +198,7 @@ def test_nothing_is_left_of_them_and_the_others_are_as_they_were(dataset, tmp_pa
         caches=[tmp_path / "cache"],
         receipt=receipt,
     )
-    check(dataset, before, [clip, key], rows, report)
+    check(dataset, before=before, names=[clip, key], rows=rows, report=report)
     assert msgspec.json.decode(receipt.read_bytes(), type=fr.ForgetReport) == report
     receipt.unlink()
     search(tmp_path, needles)
@@ -336,8 +340,10 @@ def sweeps_by_key(dataset):
 def test_neighbours_hold_nothing_of_single_samples(per_keyframe, gone, tmp_path):
     dataset = shard_with_neighbours(tmp_path, per_keyframe)
     opened = open_dataset(dataset)
-    keys, frames = opened.index.strings("key"), opened.index.column("frame").tolist()
-    clips, times = opened.index.strings("clip_id"), opened.index.column("timestamp_ns").tolist()
+    keys = opened.index.strings("key")
+    frames = opened.index.column("frame").tolist()
+    clips = opened.index.strings("clip_id")
+    times = opened.index.column("timestamp_ns").tolist()
     clip = max(clips, key=clips.count)
     by_frame = {frames[row]: row for row in range(len(keys)) if clips[row] == clip}
     deleted = [keys[by_frame[frame]] for frame in gone]
@@ -394,7 +400,8 @@ def test_series_and_statistics_hold_nothing_of_single_samples(tmp_path):
 
     build_dataset(tmp_path / "d", {"train": (8, 8), "val": (4,)}, extra=[(can, part)])
     opened = open_dataset(tmp_path / "d")
-    keys, times = opened.index.strings("key"), opened.index.column("timestamp_ns").tolist()
+    keys = opened.index.strings("key")
+    times = opened.index.column("timestamp_ns").tolist()
     stored = [opened.read(row, ["can"])["can"]["timestamp_ns"].tolist() for row in range(20)]
     fr.inspect(tmp_path / "d", statistics=True)
     assert (tmp_path / "d" / "statistics.json").exists()

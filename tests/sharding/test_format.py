@@ -115,7 +115,8 @@ def decode(codec, stored, raw_bytes, out):
     if codec in ("zstd", "zstd-dict"):
         return raw
     row = int(codec.removeprefix("zstd-p"))
-    head, count = len(raw) % row, len(raw) // row
+    head = len(raw) % row
+    count = len(raw) // row
     planes = [raw[head + j * count : head + (j + 1) * count] for j in range(row)]
     return raw[:head] + bytes(planes[j][i] for i in range(count) for j in range(row))
 
@@ -158,7 +159,8 @@ def test_samples(out):
         )
         assert row["key"] == dataset.index.row(position).key
         for name, record in (("geometry.safetensors", Geometry), ("boxes.safetensors", Boxes)):
-            ours, theirs = read_tensors(members[name]), decode_arrays(members[name], record)
+            ours = read_tensors(members[name])
+            theirs = decode_arrays(members[name], record)
             assert set(ours) == set(record.__dataclass_fields__)
             for field, array in ours.items():
                 np.testing.assert_array_equal(array, getattr(theirs, field))
@@ -224,7 +226,8 @@ def test_tar_blocks(out):
     ]
     found = []
     for shard in read_shards(out, json.loads((out / "dataset.json").read_text("utf-8"))):
-        data, at = (out / shard["name"]).read_bytes(), 0
+        data = (out / shard["name"]).read_bytes()
+        at = 0
         if shard["name"].endswith(".tar.zst"):
             data = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
         while data[at : at + 512] != bytes(512):

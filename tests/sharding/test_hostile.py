@@ -157,7 +157,9 @@ class TestMemory:
     def test_the_writer_keeps_to_the_caps(self, small, tmp_path, monkeypatch):
         monkeypatch.setattr("fuelrail.pipeline.format.codecs.MAX_SAMPLE_BYTES", 2000)
         with pytest.raises(FuelrailError, match=r"bytes of memory, over the caps of 4096 and 2000"):
-            ShardPacker(io.BytesIO(), 0, 3, None, ReadBuffer()).add(
+            ShardPacker(
+                file=io.BytesIO(), number=0, level=3, dictionary=None, buffer=ReadBuffer()
+            ).add(
                 "a",
                 "a",
                 0,
@@ -262,17 +264,18 @@ def test_reports_print_no_escapes(case, capfd):
 def test_a_cut_run_json_costs_no_shards(small, tmp_path):
     out = tmp_path / "out"
     reshard(small, tmp_path / "whole", seed=1, name="whole")
-    spec, recipe = SourceSpec("fuelrail", str(small), {}), make_recipe(seed=1, name="whole")
+    spec = SourceSpec("fuelrail", str(small), {})
+    recipe = make_recipe(seed=1, name="whole")
     with pytest.raises(KeyboardInterrupt):
-        shard(spec, out, recipe, 1, Interrupt(1))
+        shard(spec, out=out, recipe=recipe, num_workers=1, progress=Interrupt(1))
     state = out / ".fuelrail" / "run.json"
     os.truncate(state, 20)
     with pytest.raises(
         FuelrailError, match=r"run\.json' is cut or damaged .*: remove this one file"
     ):
-        shard(spec, out, recipe, 1, Quiet())
+        shard(spec, out=out, recipe=recipe, num_workers=1, progress=Quiet())
     state.unlink()
-    shard(spec, out, recipe, 1, Quiet())
+    shard(spec, out=out, recipe=recipe, num_workers=1, progress=Quiet())
     assert digests(out) == digests(tmp_path / "whole")
 
 

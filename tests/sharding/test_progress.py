@@ -21,7 +21,8 @@ class Stream(io.StringIO):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.text, self.has_text = text, threading.Event()
+        self.text = text
+        self.has_text = threading.Event()
 
     def write(self, text: str) -> int:
         count = super().write(text)

@@ -55,7 +55,8 @@ def keyframe_files(tables, sample_token):
 
 
 def test_every_member_is_the_sources(root, out, tables):
-    dataset, samples = open_dataset(out), samples_of(out).values()
+    dataset = open_dataset(out)
+    samples = samples_of(out).values()
     assert len(samples) == 3
     num_images = 0
     for sample in samples:

@@ -101,7 +101,8 @@ def test_a_new_version_takes_the_shards_that_are_there(old, new, tmp_path):
     manifest = append([str(old), str(new)], tmp_path / "v2")
     assert verify(tmp_path / "v2", deep=True, num_threads=2).faults == []
     assert digests(old) == before
-    ours, theirs = open_dataset(old).manifest, open_dataset(new).manifest
+    ours = open_dataset(old).manifest
+    theirs = open_dataset(new).manifest
     assert manifest.fingerprint not in (ours.fingerprint, theirs.fingerprint)
     assert manifest.num_samples == 16
     assert {name: split.num_clips for name, split in manifest.splits.items()} == {
@@ -154,9 +155,11 @@ def test_the_same_command_again_makes_it_whole(old, new, tmp_path):
 
 def test_the_same_command_again_keeps_what_is_whole(old, new, tmp_path):
     shutil.copytree(old, tmp_path / "v1")
-    sources, out = [str(tmp_path / "v1"), str(new)], tmp_path / "v2"
+    sources = [str(tmp_path / "v1"), str(new)]
+    out = tmp_path / "v2"
     append(sources, out)
-    expected, shard = digests(out), tmp_path / "v1" / "train-000000.tar"
+    expected = digests(out)
+    shard = tmp_path / "v1" / "train-000000.tar"
     data = shard.read_bytes()
     for damaged in (data[:-1024], data.replace(b"ustar", b"Ustar", 1)):
         (tmp_path / "x").write_bytes(damaged)

@@ -400,7 +400,8 @@ def test_units_stay_together_in_the_shards(source, tmp_path, order):
     shard_nuscenes(source.root, tmp_path / "out", order=order, shard_size_bytes=60_000)
     dataset = open_dataset(tmp_path / "out")
     assert dataset.manifest.order_unit == order
-    clips, frames = dataset.index.strings("clip_id"), dataset.index.column("frame")
+    clips = dataset.index.strings("clip_id")
+    frames = dataset.index.column("frame")
     length = 2 if order == "window:2" else 100
     starts = [at for at in range(len(clips)) if frames[at] % length == 0]
     for first, end in zip(starts, [*starts[1:], len(clips)], strict=True):

@@ -154,7 +154,8 @@ def test_no_published_step_is_faster_than_a_bound(steps):
 def published():
     """The steps of `support.published_steps`, planned."""
     for one in PUBLISHED:
-        asked, cluster = scenario_of(one.name, one.given), cluster_of(one.given)
+        asked = scenario_of(one.name, one.given)
+        cluster = cluster_of(one.given)
         plan = planned(asked, one.given["gpu"], one.given["gpus"])
         rate = "tokens_per_s_per_gpu"
         seconds = seconds_of(one.given, rate, one.tokens_per_s, asked.global_batch)

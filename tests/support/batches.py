@@ -119,14 +119,16 @@ def check_one_sequence(
 
     def run(size: int, count: int, state: Any = None) -> tuple[list[Any], list[Any]]:
         """Return the samples of each step over all ranks, and the states before the first step and after each."""
-        found, states = [], []
+        found = []
+        states = []
         for rank in range(size):
             with make(
                 global_batch // size, rank=rank, size=size, num_workers=1 + rank % 3
             ) as loader:
                 if state is not None:
                     loader.load_state_dict(state)
-                mine, said = [], [loader.state_dict()]
+                mine = []
+                said = [loader.state_dict()]
                 while len(mine) < count:
                     for batch in loader:
                         mine.append(rows(batch))
@@ -147,7 +149,8 @@ def check_one_sequence(
     for size, (found, _) in runs.items():
         assert found == whole, f"{size} ranks"
     for done in range(count):
-        before, after = sizes[done % len(sizes)], sizes[(done + 1) % len(sizes)]
+        before = sizes[done % len(sizes)]
+        after = sizes[(done + 1) % len(sizes)]
         state = runs[before][1][done]
         state = pickle.loads(pickle.dumps(state)) if done % 2 else json.loads(json.dumps(state))
         assert run(after, count - done, state)[0] == whole[done:], (

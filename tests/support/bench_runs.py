@@ -151,7 +151,8 @@ def steps(count: int, start_ns: int = 5_000, **times) -> list[StepRecord]:
 
 def log(records: list[StepRecord], *, digest: str = "same", complete: bool = True):
     """The log of a rank that did these steps, on the input that PROFILE is for."""
-    first, last = _stages(0.5, 0), _stages(3.5, 30)
+    first = _stages(0.5, 0)
+    last = _stages(3.5, 30)
     return RankLog(
         header=RankHeader(device="Test GPU", backend="gloo", num_parameters=1234),
         input=InputFacts(num_cameras=2, height=32, width=64),

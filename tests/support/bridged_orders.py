@@ -22,7 +22,8 @@ COLUMNS = {
     "night": CLIP % 3 == 1,
     "loss": np.random.default_rng(0).random(NUM_ROWS),
 }
-BY_LOSS, BY_NIGHT = (fr.AttributeWeights("loss"),), (fr.AttributeWeights("night", {"true": 3.0}),)
+BY_LOSS = (fr.AttributeWeights("loss"),)
+BY_NIGHT = (fr.AttributeWeights("night", {"true": 3.0}),)
 STAGES = (fr.OrderStage(weights=BY_LOSS, until=900, ramp=True), fr.OrderStage(filter="loss > 0.2"))
 ORDERS: dict[str, tuple[fr.OrderSpec, dict[str, Any]]] = {
     "shuffled": (fr.OrderSpec(seed=7), {}),

@@ -87,7 +87,8 @@ def stateful_run(
 def loop_run(
     name: str, world: fr.World, state: Any, num_steps: int, _folder: Path
 ) -> tuple[list[list[int]], Any]:
-    sampler, first = sampler_of(name, world), state or 0
+    sampler = sampler_of(name, world)
+    first = state or 0
     return [sampler[step] for step in range(first, first + num_steps)], first + num_steps
 
 
@@ -96,7 +97,8 @@ def accelerate_run(
 ) -> tuple[list[list[int]], Any]:
     from accelerate import Accelerator
 
-    accelerator, sampler = Accelerator(cpu=True), sampler_of(name, world)
+    accelerator = Accelerator(cpu=True)
+    sampler = sampler_of(name, world)
     loader = sampler.count(DataLoader(Rows(), batch_sampler=sampler))
     accelerator.register_for_checkpointing(loader)
     if state is not None:
@@ -114,7 +116,8 @@ def lightning_run(
     class Model(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.seen = torch.nn.Linear(1, 1), []  # type: ignore[var-annotated]
+            self.layer = torch.nn.Linear(1, 1)
+            self.seen = []  # type: ignore[var-annotated]
 
         def train_dataloader(self) -> Any:
             sampler = sampler_of(name, world)
@@ -148,7 +151,8 @@ def trainer_run(
 ) -> tuple[list[list[int]], Any]:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    sampler, seen = sampler_of(name, world), []
+    sampler = sampler_of(name, world)
+    seen = []
     loader = sampler.count(
         DataLoader(
             Rows(), batch_sampler=sampler, collate_fn=lambda rows: {"row": torch.tensor(rows)}
@@ -270,7 +274,13 @@ def over_data(made: Callable[[Path], Any], rows_of: Callable[[Any], list[int]]) 
         name: str, world: fr.World, state: Any, num_steps: int, folder: Path
     ) -> tuple[list[list[int]], Any]:
         return torch_run(
-            name, world, state, num_steps, folder, dataset=made(folder), rows_of=rows_of
+            name,
+            world=world,
+            state=state,
+            num_steps=num_steps,
+            _folder=folder,
+            dataset=made(folder),
+            rows_of=rows_of,
         )
 
     return run
@@ -307,14 +317,16 @@ BRIDGES: dict[str, tuple[str, Run]] = {
 
 def stop_and_continue(run: Run, num_stops: int, folder: Path, seed: int) -> int:
     """Stop this number of times, over all orders; return the steps, each compared with the uninterrupted run."""
-    draw, compared = random.Random(seed), 0
+    draw = random.Random(seed)
+    compared = 0
     add_subset(folder)
     references = {name: sampler_of(name, fr.World()) for name in ORDERS}
     at: dict[str, tuple[Any, int]] = dict.fromkeys(ORDERS, (None, 0))
     for stop in range(num_stops):
         name = list(ORDERS)[stop % len(ORDERS)]
         state, step = at[name]
-        size, num_steps = draw.choice(WORLDS), draw.randrange(1, 12)
+        size = draw.choice(WORLDS)
+        num_steps = draw.randrange(1, 12)
         world = fr.World(draw.randrange(size), size)
         own = folder / name
         own.mkdir(exist_ok=True)
@@ -322,5 +334,6 @@ def stop_and_continue(run: Run, num_stops: int, folder: Path, seed: int) -> int:
         part = GLOBAL_BATCH // size
         wanted = [references[name][step + k][world.rank * part :][:part] for k in range(num_steps)]
         assert found == wanted, (name, stop, step, world)
-        at[name], compared = (state, step + num_steps), compared + num_steps
+        compared = compared + num_steps
+        at[name] = (state, step + num_steps)
     return compared

@@ -46,7 +46,8 @@ def farthest_first_hits(
         hits[now] = row in resident
         if hits[now]:
             continue
-        after, wanted = policy.next_use(row), int(lengths[row]) - room
+        after = policy.next_use(row)
+        wanted = int(lengths[row]) - room
         victims: dict[int, int] = {}
         while wanted > 0 and (victim := policy.pop()) is not None:
             wanted -= 0 if victim[0] in victims else int(lengths[victim[0]])

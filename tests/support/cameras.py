@@ -72,7 +72,8 @@ def made_image(quality: int = 85) -> bytes:
     """A 1600x900 JPEG, 4:2:0, of about 150 kB: noise whose amplitude falls with frequency, and some edges."""
     width, height = SOURCE_WH
     rng = np.random.default_rng(0)
-    fy, fx = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None]
+    fy = np.fft.fftfreq(height)[:, None]
+    fx = np.fft.rfftfreq(width)[None]
     spectrum = np.maximum(np.hypot(fy, fx), 1 / width) ** -1.6
     planes = []
     for _ in range(3):
@@ -82,7 +83,8 @@ def made_image(quality: int = 85) -> bytes:
         planes.append(128 + 45 * field / field.std())
     picture = np.stack(planes, axis=-1)
     for _ in range(60):
-        x, y = int(rng.integers(width)), int(rng.integers(height))
+        x = int(rng.integers(width))
+        y = int(rng.integers(height))
         picture[y : y + int(rng.integers(9, 160)), x : x + int(rng.integers(9, 240))] += (
             rng.uniform(-60, 60, 3)
         )
@@ -212,7 +214,13 @@ def write_cameras(
                 RawMember(name, codecs.ZSTD, data) for name, data in {**members, META: own}.items()
             ]
             images = [RawMember(f"{channel}.jpg", codecs.RAW, picture) for channel in channels]
-            yield MadeSample(key, key[:10], number % 40, 0, [*small, *images])
+            yield MadeSample(
+                key=key,
+                clip_id=key[:10],
+                frame=number % 40,
+                timestamp_ns=0,
+                members=[*small, *images],
+            )
 
     manifest = write_made_dataset(folder, np.diff(bounds).tolist(), samples())
     cameras = tuple(
@@ -241,12 +249,15 @@ def write_made_dataset(
 ) -> Manifest:
     """Write a new folder: split ``train``, no cameras named in its manifest, the samples in their order."""
     folder.mkdir(parents=True)
-    buffer, coming = ReadBuffer(), iter(samples)
+    buffer = ReadBuffer()
+    coming = iter(samples)
     rows: list[IndexRow] = []
     sizes: list[int] = []
     for shard, length in enumerate(shard_lengths):
         with (folder / f"train-{shard:06d}.tar").open("wb") as file:
-            packer = ShardPacker(file, shard, DEFAULT_ZSTD_LEVEL, None, buffer)
+            packer = ShardPacker(
+                file=file, number=shard, level=DEFAULT_ZSTD_LEVEL, dictionary=None, buffer=buffer
+            )
             for sample in islice(coming, length):
                 packer.add(*sample)
                 buffer.clear()
@@ -254,10 +265,8 @@ def write_made_dataset(
         rows += packed.rows
         sizes.append(packed.num_bytes)
     members = [member for row in rows for member in row.members]
-    names, used = (
-        dict.fromkeys(member.name for member in members),
-        sorted({member.codec for member in members}),
-    )
+    names = dict.fromkeys(member.name for member in members)
+    used = sorted({member.codec for member in members})
     write_index(folder / INDEX_FILE, rows, list(names), used)
     num_clips = len({row.clip_id for row in rows})
     return write_manifest(

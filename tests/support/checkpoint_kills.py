@@ -50,7 +50,9 @@ class Kills:
     """
 
     def __init__(self, work: Path, dataset: Path, seed: int, *, own: bool = False) -> None:
-        self._work, self._dataset, self._own = work, dataset, own
+        self._work = work
+        self._dataset = dataset
+        self._own = own
         self._meshes = OWN_MESHES if own else MESHES
         self._draw = random.Random(seed)
         self._context = warm()
@@ -69,7 +71,8 @@ class Kills:
 
     def run(self, num_kills: int, end_s: float) -> None:
         """Kill and resume until there were this many kills, or until ``end_s``; then let the last run end."""
-        place, mesh = self._new_place(), self._draw.choice(list(self._meshes))
+        place = self._new_place()
+        mesh = self._draw.choice(list(self._meshes))
         while True:
             last = self.by_phase.total() >= num_kills or time.monotonic() > end_s
             before = _visible(place)
@@ -88,7 +91,8 @@ class Kills:
 
     def _launch(self, mesh: str, place: Path, *, kill: str | None) -> list[Path]:
         """Start a run, kill it in that phase, and wait until all its processes are gone; returns its files."""
-        number, num_ranks = next(self._number), MESHES[mesh].num_ranks
+        number = next(self._number)
+        num_ranks = MESHES[mesh].num_ranks
         meeting = self._work / f"meeting-{number}"
         files = [self._work / f"lines-{number}-{rank}.jsonl" for rank in range(num_ranks)]
         phases = self._context.Array("i", num_ranks, lock=False)
@@ -131,10 +135,8 @@ class Kills:
         Returns whether it killed: the run may end before.
         """
         watched = 0 if kill in ("publish", "remove") else self._draw.randrange(len(ranks))
-        code, times = (
-            PHASES.index(kill),
-            self._draw.randint(1, 1 if kill in ("start", "load") else 4),
-        )
+        code = PHASES.index(kill)
+        times = self._draw.randint(1, 1 if kill in ("start", "load") else 4)
         delay_s = self._draw.uniform(0, _LONGEST_S[kill])
         alone = self._draw.random() < 0.5
         before = -1
@@ -170,7 +172,8 @@ class Kills:
     ) -> None:
         """Compare what the ranks did with the reference, and the visible checkpoints with their manifests."""
         seen: dict[int, list[set[str]]] = {}
-        newest, visible_said = max(before, default=0), 0
+        newest = max(before, default=0)
+        visible_said = 0
         for file in files:
             for line in _lines([file]):
                 if "restored" in line:

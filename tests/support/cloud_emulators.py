@@ -92,7 +92,8 @@ def emulated(kind, folder):
             f"DefaultEndpointsProtocol=http;AccountName={AZURITE_ACCOUNT};AccountKey={AZURITE_KEY};"
             f"BlobEndpoint=http://127.0.0.1:{port}/{AZURITE_ACCOUNT};"
         )
-        options, secret = {"connection_string": connection}, AZURITE_KEY
+        options = {"connection_string": connection}
+        secret = AZURITE_KEY
     with server(command, port):
         if kind == "az":
             import fsspec

@@ -21,7 +21,8 @@ OPTIONS = {"shard_size_bytes": 50_000, "splits": {"train": 0.5, "val": 0.5}}
 
 def die_at(number: int, *, after: bool) -> None:
     """Let the rename of this number kill the process."""
-    rename, seen = Path.replace, 0
+    rename = Path.replace
+    seen = 0
 
     def replace(self: Path, target: Path) -> Path:
         nonlocal seen

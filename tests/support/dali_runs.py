@@ -47,7 +47,8 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dali.DaliDecoder
 
 
 def batch(count: int, augment: ImageAugment = AUGMENT) -> tuple[list[bytes], list[ImageMap]]:
-    encoded, maps = [], []
+    encoded = []
+    maps = []
     for number in range(count):
         wh = SIZES[number % len(SIZES)]
         encoded.append(encode(natural(*wh, seed=number % 5), "png" if number % 7 == 3 else "jpeg"))
@@ -67,7 +68,8 @@ class Runs:
     ) -> None:
         self.sizes: list[int] = []
         fed: list[np.ndarray] = []
-        feed_input, run = dali.Pipeline.feed_input, dali.Pipeline.run
+        feed_input = dali.Pipeline.feed_input
+        run = dali.Pipeline.run
 
         def feed(pipeline: dali.Pipeline, name: str, data: list[np.ndarray]) -> None:
             if name == "encoded":

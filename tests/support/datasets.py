@@ -74,7 +74,8 @@ def make_geometry(
 ) -> Geometry:
     """A plausible rig: a camera looking ahead, one behind, a lidar above, an ego that has driven some metres."""
     count = len(CAMERAS)
-    ahead, behind = [0.5, -0.5, 0.5, -0.5], [0.5, -0.5, -0.5, 0.5]
+    ahead = [0.5, -0.5, 0.5, -0.5]
+    behind = [0.5, -0.5, -0.5, 0.5]
     here = rng.random(3) * 1000
     step = np.array([0.3, 0.0, 0.0])
     level = np.array([1.0, 0.0, 0.0, 0.0])
@@ -167,13 +168,26 @@ def build_dataset(
     split_entries: dict[str, SplitEntry] = {}
     raw: dict[str, dict[str, bytes]] = {}
     for split, lengths in splits.items():
-        first_shard, first = len(shards), len(rows)
+        first_shard = len(shards)
+        first = len(rows)
         for number, length in enumerate(lengths):
-            first_row, data, frames = len(rows), bytearray(), []
+            first_row = len(rows)
+            data = bytearray()
+            frames = []
             for _ in range(length):
                 row = len(rows)
                 key = f"clip-{row // 4:04d}-{row % 4:06d}"
-                members = _sample(rng, row, key, split, size, missing, labelled, lens, back_size)
+                members = _sample(
+                    rng,
+                    row=row,
+                    key=key,
+                    split=split,
+                    size=size,
+                    missing=missing,
+                    labelled=labelled,
+                    lens=lens,
+                    back_size=back_size,
+                )
                 for channel in CAMERAS if rewrite is not None else ():
                     if (row, channel) not in missing:
                         members[f"{channel}.jpg"] = rewrite(row, channel, members[f"{channel}.jpg"])
@@ -198,12 +212,12 @@ def build_dataset(
                 span = pack_sample(key, stored)
                 entries = tuple(
                     MemberEntry(
-                        n,
-                        offset,
-                        len(s.data),
-                        len(members[n]),
-                        codec[n],
-                        xxhash.xxh3_64_intdigest(s.data),
+                        name=n,
+                        offset=offset,
+                        stored_bytes=len(s.data),
+                        raw_bytes=len(members[n]),
+                        codec=codec[n],
+                        xxh3=xxhash.xxh3_64_intdigest(s.data),
                     )
                     for n, offset, s in zip(members, span.offsets, stored, strict=True)
                 )
@@ -396,7 +410,11 @@ def _sample(
         },
     )
     geometry = make_geometry(
-        rng, width, height, timestamp_ns, tuple(int(c in present) for c in CAMERAS)
+        rng,
+        width=width,
+        height=height,
+        timestamp_ns=timestamp_ns,
+        valid=tuple(int(c in present) for c in CAMERAS),
     )
     geometry.dist[0, : len(lens[1])] = lens[1]
     geometry.img_wh[:] = list(sizes.values())

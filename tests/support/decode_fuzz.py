@@ -92,7 +92,8 @@ class NativeAgainstTurbo:
         native = open_library(library)
         assert isinstance(native, CameraJpeg), f"no native decoder: {native}"
         self._native = native
-        self._with, self._without = TurboDecoder(native=native), TurboDecoder(native=False)
+        self._with = TurboDecoder(native=native)
+        self._without = TurboDecoder(native=False)
         self.num_compared = 0
 
     def decode_into(self, encoded, image_map, out, interpolation="bilinear") -> None:

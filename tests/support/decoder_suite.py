@@ -101,10 +101,8 @@ class DecoderSuite:
 
     @pytest.mark.parametrize("name", ALL_MAPS)
     def test_spots_land_where_the_map_says(self, decoder: ImageDecoder, name: str) -> None:
-        image_map, (places, sigma, encoded) = (
-            ALL_MAPS[name],
-            spots(name, self.one_of(name, "4:4:4", "4:2:0")),
-        )
+        image_map = ALL_MAPS[name]
+        (places, sigma, encoded) = spots(name, self.one_of(name, "4:4:4", "4:2:0"))
         out = self.decode(decoder, encoded, image_map)
         width, height = image_map.out_wh
         radius = math.ceil(3.5 * sigma * image_map.max_scale)
@@ -143,7 +141,8 @@ class DecoderSuite:
     ) -> None:
         image_map = ImageMap.identity(wh).resize(*size).crop(*crop, *size)
         image_map = (image_map.flip() if flip else image_map).rotate(degrees)
-        u, v = place[0] * wh[0], place[1] * wh[1]
+        u = place[0] * wh[0]
+        v = place[1] * wh[1]
         shortest = np.linalg.svd(image_map.matrix[:, :2])[1][1]
         sigma = max(3.0, 1.8 / shortest)
         out = self.decode(decoder, encode(blobs(*wh, [(u, v)], sigma), kind), image_map)
@@ -192,9 +191,11 @@ class DecoderSuite:
         self, decoder: ImageDecoder, name: str
     ) -> None:
         image_map = preset_map(name, sample=5)
-        square, encoded = 100, _encoded_checkerboard(100)
+        square = 100
+        encoded = _encoded_checkerboard(100)
         gray = self.decode(decoder, encoded, image_map).mean(axis=0).astype(np.float32)
-        corners, shown = [], seen(image_map, 40)
+        corners = []
+        shown = seen(image_map, 40)
         for u in range(square, NUSCENES_WH[0], square):
             for v in range(square, NUSCENES_WH[1], square):
                 x, y = (image_map.centre_matrix() @ (u - 0.5, v - 0.5, 1.0))[:2]
@@ -213,11 +214,10 @@ class DecoderSuite:
     def test_pixels_agree_with_an_independent_reference(
         self, decoder: ImageDecoder, name: str
     ) -> None:
-        image_map, filter_ = ALL_MAPS[name], self.one_of(name, "bilinear", "bicubic")
-        out, expected = (
-            self.decode(decoder, photograph(), image_map, filter_),
-            expected_photograph(name, filter_),
-        )
+        image_map = ALL_MAPS[name]
+        filter_ = self.one_of(name, "bilinear", "bicubic")
+        out = self.decode(decoder, photograph(), image_map, filter_)
+        expected = expected_photograph(name, filter_)
         where = seen(image_map, 2.0 / min(1.0, image_map.max_scale))
         # Bicubic differs more: OpenCV's kernel is another than Pillow's, and is not stretched for antialiasing.
         assert psnr_db(out, expected, where) > {"bilinear": 38.0, "bicubic": 36.0}[filter_]
@@ -231,10 +231,8 @@ class DecoderSuite:
         assert len(files) == 6
         for number, file in enumerate(files):
             image_map = preset_map(name, number)
-            out, expected = (
-                self.decode(decoder, file.read_bytes(), image_map),
-                _expected_file(file, name, number),
-            )
+            out = self.decode(decoder, file.read_bytes(), image_map)
+            expected = _expected_file(file, name, number)
             where = seen(image_map, 2.0 / image_map.max_scale)
             assert psnr_db(out, expected, where) > 38.0, file.name
             assert max(map(abs, shift_px(out, expected, where))) < 0.05, file.name
@@ -343,7 +341,8 @@ class DecoderSuite:
         assert psnr_db(out, reference(encoded, image_map), where) > 38.0
 
     def test_pixels_come_as_stored_whatever_exif_says(self, decoder: ImageDecoder) -> None:
-        picture, image_map = natural(96, 64), ImageMap.identity((96, 64)).resize(60, 40)
+        picture = natural(96, 64)
+        image_map = ImageMap.identity((96, 64)).resize(60, 40)
         plain = self.decode(decoder, encode(picture), image_map)
         for orientation in range(1, 9):
             tag = struct.pack(">HHIHH", 0x0112, 3, 1, orientation, 0)
@@ -417,7 +416,8 @@ class DecoderSuite:
         self.assert_refused(decoder, encoded, (40, 30), message)
 
     def test_a_wrong_output_array_is_the_callers_mistake(self, decoder: ImageDecoder) -> None:
-        encoded, image_map = encode(natural(40, 30)), ImageMap.identity((40, 30))
+        encoded = encode(natural(40, 30))
+        image_map = ImageMap.identity((40, 30))
         read_only = np.zeros((3, 30, 40), np.uint8)
         read_only.flags.writeable = False
         for wrong in (
@@ -435,7 +435,8 @@ class DecoderSuite:
             decoder.decode_into(encoded, image_map, np.zeros((3, 30, 40), np.uint8), "nearest")
 
     def test_buffers_of_all_kinds_and_rows_apart(self, decoder: ImageDecoder) -> None:
-        encoded, image_map = encode(natural(64, 48)), ImageMap.identity((64, 48)).resize(40, 30)
+        encoded = encode(natural(64, 48))
+        image_map = ImageMap.identity((64, 48)).resize(40, 30)
         expected = self.decode(decoder, encoded, image_map)
         batch = np.full((2, 3, 3, 30, 40), 9, np.uint8)
         wide = np.full((3, 30, 55), 9, np.uint8)

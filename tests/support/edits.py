@@ -73,7 +73,8 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
     target = dataset.index.row(position)
     shard = dataset.shards[target.shard]
     rows = [dataset.index.row(at) for at in range(len(dataset.index))]
-    whole, data = (out / shard.name).read_bytes(), bytearray()
+    whole = (out / shard.name).read_bytes()
+    data = bytearray()
     names = dict.fromkeys(dataset.index.names)
     for at in range(shard.first_sample, shard.first_sample + shard.num_samples):
         row = rows[at]
@@ -100,12 +101,12 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
         span, offsets = pack_unchecked(row.key, stored)
         entries = tuple(
             MemberEntry(
-                name,
-                offset,
-                len(member.data),
-                len(raw_data),
-                kind,
-                xxhash.xxh3_64_intdigest(member.data),
+                name=name,
+                offset=offset,
+                stored_bytes=len(member.data),
+                raw_bytes=len(raw_data),
+                codec=kind,
+                xxh3=xxhash.xxh3_64_intdigest(member.data),
             )
             for (name, raw_data), kind, offset, member in zip(
                 pairs, kinds, offsets, stored, strict=True
@@ -124,7 +125,8 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
 
 def pack_unchecked(key: str, stored: list[StoredMember]) -> tuple[bytes, list[int]]:
     """A span as `pack_sample` makes it, whatever the names are."""
-    span, offsets = bytearray(), []
+    span = bytearray()
+    offsets = []
     for field, data in stored:
         span += member_header(f"{key}.{field}", len(data))
         offsets.append(len(span))

@@ -25,7 +25,8 @@ def main(
     root: str, out: str, global_batch: int, num_steps: int, kill_rank: int, kill_step: int
 ) -> None:
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     loader = DataLoader(
         root,
         global_batch // size,

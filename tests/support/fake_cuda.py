@@ -166,12 +166,14 @@ class FakeCuda:
         if stream is None:
             yield
             return
-        before, here = dict(getattr(self._local, "streams", {})), self._here()
+        before = dict(getattr(self._local, "streams", {}))
+        here = self._here()
         self.set_stream(stream)
         try:
             yield
         finally:
-            self._local.streams, self._local.index = before, here
+            self._local.streams = before
+            self._local.index = here
 
     def set_stream(self, stream: FakeStream) -> None:
         self._local.streams = {**getattr(self._local, "streams", {}), stream.device_index: stream}
@@ -181,7 +183,8 @@ class FakeCuda:
         """The host has waited for all that the clock counts."""
         with self._lock:
             join(self.host, clock)
-            waiting, self._pending = self._pending, []
+            waiting = self._pending
+            self._pending = []
             for access, source, digest in waiting:
                 if self.host.get(access.stream.stream_id, 0) < access.tick:
                     self._pending.append((access, source, digest))
@@ -290,7 +293,8 @@ class FakeCuda:
 
     def _wrap(self, plain: torch.Tensor, device: torch.device, block: Block) -> DeviceTensor:
         tensor = torch.Tensor._make_subclass(DeviceTensor, plain)
-        tensor.home, tensor.block = device, block
+        tensor.home = device
+        tensor.block = block
         return tensor
 
     def _note(
@@ -417,7 +421,8 @@ class FakeCuda:
 
     def _factory(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
-            device, pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
+            device = kwargs.get("device")
+            pinned = kwargs.pop("pin_memory", False)
             if device is None or self.device(device).type != "cuda":
                 made = function(*args, **kwargs)
                 return self._pin(made) if pinned else made

@@ -25,7 +25,8 @@ class Block:
     """Memory of a device, from one allocation to its release."""
 
     def __init__(self, fake: FakeCuda, home: FakeStream | None, label: str) -> None:
-        self.home, self.label = home, label
+        self.home = home
+        self.label = label
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.recorded: set[int] = set()
@@ -43,7 +44,8 @@ class FakeStream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.stream_id = self.cuda_stream = next(self.numbers)
         self.device = self.fake.device(device)
-        self.device_index, self.priority = self.device.index, priority
+        self.device_index = self.device.index
+        self.priority = priority
         self.clock: Clock = {}
         self.fake.streams.append(self)
 

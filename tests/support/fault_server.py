@@ -96,7 +96,9 @@ class FaultServer:
         misbehave: Callable[[Request], Misbehaviour] = well_behaved,
         port: int = 0,
     ) -> None:
-        self.folder, self.misbehave, self.port = folder, misbehave, port
+        self.folder = folder
+        self.misbehave = misbehave
+        self.port = port
         self.requests: list[Request] = []
         self.most_at_once = 0
         self._at_once = 0
@@ -186,7 +188,11 @@ class FaultServer:
         start = int(match[1]) if match else None
         end = int(match[2]) + 1 if match and match[2] else None
         request = Request(
-            path.partition("?")[0].lstrip("/"), start, end, len(self.requests), headers
+            name=path.partition("?")[0].lstrip("/"),
+            start=start,
+            end=end,
+            number=len(self.requests),
+            headers=headers,
         )
         self.requests.append(request)
         self._at_once += 1

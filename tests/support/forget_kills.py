@@ -67,7 +67,8 @@ def main(dataset: Path, layer: Path, keys: Path, scratch: Path, which: str) -> i
 
     if in_child(undisturbed):
         return 1
-    expected, num = digests(work), int(counts.read_text())
+    expected = digests(work)
+    num = int(counts.read_text())
     deaths = [(at, after) for at in range(1, num + 1) for after in (False, True)]
     if which != "all":
         deaths = random.Random(os.environ.get("FUELRAIL_SEED", "1")).sample(deaths, int(which))

@@ -106,7 +106,8 @@ def synthesise(
     folder: Path, *, num_clips: int = 5, num_frames: int = 10, size: str = "480x270"
 ) -> Path:
     """A synthetic dataset of six cameras, through the same commands that users take."""
-    source, out = folder / "synth", folder / "dataset"
+    source = folder / "synth"
+    out = folder / "dataset"
     length = ["--clips", str(num_clips), "--frames", str(num_frames), "--size", size]
     assert fuelrail_main(["synth", str(source), "--seed", "7", *length]) == 0
     assert (

@@ -85,8 +85,10 @@ class Recorder:
     """Sorts the checks, keeps their results and writes them."""
 
     def __init__(self, config):
-        self._out, self._seconds = config.option.gpu_out, config.option.gpu_seconds
-        self._started_s, self._machine = time.monotonic(), machine_facts()
+        self._out = config.option.gpu_out
+        self._seconds = config.option.gpu_seconds
+        self._started_s = time.monotonic()
+        self._machine = machine_facts()
         self._results: list[CheckResult] = []
         self._item: pytest.Item | None = None
         self._item_started_s = self._started_s
@@ -111,7 +113,8 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):
-        self._item, self._item_started_s = item, time.monotonic()
+        self._item = item
+        self._item_started_s = time.monotonic()
         if self._seconds is not None:
             left_s = self._seconds - (time.monotonic() - self._started_s)
             if left_s < _budget(item):
@@ -133,10 +136,8 @@ class Recorder:
         """Record the check under way as failed, with the facts that it has."""
         name = str(excinfo.value) or "SIGINT"
         if self._item is not None:
-            lasted_s, cut_off = (
-                time.monotonic() - self._item_started_s,
-                f"{name} during '{_name(self._item)}'",
-            )
+            lasted_s = time.monotonic() - self._item_started_s
+            cut_off = f"{name} during '{_name(self._item)}'"
             self._write(self._item, "failed", lasted_s, f"stopped by {name}", cut_off=cut_off)
 
     def pytest_terminal_summary(self, terminalreporter):
@@ -145,7 +146,8 @@ class Recorder:
                 f"{made.outcome:8}{made.name} ({made.seconds:.1f} s) {made.problem or made.facts}"
             )
         outcomes = [made.outcome for made in self._results]
-        failed, left = outcomes.count("failed"), outcomes.count("not run")
+        failed = outcomes.count("failed")
+        left = outcomes.count("not run")
         terminalreporter.write_line(
             f"{failed} of {len(outcomes)} checks failed, {left} were not run; result in {self._out}"
         )

@@ -185,11 +185,13 @@ def _state(entry: dict[str, Any], out: Path) -> None:
 
 
 def _write_shards(out: Path, parts: Parts) -> list[IndexRow]:
-    rows, names = [], parts.shards
+    rows = []
+    names = parts.shards
     data = [bytearray() for _ in names]
     for sample in parts.samples:
         key = sample.row.key if sample.key is None else sample.key
-        span, entries = b"", []
+        span = b""
+        entries = []
         for name, member in sample.members.items():
             stored = member.bytes_stored
             stated = member.field or name + codecs.suffix(member.codec)
@@ -197,12 +199,12 @@ def _write_shards(out: Path, parts: Parts) -> list[IndexRow]:
             raw_bytes = len(member.raw) if member.raw_bytes is None else member.raw_bytes
             entries.append(
                 MemberEntry(
-                    name,
-                    len(span),
-                    len(stored),
-                    raw_bytes,
-                    member.codec,
-                    xxhash.xxh3_64_intdigest(stored),
+                    name=name,
+                    offset=len(span),
+                    stored_bytes=len(stored),
+                    raw_bytes=raw_bytes,
+                    codec=member.codec,
+                    xxh3=xxhash.xxh3_64_intdigest(stored),
                 )
             )
             span += stored + bytes(-len(stored) % BLOCK_BYTES)

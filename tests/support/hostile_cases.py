@@ -165,9 +165,11 @@ def _names() -> dict[str, Any]:
 
 def _replace_column(parts: Parts, name: str, value: int) -> None:
     def edit(table: pa.Table) -> pa.Table:
-        at, kind = table.schema.get_field_index(name), table.schema.field(name)
+        at = table.schema.get_field_index(name)
+        kind = table.schema.field(name)
         values = table[name].to_pylist()
-        low, high = np.iinfo(numpy_dtype(kind.type)).min, np.iinfo(numpy_dtype(kind.type)).max
+        low = np.iinfo(numpy_dtype(kind.type)).min
+        high = np.iinfo(numpy_dtype(kind.type)).max
         return table.set_column(
             at, kind, pa.array([min(max(value, low), high), *values[1:]], kind.type)
         )
@@ -177,7 +179,8 @@ def _replace_column(parts: Parts, name: str, value: int) -> None:
 
 def _replace_entry(parts: Parts, name: str, value: int, at: int = 1) -> None:
     def edit(table: pa.Table) -> pa.Table:
-        column, kind = table["members"].combine_chunks(), table.schema.field("members")
+        column = table["members"].combine_chunks()
+        kind = table.schema.field("members")
         rows = column.to_pylist()
         low = 2**15 if name in ("name", "codec") else 2**63
         rows[0][at][name] = min(max(value, -low), low - 1)
@@ -560,7 +563,8 @@ def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") ->
     """State other places and sizes of the first record batch: the format string of ``place`` is of struct."""
 
     def edit(data: bytes) -> bytes:
-        changed, view = bytearray(data), memoryview(data)
+        changed = bytearray(data)
+        view = memoryview(data)
         footer_at = len(data) - 10 - struct.unpack_from("<i", data, len(data) - 10)[0]
         footer = view[footer_at:]
         blocks, _ = index_checks._vector(

@@ -330,7 +330,8 @@ def die(work: Callable[[], object], number: int) -> None:
     """Do some work, to be called in a fork: the rename of this number ends the process, at its end
     at the latest.
     """
-    rename, count = Path.replace, 0
+    rename = Path.replace
+    count = 0
 
     def replace(self: Path, target: Path) -> Any:
         nonlocal count

@@ -51,7 +51,8 @@ class Outcome(NamedTuple):
 
 def run(command: list[str] | Callable[[], int], place: Path) -> Outcome:
     """A command line, or a function, in a fork whose home and current folder are ``place``."""
-    output, start_s = place / "output.txt", time.monotonic()
+    output = place / "output.txt"
+    start_s = time.monotonic()
     at_first = mmap.mmap(-1, 8)  # shared with the fork
 
     def work() -> None:

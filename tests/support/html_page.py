@@ -13,7 +13,10 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.ids, self.links, self.used = [], [], [], []
+        self.open = []
+        self.ids = []
+        self.links = []
+        self.used = []
         self.text = ""
         self.feed(text)
         self.close()

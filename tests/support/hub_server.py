@@ -51,7 +51,8 @@ class HubServer:
 
             def do_GET(self) -> None:
                 place = unquote(urlsplit(self.path).path)
-                api, resolve = f"/api/datasets/{REPOSITORY}", f"/datasets/{REPOSITORY}/resolve/"
+                api = f"/api/datasets/{REPOSITORY}"
+                resolve = f"/datasets/{REPOSITORY}/resolve/"
                 if place in (api, f"{api}/revision/main"):
                     self.json({"id": REPOSITORY, "sha": COMMIT, "private": False, "tags": []})
                 elif place.startswith(f"{api}/tree/"):
@@ -69,7 +70,8 @@ class HubServer:
                 if not path.is_file():
                     self.json({"error": "not found"}, 404, X_Error_Code="EntryNotFound")
                     return
-                data, wanted = path.read_bytes(), self.headers.get("Range")
+                data = path.read_bytes()
+                wanted = self.headers.get("Range")
                 facts = {
                     "ETag": f'"{blob(data)}"',
                     "X_Repo_Commit": COMMIT,

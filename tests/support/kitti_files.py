@@ -160,7 +160,8 @@ def tracklets(clip) -> str:
     for track in range(len(clip.frames[0].boxes)):
         poses = []
         for frame in clip.frames:
-            box, (sweep,) = frame.boxes[track], frame.sweeps.values()
+            box = frame.boxes[track]
+            (sweep,) = frame.sweeps.values()
             to_lidar = np.linalg.inv(sweep.ego2global @ sweep.lidar2ego)
             x, y, z = to_lidar[:3, :3] @ box.centre + to_lidar[:3, 3]
             nose = to_lidar[:3, :3] @ (np.cos(box.yaw), np.sin(box.yaw), 0)

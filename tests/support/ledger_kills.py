@@ -16,7 +16,9 @@ from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.spec import OrderSpec
 from support.forked import fork, join
 
-NUM_ROWS, NUM_STEPS, EVERY = 1000, 400, 7
+NUM_ROWS = 1000
+NUM_STEPS = 400
+EVERY = 7
 
 
 def train(folder: Path, global_batch: int) -> None:
@@ -58,7 +60,8 @@ def rows_of(folder: Path, state: dict[str, int]) -> list[int]:
         sampler = BatchSampler(
             NUM_ROWS, OrderSpec(seed=5), global_batch=stretch.start.global_batch, world=World()
         )
-        (epoch, consumed), until = stretch.start.place, min(stretch.end, end)
+        until = min(stretch.end, end)
+        (epoch, consumed) = stretch.start.place
         while (epoch, consumed) < until:
             state = {**sampler.state_dict(), "epoch": epoch, "samples_consumed": consumed}
             sampler.load_state_dict(state)
@@ -68,7 +71,8 @@ def rows_of(folder: Path, state: dict[str, int]) -> list[int]:
                 rows += batch
                 consumed += len(batch)
             else:
-                epoch, consumed = epoch + 1, 0
+                epoch = epoch + 1
+                consumed = 0
             sampler = BatchSampler(
                 NUM_ROWS, OrderSpec(seed=5), global_batch=stretch.start.global_batch, world=World()
             )
@@ -77,7 +81,10 @@ def rows_of(folder: Path, state: dict[str, int]) -> list[int]:
 
 def run_kills(work: Path, num_kills: int, seed: int) -> int:
     """Kill this number of trainers, compare after each; return the rows compared."""
-    draw, kills, compared, run = random.Random(seed), 0, 0, 0
+    draw = random.Random(seed)
+    kills = 0
+    compared = 0
+    run = 0
     folder = work / "run-0"
     folder.mkdir()
     while True:

@@ -20,7 +20,8 @@ from torch import nn
 import fuelrail as fr
 from support.own_model import load
 
-WIDTH, DEPTH = 2048, 20
+WIDTH = 2048
+DEPTH = 20
 WHOLE = 16 * DEPTH * WIDTH**2
 LIMIT = WHOLE // 2
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -75,7 +76,8 @@ def main(dataset: str, strategy: str, folder: str) -> None:
     )  # forgets what the process had at most
     limit = status("VmData") + LIMIT
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    first, rest = train(dataset, strategy, folder, 2), train(dataset, strategy, folder, 4)
+    first = train(dataset, strategy, folder, 2)
+    rest = train(dataset, strategy, folder, 4)
     assert len(first) == len(rest) == 2 and rest[1] < first[0]
     sys.stdout.write(f"rank {os.environ['RANK']} had {status('VmHWM') - before} bytes\n")
     dist.barrier()

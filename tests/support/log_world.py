@@ -169,7 +169,8 @@ class Ros:
 
 def ros_messages(world: World, clip: WorldClip) -> list[Sent]:
     """The messages of one clip, in the order in which a recorder gets them."""
-    ros, sent = Ros(), []
+    ros = Ros()
+    sent = []
     first = clip.frames[0]
     fixed = [
         ("base_link", f"{name}_optical", 0, image.cam2ego) for name, image in first.images.items()
@@ -217,11 +218,13 @@ def video_messages(world: World, clip: WorldClip) -> list[Sent]:
         images = [frame.images[name] for frame in clip.frames]
         for image, packet in zip(images, encoded([image.jpeg for image in images]), strict=True):
             packets[f"/{name}/image_raw/compressed", image.timestamp_ns] = packet
-    sent, ros = [], Ros()
+    sent = []
+    ros = Ros()
     for one in ros_messages(world, clip):
         packet = packets.get((one.topic, one.stamp_ns))
         if packet is not None:
-            head, data = one.message.header, np.frombuffer(packet, np.uint8)
+            head = one.message.header
+            data = np.frombuffer(packet, np.uint8)
             video = ros.of("foxglove_msgs/CompressedVideo", head.stamp, head.frame_id, data, "h264")
             topic = one.topic.replace("image_raw/compressed", "video")
             one = Sent(topic, "foxglove_msgs/CompressedVideo", one.stamp_ns, video)
@@ -239,7 +242,8 @@ def with_raw_pictures(
     big: bool = False,
 ) -> list[Sent]:
     """The messages, the pictures of a camera replaced by uncompressed ones; ``rows`` (H, row bytes) uint8."""
-    ros, found = Ros(), []
+    ros = Ros()
+    found = []
     for one in sent:
         if one.topic == f"/{name}/image_raw/compressed":
             given = (
@@ -272,7 +276,8 @@ def encoded(jpegs: list[bytes]) -> list[bytes]:
         image = simplejpeg.decode_jpeg(jpeg)
         if not number:
             encoder.height, encoder.width, encoder.pix_fmt = *image.shape[:2], "yuv420p"
-            encoder.time_base, encoder.options = Fraction(1, 10), options
+            encoder.time_base = Fraction(1, 10)
+            encoder.options = options
         frame = av.VideoFrame.from_ndarray(image, "rgb24")
         frame.pts = number
         packets += encoder.encode(frame)
@@ -290,7 +295,8 @@ def write_mcap(
     """Write messages with the public library; ``options`` are of its writer."""
     from mcap.writer import CompressionType, Writer
 
-    types, channels = store(), {}
+    types = store()
+    channels = {}
     with path.open("wb") as file:
         writer = Writer(
             file, chunk_size=chunk_size, compression=CompressionType[compression], **options
@@ -331,7 +337,8 @@ def write_rosbag2(
     """Write messages as a folder with SQLite or MCAP, with the public library; ``packed``: compressed one by one."""
     from rosbags.rosbag2 import CompressionFormat, CompressionMode, StoragePlugin, Writer
 
-    types, connections = store(), {}
+    types = store()
+    connections = {}
     made = Writer(folder, version=9, storage_plugin=StoragePlugin[storage])
     if packed:
         made.set_compression(CompressionMode.MESSAGE, CompressionFormat.ZSTD)
@@ -354,7 +361,8 @@ def write_bag(
     from rosbags.rosbag1 import Writer
     from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
-    types, connections = get_typestore(Stores.ROS1_NOETIC), {}
+    types = get_typestore(Stores.ROS1_NOETIC)
+    connections = {}
     transforms = dict.fromkeys(
         ("tf2_msgs/TFMessage", "tf/tfMessage"), "geometry_msgs/TransformStamped[] transforms\n"
     )
@@ -399,7 +407,8 @@ def _key(number: int, wire: int) -> bytes:
 def _varint(value: int) -> bytes:
     found = b""
     while value > 0x7F:
-        found, value = found + bytes([value & 0x7F | 0x80]), value >> 7
+        found = found + bytes([value & 0x7F | 0x80])
+        value = value >> 7
     return found + bytes([value])
 
 
@@ -511,7 +520,8 @@ DESCRIPTOR = _descriptor()
 
 def foxglove_messages(world: World, clip: WorldClip) -> list[Sent]:
     """The messages of one clip in foxglove's schemas; static transforms are sent once, on the topic of the others."""
-    sent, poses = [], {}
+    sent = []
+    poses = {}
 
     def transform(parent: str, child: str, stamp_ns: int, matrix: np.ndarray) -> Sent:
         turned = _xyz(*Rotation.from_matrix(matrix[:3, :3]).as_quat().tolist())
@@ -578,11 +588,10 @@ Box = tuple[float, float, float, float, str, str]
 
 def detections(stamp_ns: int, boxes: Iterable[Box]):
     """A Detection2DArray of version 4; of each box's hypotheses, the second has the better score."""
-    ros, found = Ros(), []
-    point, turned = (
-        ros.of("geometry_msgs/Point", 0, 0, 0),
-        ros.of("geometry_msgs/Quaternion", 0, 0, 0, 1),
-    )
+    ros = Ros()
+    found = []
+    point = ros.of("geometry_msgs/Point", 0, 0, 0)
+    turned = ros.of("geometry_msgs/Quaternion", 0, 0, 0, 1)
     pose = ros.of(
         "geometry_msgs/PoseWithCovariance",
         ros.of("geometry_msgs/Pose", point, turned),
@@ -613,8 +622,10 @@ def detections(stamp_ns: int, boxes: Iterable[Box]):
 
 def annotations(stamp_ns: int, boxes: Iterable[Box]):
     """An ImageAnnotations of ROS 2: a loop and a text for each box, and lines that are no boxes."""
-    ros, boxes = Ros(), list(boxes)
-    stamp, texts = ros.time(stamp_ns), []
+    ros = Ros()
+    boxes = list(boxes)
+    stamp = ros.time(stamp_ns)
+    texts = []
     loops = (
         [
             ros.of(

@@ -116,7 +116,8 @@ def box_rows(frame: Any) -> list[dict[str, Any]]:
 def write_wide(world: World, root: Path, form: str, paths: str = "file") -> str:
     """One row a frame; boxes in a column, in CSV in a table."""
     named = write_files(world, root, paths)
-    rows, boxes = [], []
+    rows = []
+    boxes = []
     for clip, number, frame in world.frames():
         row: dict[str, Any] = {
             "clip_id": clip.name,
@@ -150,7 +151,10 @@ def write_wide(world: World, root: Path, form: str, paths: str = "file") -> str:
 def write_long(world: World, root: Path, form: str) -> str:
     """One row a file, a sensor, a pose and a box, in no order of time."""
     named = write_files(world, root, "file")
-    data, calibration, poses, boxes = [], {}, {}, []
+    data = []
+    calibration = {}
+    poses = {}
+    boxes = []
     for clip, number, frame in world.frames():
         poses[clip.name, frame.timestamp_ns] = frame.ego2global
         for name, one in {**frame.images, **frame.sweeps}.items():

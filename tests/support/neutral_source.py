@@ -32,7 +32,8 @@ def install_plugin(folder: Path, name: str, place: str, group: str = "fuelrail.s
 
 def write_neutral(world, root: Path) -> str:
     """Write the world; images both as files and one after the other in ``blob.bin``."""
-    blob, at = (root / "blob.bin").open("wb"), 0
+    blob = (root / "blob.bin").open("wb")
+    at = 0
     clips = []
     for clip in world.clips:
         rows = []

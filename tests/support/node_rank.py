@@ -14,7 +14,8 @@ from fuelrail.loaders.distributed import batch_digest
 def run(dataset: Path, parallel: int, folder: Path, out: Path, environment: dict[str, str]) -> None:
     """Be a rank with these variables; ``parallel``: how many ranks divide a model."""
     os.environ.update(environment)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     loader = fr.DataLoader(
         dataset,
         2,

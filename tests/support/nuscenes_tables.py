@@ -142,7 +142,17 @@ def build_nuscenes(
     (root / "maps" / "none.png").touch()  # the devkit asks only whether it is there
     for clip, (name, num_frames) in enumerate(clips.items()):
         _add_clip(
-            made, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images
+            made,
+            rng=rng,
+            clip=clip,
+            name=name,
+            num_frames=num_frames,
+            cameras=cameras,
+            lidars=lidars,
+            size=size,
+            num_points=num_points,
+            num_tracks=num_tracks,
+            images=images,
         )
     made.write()
     return made
@@ -168,7 +178,8 @@ _TABLES = (
 def _add_clip(
     made, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images
 ):
-    tables, root = made.tables, made.root
+    tables = made.tables
+    root = made.root
     log = token("log", name)
     tables["log"].append(
         {
@@ -249,7 +260,15 @@ def _add_clip(
                 else:
                     path.write_bytes(rng.normal(0, 20, (num_points, 5)).astype("<f4").tobytes())
     for track in range(num_tracks):
-        _add_track(tables, clip, name, track, samples, start_us, heading)
+        _add_track(
+            tables,
+            clip=clip,
+            name=name,
+            track=track,
+            samples=samples,
+            start_us=start_us,
+            heading=heading,
+        )
 
 
 def _add_track(tables, clip, name, track, samples, start_us, heading):
@@ -269,10 +288,8 @@ def _add_track(tables, clip, name, track, samples, start_us, heading):
     for frame, sample in enumerate(rows):
         seconds = (sample["timestamp"] - start_us) * 1e-6
         here = _ego(clip, heading, 0)
-        x, y = (
-            here[0] + 8 + 5 * track + seconds * (1 + track),
-            here[1] + 3 - track * 4 + 0.5 * seconds,
-        )
+        x = here[0] + 8 + 5 * track + seconds * (1 + track)
+        y = here[1] + 3 - track * 4 + 0.5 * seconds
         tables["sample_annotation"].append(
             {
                 "token": own[frame],
@@ -311,7 +328,8 @@ def _ego(clip: int, heading: float, elapsed_us: float) -> list[float]:
 def _camera_rotation(number: int) -> list[float]:
     """Optical axes in ego, turned by 60 degrees a camera: z ahead, x to the right, y down."""
     yaw = -math.pi / 3 * number
-    turn, ahead = yaw_quaternion(yaw), [0.5, -0.5, 0.5, -0.5]
+    turn = yaw_quaternion(yaw)
+    ahead = [0.5, -0.5, 0.5, -0.5]
     w1, x1, y1, z1 = turn
     w2, x2, y2, z2 = ahead
     return [

@@ -83,12 +83,28 @@ def _add_clip(tables, clip, root):
         for name, image in frame.images.items():
             file = f"samples/{NAMES[name]}/{key}.jpg"
             _add_data(
-                tables, root, key, name, file, image, image.jpeg, image.cam2ego, image.intrinsics
+                tables,
+                root=root,
+                key=key,
+                name=name,
+                file=file,
+                one=image,
+                data=image.jpeg,
+                sensor2ego=image.cam2ego,
+                intrinsics=image.intrinsics,
             )
         for name, sweep in frame.sweeps.items():
             file = f"samples/{name.upper()}/{key}.pcd.bin"
             _add_data(
-                tables, root, key, name, file, sweep, sweep.points.tobytes(), sweep.lidar2ego, None
+                tables,
+                root=root,
+                key=key,
+                name=name,
+                file=file,
+                one=sweep,
+                data=sweep.points.tobytes(),
+                sensor2ego=sweep.lidar2ego,
+                intrinsics=None,
             )
         for box in frame.boxes:
             track = f"{clip.name}-{box.track}"

@@ -53,7 +53,8 @@ class Detector(nn.Module):
         )
         self.queries = nn.Parameter(torch.randn(8, width))
         self.layers = nn.ModuleList(Layer(width) for _ in range(2))
-        self.centre, self.there = nn.Linear(width, 2), nn.Linear(width, 1)
+        self.centre = nn.Linear(width, 2)
+        self.there = nn.Linear(width, 1)
         self.frozen = nn.Linear(width, width).requires_grad_(requires_grad=False)
         nn.init.zeros_(self.there.bias)  # after the module has it as a part
 
@@ -70,7 +71,8 @@ class Detector(nn.Module):
 
 def losses(outputs, batch):
     """Two losses of ragged boxes."""
-    centre, there = outputs["centre"], outputs["there"]
+    centre = outputs["centre"]
+    there = outputs["there"]
     wanted = torch.zeros_like(there)
     distance = centre.new_zeros(())
     for row, boxes in enumerate(batch["gt_boxes_3d"]):
@@ -159,14 +161,18 @@ def main(
             torch.Tensor.double
         )  # what the examples want in at least single precision
     dist.init_process_group("gloo")
-    made, read, scored = divided, partial(load, dataset), score
+    made = divided
+    read = partial(load, dataset)
+    scored = score
     if name:
         module = importlib.import_module(name)
         made = partial(example, name, batch_norm=batch_norm)
         if batch_norm == "frozen":
             made = partial(made, optimiser=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
-        read, scored = partial(read, **module.SAMPLES), module.score
-    world, differences = dist.get_world_size(), {}
+        read = partial(read, **module.SAMPLES)
+        scored = module.score
+    world = dist.get_world_size()
+    differences = {}
     expected = train_alone(made, read, int(steps), world) if dist.get_rank() == 0 else []
     with read(split="val", batch_size=3, world=fr.World(0, 1)) as loader:
         once = fr.evaluate(made(alone=True), loader, scored) if dist.get_rank() == 0 else {}

@@ -44,7 +44,8 @@ TOKENS = Channel(
 LENGTH = fr.Cost(linear={"timestamp_ns": 1}, constant=2 * 500_000_000, divisor=500_000_000)
 """Row r of the dataset has r + 2 tokens."""
 PACK = fr.Pack(budget=33, cost=LENGTH, window=8)
-PACKED, ALONE = fr.OrderSpec(seed=3, pack=PACK), fr.OrderSpec(seed=3)
+PACKED = fr.OrderSpec(seed=3, pack=PACK)
+ALONE = fr.OrderSpec(seed=3)
 BALANCED = fr.OrderSpec(seed=3, pack=PACK, balance=fr.Balance(cost=LENGTH))
 CASES = {
     "ddp": (PACKED, 2, {"strategy": "ddp"}),
@@ -77,7 +78,8 @@ def reference(
     """Loss and gradients of documents."""
     model = build_model(GPT)
     model.load_state_dict(state)
-    total, count = torch.zeros(()), 0
+    total = torch.zeros(())
+    count = 0
     for row in rows:
         tokens = torch.zeros(1, GPT.context + 1, dtype=torch.long)
         document = torch.from_numpy(words(row).astype(np.int64))[: GPT.context + 1]

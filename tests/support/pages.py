@@ -63,7 +63,13 @@ def blocks_of(page: Path) -> list[Block]:
         )
         line = text[: match.start("code")].count("\n") + 1
         found.append(
-            Block(match["language"], match["title"], code, headings[-1] if headings else "", line)
+            Block(
+                language=match["language"],
+                title=match["title"],
+                code=code,
+                heading=headings[-1] if headings else "",
+                line=line,
+            )
         )
     return found
 

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.strategies.step import Parallel
 
 GLOBAL_BATCH = 16
-EXACT, LOW = 2e-6, 0.01
+EXACT = 2e-6
+LOW = 0.01
 TINY = ("bev-tiny", "resnet-tiny", "vit-tiny", "gpt-tiny")
 _IMAGE = (64, 128)
 _NUM_BATCHES = 20
@@ -167,7 +168,8 @@ class Comparison:
     def __init__(self, dataset: str, num_batches: int) -> None:
         import torch.distributed as dist
 
-        self._dataset, self._num_batches = dataset, num_batches
+        self._dataset = dataset
+        self._num_batches = num_batches
         self._world = dist.get_world_size()
         self._batches: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
         self._alone: dict[bytes, list[float]] = {}
@@ -182,7 +184,9 @@ class Comparison:
 
         degrees = degrees_of(case.parallel, self._world)
         rows = GLOBAL_BATCH // degrees.data
-        check_fits(case.parallel, degrees, MODELS[case.model], rows, _IMAGE)
+        check_fits(
+            case.parallel, degrees=degrees, model=MODELS[case.model], batch_size=rows, image=_IMAGE
+        )
         mesh = make_mesh(degrees, "cpu")
         place = resolve_world(mesh)
         batches = self._load(place.rank, place.size)
@@ -202,7 +206,8 @@ class Comparison:
         seconds = time.perf_counter() - started_s
         keys: list[Any] = [None] * self._world
         dist.all_gather_object(keys, (place.rank, [batch["sample_key"] for batch in batches]))
-        same, difference = True, 0.0
+        same = True
+        difference = 0.0
         if dist.get_rank() == 0:
             micro = (case.parallel.micro_batches or rows) if degrees.pp > 1 else 1
             expected = self._train_alone(case, degrees.data * micro)
@@ -334,7 +339,8 @@ def measure(world: int, cases: Sequence[Case], folder: Path) -> list[Compared]:
         GLOBAL_BATCH * _num_batches(cases),
         channels=("cam_front", "cam_front_right"),
     )
-    listed, out = folder / "cases.json", folder / "compared.jsonl"
+    listed = folder / "cases.json"
+    out = folder / "compared.jsonl"
     listed.write_bytes(msgspec.json.encode(list(cases)))
     said = run_ranks(
         world,

@@ -38,13 +38,12 @@ def blobs(
     width: int, height: int, places: Sequence[tuple[float, float]], sigma_px: float
 ) -> NDArray[np.uint8]:
     """Bright Gaussian spots on a dark ground, each centred on its place to a thousandth of a pixel."""
-    x, y = np.arange(width), np.arange(height)
+    x = np.arange(width)
+    y = np.arange(height)
     picture = np.full((height, width), float(BACKGROUND))
     for u, v in places:
-        across, down = (
-            np.exp(-((x - u) ** 2) / (2 * sigma_px**2)),
-            np.exp(-((y - v) ** 2) / (2 * sigma_px**2)),
-        )
+        across = np.exp(-((x - u) ** 2) / (2 * sigma_px**2))
+        down = np.exp(-((y - v) ** 2) / (2 * sigma_px**2))
         picture += 200.0 * down[:, None] * across
     gray = np.clip(np.rint(picture), 0, 255).astype(np.uint8)
     return np.repeat(gray[..., None], 3, axis=2)
@@ -54,8 +53,10 @@ def blob_place(
     planes: NDArray[np.uint8], near: tuple[float, float], radius_px: int
 ) -> tuple[float, float]:
     """Centre of gravity of the spot within a square about ``near``, from the mean of the planes."""
-    u0, v0 = round(near[0]), round(near[1])
-    top, left = max(0, v0 - radius_px), max(0, u0 - radius_px)
+    u0 = round(near[0])
+    v0 = round(near[1])
+    top = max(0, v0 - radius_px)
+    left = max(0, u0 - radius_px)
     window = (
         planes[:, top : v0 + radius_px + 1, left : u0 + radius_px + 1].mean(axis=0) - BACKGROUND
     )
@@ -82,7 +83,8 @@ def checkerboard(width: int, height: int, square_px: int) -> NDArray[np.uint8]:
 def natural(width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
     """A picture with the statistics of a photograph: amplitude falling as 1/frequency, coloured, with hard edges."""
     rng = np.random.default_rng(seed)
-    fy, fx = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None]
+    fy = np.fft.fftfreq(height)[:, None]
+    fx = np.fft.rfftfreq(width)[None]
     spectrum = 1.0 / np.maximum(np.hypot(fy, fx), 1.0 / max(width, height)) ** 1.2
     channels = []
     shared = rng.standard_normal((height, width))
@@ -92,11 +94,10 @@ def natural(width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
         channels.append(128 + 42 * field / max(field.std(), 1e-9))
     picture = np.stack(channels, axis=-1)
     for _ in range(12):  # things with edges, as cars and buildings have
-        x, y = rng.integers(0, width), rng.integers(0, height)
-        w, h = (
-            rng.integers(width // 20 + 1, width // 6 + 2),
-            rng.integers(height // 20 + 1, height // 5 + 2),
-        )
+        x = rng.integers(0, width)
+        y = rng.integers(0, height)
+        w = rng.integers(width // 20 + 1, width // 6 + 2)
+        h = rng.integers(height // 20 + 1, height // 5 + 2)
         picture[y : y + h, x : x + w] = 0.4 * picture[y : y + h, x : x + w] + 0.6 * rng.uniform(
             20, 235, 3
         )
@@ -124,7 +125,8 @@ def reference(
     ]
     small = source.resize((width, height), resample)
     a, b, tx, c, d, ty = image_map.inverse_coefficients()
-    sx, sy = width / source.size[0], height / source.size[1]
+    sx = width / source.size[0]
+    sy = height / source.size[1]
     # Rounded: Pillow's transforms cut fractions off, so that -0.9999999999 for -1 would change grey levels by one.
     affine = tuple(round(x, 9) for x in (a * sx, b * sx, tx * sx, c * sy, d * sy, ty * sy))
     image = small.transform(
@@ -149,7 +151,8 @@ def shift_px(
 
     Least squares on the brightness of the pixels ``where``; good to about a hundredth of a pixel when it is small.
     """
-    first, second = a.astype(np.float64).mean(axis=0), b.astype(np.float64).mean(axis=0)
+    first = a.astype(np.float64).mean(axis=0)
+    second = b.astype(np.float64).mean(axis=0)
     mean = (first + second) / 2
     gv, gu = np.gradient(mean)
     inner = where.copy()
@@ -164,7 +167,8 @@ def seen(image_map: ImageMap, margin_px: float = 0.0) -> NDArray[np.bool_]:
     width, height = image_map.out_wh
     v, u = np.mgrid[:height, :width] + 0.5
     a, b, tx, c, d, ty = image_map.inverse_coefficients()
-    x, y = a * u + b * v + tx, c * u + d * v + ty
+    x = a * u + b * v + tx
+    y = c * u + d * v + ty
     left, top, right, bottom = image_map.visible
     inside: NDArray[np.bool_] = (
         (x >= left + margin_px)

@@ -32,8 +32,11 @@ from support.ranks import run_ranks
 if TYPE_CHECKING:
     from fuelrail.bench.trainer.models.settings import ModelSettings
 
-ALONE, SHARDED = 0.01, 0.04
-_CAMERAS, _HEIGHT, _WIDTH = 2, 64, 128
+ALONE = 0.01
+SHARDED = 0.04
+_CAMERAS = 2
+_HEIGHT = 64
+_WIDTH = 128
 _ROWS = 4
 _REPEATS = 5
 _PATIENCE_S = 1500
@@ -136,7 +139,9 @@ def real(pair: Pair, rank: int) -> Real:
     for _ in range(2):
         parallel.forward_backward(inputs)
         parallel.update()
-    peaks, whole, sent = [], [], []
+    peaks = []
+    whole = []
+    sent = []
     for _ in range(_REPEATS):
         counter = Counter(parallel.mesh)
         gc.collect()  # what an earlier step or pair left counts as negative when it is freed in this one

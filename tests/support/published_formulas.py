@@ -74,7 +74,8 @@ def first_stage_layers(layers: int, pp: int, virtual_stages: int) -> float:
 
 def parameters(model: Transformer) -> float:
     """Parameters of a GPT: 12 L h^2 (1 + 13/(12 h) + (V + s)/(12 L h)) (arXiv 2104.04473, equation 2)."""
-    h, layers = model.hidden, model.layers
+    h = model.hidden
+    layers = model.layers
     return 12 * layers * h**2 * (1 + 13 / (12 * h) + (model.vocab + model.seq) / (12 * layers * h))
 
 

@@ -14,7 +14,8 @@ TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TRAINY = "Trainy, torchtitan's benchmarks/llama3_8b_h200_2025-06_torchtitan.md"
 FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
 
-_H100, _TITAN_H100 = "H100-80GB-SXM", "H100-96GB-SXM HBM2e, 500 W limit"
+_H100 = "H100-80GB-SXM"
+_TITAN_H100 = "H100-96GB-SXM HBM2e, 500 W limit"
 
 
 class PublishedStep(NamedTuple):

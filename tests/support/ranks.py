@@ -32,7 +32,8 @@ def warm() -> ForkServerContext:
     """Return a context whose processes are forks of one that has torch and the trainer loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
-    before, own = dict(os.environ), environment()
+    before = dict(os.environ)
+    own = environment()
     os.environ.update(
         own
     )  # older versions of Python do not give the server `sys.path`, and load nothing without it
@@ -92,7 +93,8 @@ def run_program(words: Sequence[str], env: Mapping[str, object], log: str | None
         with open(log, "ab") as output:  # noqa: PTH123 - as `subprocess` has it
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-    is_module, code = words[0] == "-m", 1
+    is_module = words[0] == "-m"
+    code = 1
     sys.argv = list(words[1:] if is_module else words)
     sys.modules.pop(sys.argv[0], None)  # runpy warns of a module that is loaded
     try:

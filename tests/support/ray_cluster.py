@@ -55,7 +55,8 @@ class RayCluster:
     """A cluster in a process of its own."""
 
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
-        self._process, self.address = process, address
+        self._process = process
+        self.address = address
 
     def tell(self, command: str) -> None:
         """``kill`` a node or ``add`` one, and wait until it is done; raises RuntimeError where it is not."""

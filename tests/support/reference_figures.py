@@ -101,7 +101,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 def formula(case: Case) -> float:
     """Predict a case that follows from a closed formula, in its unit."""
-    given, quantity = case.given, case.expect.quantity
+    given = case.given
+    quantity = case.expect.quantity
     if quantity == "model_state_bytes_per_gpu" and "data_parallel" in given:
         sizes = (given["param_bytes"], given["grad_bytes"], given["optimiser_bytes"])
         return (
@@ -127,7 +128,8 @@ def formula(case: Case) -> float:
             layer * first_stage_layers(given["layers"], given["pp"], given["virtual_stages"]) / GIB
         )
     if quantity in ("mfu", "hfu") and "iteration_time_s" in given:
-        model, count = transformer(given), given["global_batch"]
+        model = transformer(given)
+        count = given["global_batch"]
         flop = (
             model_flop(model, count)
             if quantity == "mfu"
@@ -165,7 +167,8 @@ def planned(asked: Scenario, gpu: str, gpus: int) -> choice.Fit:
 
 def resnet(case: Case) -> tuple[Scenario, float]:
     """ResNet-50 on one device, and the seconds of a step; MLPerf's emulated times are taken as TF32's."""
-    given, rate = case.given, case.expect.quantity == "images_per_s"
+    given = case.given
+    rate = case.expect.quantity == "images_per_s"
     batch = given["batch"]
     asked = Scenario(
         name=case.id,
@@ -185,11 +188,13 @@ def resnet(case: Case) -> tuple[Scenario, float]:
 def timed(case: Case) -> tuple[choice.Fit, Any, Any, float]:
     """A measured step: its plan, cluster, compute type and seconds."""
     if "layers" in case.given:
-        given, gpus = case.given, case.given["gpus"]
+        given = case.given
+        gpus = case.given["gpus"]
         asked = scenario_of(case.id, given)
         seconds = seconds_of(given, case.expect.quantity, case.expect.value, asked.global_batch)
     else:
-        (asked, seconds), gpus = resnet(case), 1
+        gpus = 1
+        (asked, seconds) = resnet(case)
     gpu = case.given["gpu"]
     return (
         planned(asked, gpu, gpus),
@@ -205,7 +210,8 @@ def step(case: Case, by_id: dict[str, Case]) -> Predicted:
     family = DECODER if "layers" in case.given else CONVOLUTION
     used = efficiency_of(cluster.device.name, kind, software_of(case.given), family)
     error = found.time.total / seconds - 1
-    fitted, inside = None, True
+    fitted = None
+    inside = True
     if case.calibrate_on:
         others = [timed(by_id[name]) for name in case.calibrate_on]
         result = fit([(one.work, where, what, took) for one, where, what, took in others], used)
@@ -228,7 +234,8 @@ def step(case: Case, by_id: dict[str, Case]) -> Predicted:
 
 def ratio(case: Case) -> float:
     """Predict a measured case that is not a step."""
-    given, quantity = case.given, case.expect.quantity
+    given = case.given
+    quantity = case.expect.quantity
     if quantity == "algorithm_bandwidth":
         return float(given["bus_gb_per_s"]) / sent_bytes("all_reduce", given["gpus"], 1.0)
     if quantity == "tokens_per_s_per_gpu_64_over_32":
@@ -269,7 +276,8 @@ def predict(cases: Sequence[Case]) -> list[Predicted]:
             if case.kind.startswith("formula")
             else ("ratio", ratio(case))
         )
-        difference, limit = value - case.expect.value, case.expect.tolerance
+        difference = value - case.expect.value
+        limit = case.expect.tolerance
         within = abs(difference) <= limit.get(
             "absolute", limit.get("relative", 0.0) * case.expect.value
         )

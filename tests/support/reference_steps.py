@@ -104,7 +104,10 @@ def limited(device: Device) -> dict[str, Any]:
 
 def scenario_of(identity: str, given: Mapping[str, Any], step_s: float | None = None) -> Scenario:
     """Write a case of a transformer as a scenario."""
-    gpus, tp, pp, cp = given["gpus"], given.get("tp", 1), given.get("pp", 1), given.get("cp", 1)
+    gpus = given["gpus"]
+    tp = given.get("tp", 1)
+    pp = given.get("pp", 1)
+    cp = given.get("cp", 1)
     sharded = "dp_shard" in given or given.get("fsdp", False)
     data = gpus // (tp * pp)
     if "tokens_per_batch" in given:

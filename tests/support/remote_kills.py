@@ -20,7 +20,9 @@ def batches_through_kills(
 
     An actor's process gets SIGKILL, so does a node's raylet with all its processes; another node takes its place.
     """
-    rng, found, killed = random.Random(seed), [], Counter[str]()
+    rng = random.Random(seed)
+    found = []
+    killed = Counter[str]()
     while killed.total() < num_kills:
         for batch in loader:
             found.append(batch)

@@ -22,7 +22,9 @@ from fuelrail.pipeline.order.spec import OrderSpec, OrderStage
 from fuelrail.pipeline.order.weights import AttributeWeights
 from support.forked import fork, join
 
-NUM_ROWS, GLOBAL_BATCH, NUM_STEPS = 1000, 24, 150
+NUM_ROWS = 1000
+GLOBAL_BATCH = 24
+NUM_STEPS = 150
 _LONGEST_S = 0.15
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
 
@@ -91,7 +93,10 @@ def run_kills(work: Path, num_kills: int, seed: int, spec: OrderSpec = PLAIN) ->
 
     That run is of the line's own rank and world; all ranks of any world have the same rows.
     """
-    draw, compared, kills, run = random.Random(seed), 0, 0, 0
+    draw = random.Random(seed)
+    compared = 0
+    kills = 0
+    run = 0
 
     @cache
     def reference(rank: int, size: int) -> list[list[int]]:

@@ -49,11 +49,11 @@ def shard_nuscenes(
     recipe = make_recipe(**{"seed": 7, **values})
     return shard(
         SourceSpec("nuscenes", str(root), options),
-        out,
-        recipe,
-        num_workers,
-        progress or Quiet(),
-        engine,
+        out=out,
+        recipe=recipe,
+        num_workers=num_workers,
+        progress=progress or Quiet(),
+        engine=engine,
     )
 
 
@@ -61,7 +61,9 @@ def reshard(sources: Path | str | list, out: Path, num_workers: int = 1, **value
     """Shard datasets again, with these values of the recipe and ``options`` of the source."""
     places = sources if isinstance(sources, list) else [sources]
     spec = SourceSpec("fuelrail", "\n".join(map(str, places)), values.pop("options", {}))
-    return shard(spec, out, make_recipe(**values), num_workers, Quiet()).manifest
+    return shard(
+        spec, out=out, recipe=make_recipe(**values), num_workers=num_workers, progress=Quiet()
+    ).manifest
 
 
 def shard_command(location: str, out: Path | str, *more: str) -> list[str]:
@@ -119,7 +121,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 def members_of(root: Path) -> dict[str, dict]:
     """The raw members of every sample by key; of the metadata, what does not depend on the dataset that it is in."""
-    dataset, found = open_dataset(root), {}
+    dataset = open_dataset(root)
+    found = {}
     for at in range(len(dataset.index)):
         row = dataset.index.row(at)
         path = dataset.shard_path(row)

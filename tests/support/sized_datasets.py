@@ -55,12 +55,31 @@ def write_synthetic_index(
 
     def rows() -> Iterator[IndexRow]:
         for place, sample in enumerate(stored.tolist()):
-            clip_id, at = f"clip-{clip[sample]:07d}", int(frame[sample])
+            clip_id = f"clip-{clip[sample]:07d}"
+            at = int(frame[sample])
             shard, within = divmod(place, samples_per_shard)
-            members = (MemberEntry("meta.json", 512, 1000, 2000, "zstd", 0),)
-            key, offset = f"{clip_id}-{at:06d}", within * _SPAN_BYTES
+            members = (
+                MemberEntry(
+                    name="meta.json",
+                    offset=512,
+                    stored_bytes=1000,
+                    raw_bytes=2000,
+                    codec="zstd",
+                    xxh3=0,
+                ),
+            )
+            key = f"{clip_id}-{at:06d}"
+            offset = within * _SPAN_BYTES
             yield IndexRow(
-                key, clip_id, at, at * 500_000_000, shard, offset, _SPAN_BYTES, 0, members
+                key=key,
+                clip_id=clip_id,
+                frame=at,
+                timestamp_ns=at * 500_000_000,
+                shard=shard,
+                offset=offset,
+                length=_SPAN_BYTES,
+                xxh3=0,
+                members=members,
             )
 
     write_index(folder / INDEX_FILE, rows(), ["meta.json"], ["zstd"])
@@ -108,7 +127,7 @@ def make_dataset(
                 RawMember(name, RAW, rng.bytes(int(size * scale * rng.uniform(0.8, 1.2))))
                 for name, size in MEMBER_BYTES.items()
             ]
-            yield MadeSample(key, key, 0, number, members)
+            yield MadeSample(key=key, clip_id=key, frame=0, timestamp_ns=number, members=members)
 
     write_made_dataset(folder, even_lengths(num_samples, samples_per_shard), samples())
     return open_dataset(folder)

@@ -9,7 +9,8 @@ from support.sharding import digests
 
 class AtUrl:
     def test_the_same_bytes_from_a_url(self, made, tmp_path):
-        store, bucket = fsspec.filesystem("memory"), f"/{type(self).__name__}"
+        store = fsspec.filesystem("memory")
+        bucket = f"/{type(self).__name__}"
         store.put(str(made.folder / "source"), bucket, recursive=True)
         try:
             self.make(made.spec._replace(location=f"memory:/{bucket}"), tmp_path / "url")

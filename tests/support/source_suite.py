@@ -91,13 +91,21 @@ class SourceSuite:
         """Shard into small shards."""
         recipe = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
         engine = LocalEngine(workers, "threads")
-        return shard(spec, out, recipe, workers, progress or Quiet(), engine)
+        return shard(
+            spec,
+            out=out,
+            recipe=recipe,
+            num_workers=workers,
+            progress=progress or Quiet(),
+            engine=engine,
+        )
 
     @pytest.fixture
     def made(self, tmp_path_factory) -> Made:
         """Made once for all tests of a class, which only read it."""
         if type(self) not in _MADE:
-            folder, world = tmp_path_factory.mktemp("made"), self.world(noise=True)
+            folder = tmp_path_factory.mktemp("made")
+            world = self.world(noise=True)
             spec = self.spec(folder, world)
             assert self.make(spec, folder / "out").num_written > 1, (
                 "one shard cannot be interrupted in between"

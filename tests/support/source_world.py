@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 START_NS = 1_600_000_000_000_000_000
 PERIOD_NS = 100_000_000
-RADIUS_M, SPEED_MPS = 40.0, 8.0
+RADIUS_M = 40.0
+SPEED_MPS = 8.0
 CATEGORIES = ("car", "pedestrian")
 OPTICAL = np.array([[0.0, 0, 1], [-1, 0, 0], [0, -1, 0]])
 """Columns: a camera's right, down and forward, in the axes forward, left, up."""
@@ -106,7 +107,8 @@ def ego_at(clip: int, timestamp_ns: int) -> np.ndarray:
 
 def turn(angle: float, axis: str) -> np.ndarray:
     """Rotation about an axis."""
-    c, s = math.cos(angle), math.sin(angle)
+    c = math.cos(angle)
+    s = math.sin(angle)
     return np.array(
         {"z": [[c, -s, 0], [s, c, 0], [0, 0, 1]], "y": [[c, 0, s], [0, 1, 0], [-s, 0, c]]}[axis]
     )
@@ -130,7 +132,7 @@ def make_world(
         for frame in range(num_frames):
             time_ns = START_NS + number * 60_000_000_000 + frame * PERIOD_NS
             images = {
-                name: _image(rng, number, time_ns, at, size, noise)
+                name: _image(rng, clip=number, time_ns=time_ns, at=at, size=size, noise=noise)
                 for at, (name, size) in enumerate(sizes.items())
             }
             sweeps = {}
@@ -143,7 +145,15 @@ def make_world(
                 ).astype(np.float32)
                 sweeps[name] = WorldSweep(points, time_ns, lidar2ego, ego_at(number, time_ns))
             boxes = [_box(number, track, time_ns) for track in range(num_boxes)]
-            clip.frames.append(WorldFrame(time_ns, ego_at(number, time_ns), images, sweeps, boxes))
+            clip.frames.append(
+                WorldFrame(
+                    timestamp_ns=time_ns,
+                    ego2global=ego_at(number, time_ns),
+                    images=images,
+                    sweeps=sweeps,
+                    boxes=boxes,
+                )
+            )
     return world
 
 
@@ -166,11 +176,19 @@ def _image(
         (1.5 - at, 0.3 * at, 1.6),
     )
     exposed_ns = time_ns + (at * 7 - 5) * 1_000_000
-    return WorldImage(jpeg, exposed_ns, intrinsics, cam2ego, ego_at(clip, exposed_ns), size)
+    return WorldImage(
+        jpeg=jpeg,
+        timestamp_ns=exposed_ns,
+        intrinsics=intrinsics,
+        cam2ego=cam2ego,
+        ego2global=ego_at(clip, exposed_ns),
+        size=size,
+    )
 
 
 def _box(clip: int, track: int, time_ns: int) -> WorldBox:
-    elapsed_s, yaw = (time_ns - START_NS) * 1e-9 - 60 * clip, 0.4 * track - 1
+    elapsed_s = (time_ns - START_NS) * 1e-9 - 60 * clip
+    yaw = 0.4 * track - 1
     velocity = (track - 1) * 2.0 * np.array([math.cos(yaw), math.sin(yaw), 0.0])
     start = ego_at(clip, time_ns - int(elapsed_s * 1e9))[:3, 3] + (
         8.0 + 3 * track,
@@ -178,13 +196,13 @@ def _box(clip: int, track: int, time_ns: int) -> WorldBox:
         0.5,
     )
     return WorldBox(
-        start + velocity * elapsed_s,
-        np.array([4.0 + track, 1.8, 1.5]),
-        yaw,
-        CATEGORIES[track % len(CATEGORIES)],
-        f"track-{track}",
-        5 + track,
-        velocity,
+        centre=start + velocity * elapsed_s,
+        size_lwh=np.array([4.0 + track, 1.8, 1.5]),
+        yaw=yaw,
+        category=CATEGORIES[track % len(CATEGORIES)],
+        track=f"track-{track}",
+        num_points=5 + track,
+        velocity=velocity,
     )
 
 

@@ -92,10 +92,8 @@ def synth_with_channels(out: Path, **options: Any) -> None:
             _write_table(out / VERSION, channels)
         for capture in captures(world, clip):
             if capture.is_key_frame:
-                solids, sample = (
-                    clip.solids(capture.timestamp_us),
-                    token(world.seed, "sample", index, capture.frame),
-                )
+                solids = clip.solids(capture.timestamp_us)
+                sample = token(world.seed, "sample", index, capture.frame)
                 _write(out, RADAR, sample, radar_points(clip, solids, capture.timestamp_us))
                 for camera in clip.rig.cameras:
                     cam2global = (
@@ -210,7 +208,9 @@ def radar_points(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArr
         x, y, yaw = (np.asarray(value) for value in (*solid.centre[:2], solid.yaw_rad))
         footprint = corners(x, y, yaw, *solid.size_lwh[:2])
         for _ in range(_POINTS_PER_ACTOR):
-            side, share, height = draw.integers(4), draw.uniform(), draw.uniform(0.1, 0.9)
+            side = draw.integers(4)
+            share = draw.uniform()
+            height = draw.uniform(0.1, 0.9)
             place = footprint[side] * (1 - share) + footprint[(side + 1) % 4] * share
             z = solid.centre[2] + (height - 0.5) * solid.size_lwh[2]
             x, y, z = global2ego[:3, :3] @ (*place, z) + global2ego[:3, 3]
@@ -225,7 +225,8 @@ def _points(
     """Places (P, 3) in ego at the sample's time of all lidar points, and how long ago [s] each was measured (P,)."""
     geometry = decode_arrays(row.geometry, Geometry)
     global2ego = invert_rigid(geometry.ego2global)
-    parts, ages = [np.empty((0, 3))], [np.empty(0)]
+    parts = [np.empty((0, 3))]
+    ages = [np.empty(0)]
     refs = {member.name: member.ref for member in row.members}
     for number, lidar in enumerate(lidars):
         if f"{lidar}.npy" in refs:
@@ -263,10 +264,8 @@ def occupancy_grid(
     for row in range(0 if boxes is None else len(boxes.label)):
         assert boxes is not None, "there are rows"
         turn = rotation_matrices(boxes.rotation_wxyz[row].astype(np.float64))
-        centre, half = (
-            boxes.boxes3d[row, :3].astype(np.float64),
-            boxes.boxes3d[row, 3:6].astype(np.float64) / 2,
-        )
+        centre = boxes.boxes3d[row, :3].astype(np.float64)
+        half = boxes.boxes3d[row, 3:6].astype(np.float64) / 2
         velocity = np.nan_to_num(boxes.velocity[row].astype(np.float64))
         inside = _inside(points - (centre - age_s[:, None] * velocity), turn, half)
         is_static &= ~inside
@@ -296,7 +295,8 @@ def _centres_inside(
     centre: NDArray[np.float64], turn: NDArray[np.float64], half: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Centres (K, 3) of the cells that are in a box."""
-    reach, low = np.abs(turn) @ half, np.array(EXTENT_M[:3])
+    reach = np.abs(turn) @ half
+    low = np.array(EXTENT_M[:3])
     first = np.clip(np.floor((centre - reach - low) / CELL_M).astype(int), 0, SHAPE)
     last = np.clip(np.ceil((centre + reach - low) / CELL_M).astype(int), 0, SHAPE)
     axes = [np.arange(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)]

@@ -26,12 +26,15 @@ def first_met(
         start = (global2unit @ np.append(origin, 1.0)).tolist()
         along = (global2unit @ np.append(ray, 0.0)).tolist()
         for block in solid.blocks:
-            enter, leave = 0.0, np.inf
+            enter = 0.0
+            leave = np.inf
             for axis in range(3):
                 sides = sorted(
                     (side[axis] - start[axis]) / along[axis] for side in (block.low, block.high)
                 )
-                enter, leave = max(enter, sides[0]), min(leave, sides[1])
+                enter = max(enter, sides[0])
+                leave = min(leave, sides[1])
             if nearest < enter < leave and enter < farthest:
-                farthest, found = enter, solid
+                farthest = enter
+                found = solid
     return farthest, found

@@ -42,7 +42,8 @@ PHASES = {
 
 def hooked(module, end: str | None, rank: int) -> None:
     """Have this rank end as the phase says."""
-    report, save = module.report, torch.save
+    report = module.report
+    save = torch.save
 
     def last_report(step, *arguments):
         report(step, *arguments)
@@ -126,7 +127,8 @@ def main(dataset: str, out: str, *examples: str) -> None:
     for example in examples:
         name, _, setting = example.partition(":")
         key, _, value = setting.partition("=")
-        module, place = importlib.import_module(name), Path(out, name + value)
+        module = importlib.import_module(name)
+        place = Path(out, name + value)
         if name == "mmengine_runner":
             importlib.import_module("matplotlib.pyplot")  # its Runner draws
         left = {}
@@ -136,7 +138,13 @@ def main(dataset: str, out: str, *examples: str) -> None:
             files = [
                 place.with_name(f"{place.name}-{phase}-{rank}.txt") for rank in range(NUM_RANKS)
             ]
-            launch(module, arguments, {key: int(value)} if key else {}, end, files)
+            launch(
+                module,
+                arguments=arguments,
+                options={key: int(value)} if key else {},
+                end=end,
+                files=files,
+            )
             checkpoints = [
                 path
                 for path in folder.glob("*/*")

@@ -34,7 +34,8 @@ class First(nn.Linear):
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Linear(WIDTH, 1)
 
     def forward(self, tokens, *_):
         return self.scale(self.norm(tokens).mean(1))
@@ -53,11 +54,9 @@ class Tokens(StagedModel):
     def __init__(self, heads: int, inner: int) -> None:
         super().__init__(None)
         block = Block(WIDTH, heads, causal=False, mlp=perceptron(WIDTH, inner))
-        self.stem, self.blocks, self.head = (
-            First(4, WIDTH),
-            nn.ModuleList([block, nn.Identity()]),
-            Head(),
-        )
+        self.stem = First(4, WIDTH)
+        self.blocks = nn.ModuleList([block, nn.Identity()])
+        self.head = Head()
 
     def inputs(self, batch):
         return batch["tokens"], batch["score"], torch.ones(len(batch["tokens"]))

@@ -26,7 +26,9 @@ from fuelrail.bench.trainer.distill.teacher import Source
 from fuelrail.bench.trainer.models.staged import StagedModel
 from fuelrail.bench.trainer.strategies.step import named_parameters
 
-BATCH, STEPS, RATE = 2, 5, 0.05
+BATCH = 2
+STEPS = 5
+RATE = 0.05
 TRANSFORMS = {"image": {"height": 16, "width": 16}}
 
 
@@ -114,11 +116,13 @@ def train_alone(dataset: str, global_batch: int, accumulation: int):
     torch.manual_seed(0)
     model = Points()
     optimiser = torch.optim.SGD(model.parameters(), RATE, 0.9)
-    losses, was_uneven = [], False
+    losses = []
+    was_uneven = False
     with load(dataset, global_batch, fr.World(0, 1)) as loader:
         batches = forever(loader)
         for _ in range(STEPS):
-            total, count = torch.zeros(()), 0
+            total = torch.zeros(())
+            count = 0
             for batch in islice(batches, accumulation):
                 hidden = model.stem(features(batch)[batch["valid"]])
                 for block in model.blocks:

@@ -90,7 +90,8 @@ def context(name, frame, without=()) -> bytes:
     )
 
 
-TOP_MOUNT, FRONT_MOUNT = np.eye(4), np.eye(4)
+TOP_MOUNT = np.eye(4)
+FRONT_MOUNT = np.eye(4)
 TOP_MOUNT[:3, :3], TOP_MOUNT[:3, 3] = Rotation.from_euler("z", 2.6).as_matrix(), (1.4, 0, 2.2)
 FRONT_MOUNT[:3, 3] = 4, 0, 0.7
 INCLINATIONS = (-0.3, -0.2, -0.05, 0.04)
@@ -103,7 +104,9 @@ LASERS = {
 def add_sweep(frame) -> None:
     """Give a frame range images, and the points that they are, worked out pixel by pixel."""
     rng = np.random.default_rng(frame.timestamp_ns // 1_000_000)
-    points, frame.lasers, frame.range_images = [], [], {}
+    points = []
+    frame.lasers = []
+    frame.range_images = {}
     late = frame.ego2global.copy()
     late[:3, 3] += (0.5, -0.25, 0.125)
     for number, (rows, columns), mount in ((1, (4, 8), TOP_MOUNT), (2, (2, 3), FRONT_MOUNT)):
@@ -239,7 +242,8 @@ def map_point(xyz) -> bytes:
 def map_feature(number, kind, points) -> bytes:
     """A feature of the map; a lane has fields before and behind its points, as in the dataset."""
     at, own = MAP_KINDS[kind]
-    before, behind = ((1, 25.0), (2, 2)), ((9, varint(7)), (13, message((1, 0), (2, 5), (3, 9))))
+    before = ((1, 25.0), (2, 2))
+    behind = ((9, varint(7)), (13, message((1, 0), (2, 5), (3, 9))))
     is_lane = kind == "lane"
     pairs = (
         *(before if is_lane else ()),

@@ -45,7 +45,8 @@ def box_columns(prefix, frames_boxes) -> dict[str, list[float]]:
 
 def write_segment(root, clip) -> None:
     """All components of a clip; rows of images are not in the order of time, as in the dataset."""
-    name, frames = clip.name, clip.frames
+    name = clip.name
+    frames = clip.frames
     segment = "key.segment_context_name"
     micros = [frame.timestamp_ns // 1000 for frame in frames]
     write_table(
@@ -66,7 +67,8 @@ def write_segment(root, clip) -> None:
         for time, frame in zip(micros, frames, strict=True)
         if (image := frame.images.get(camera)) is not None
     ]
-    part, shutter = "[CameraImageComponent].", "[CameraImageComponent].rolling_shutter_params."
+    part = "[CameraImageComponent]."
+    shutter = "[CameraImageComponent].rolling_shutter_params."
     seconds = [image.timestamp_ns / 1e9 for _, _, image in rows]
     write_table(
         root,
@@ -84,7 +86,8 @@ def write_segment(root, clip) -> None:
             f"{shutter}camera_readout_done_time": [time + 0.025 for time in seconds],
         },
     )
-    first, lens = frames[0].images, "[CameraCalibrationComponent]."
+    first = frames[0].images
+    lens = "[CameraCalibrationComponent]."
     values = {
         name_: [image.intrinsics[at] for image in first.values()]
         for name_, at in (("f_u", (0, 0)), ("f_v", (1, 1)))
@@ -176,7 +179,8 @@ def write_segment(root, clip) -> None:
 
 def write_lidar(root, clip) -> None:
     """The components of lidar, of what `waymo_files.add_sweep` gave the frames; rows are in no order."""
-    name, segment = clip.name, "key.segment_context_name"
+    name = clip.name
+    segment = "key.segment_context_name"
     rows = [
         (frame.timestamp_ns // 1000, number, *images)
         for frame in clip.frames

@@ -51,7 +51,7 @@ def measure(options: CommOptions) -> CommReport:
         dist.barrier()
         watch = CpuWatch()
         found = [
-            _timed(kind, axis, group, size, device, options)
+            _timed(kind, axis=axis, group=group, size=size, device=device, options=options)
             for axis, group in _groups(options, world, device)
             for kind in KINDS
             for size in _sizes(options)
@@ -131,7 +131,7 @@ def _timed(
             times.append(time.perf_counter() - started_s)
     slowest = torch.tensor(statistics.median(times), device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return timed(kind, axis, ranks, elements * 4, float(slowest))
+    return timed(kind, axis=axis, ranks=ranks, num_bytes=elements * 4, seconds=float(slowest))
 
 
 def _wait(device: torch.device) -> None:
@@ -141,7 +141,8 @@ def _wait(device: torch.device) -> None:
 
 def _collective(kind: Kind, group: dist.ProcessGroup, whole: torch.Tensor) -> Callable[[], object]:
     """Return the function to call: ``whole`` is the tensor to reduce, gather, scatter or send to the next rank."""
-    ranks, rank = group.size(), dist.get_rank(group)
+    ranks = group.size()
+    rank = dist.get_rank(group)
     part = whole.new_empty(whole.numel() // ranks)
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)

@@ -35,15 +35,16 @@ def describe(report: CommReport, _: Mapping[str, str]) -> Document:
         *(Note(text) for text in report.warnings),
         Section("All sizes", [Table(HEADER, rows)]),
     ]
-    ranks, nodes = counted(report.ranks, "rank"), counted(report.nodes, "node")
+    ranks = counted(report.ranks, "rank")
+    nodes = counted(report.nodes, "node")
     about = f"{ranks} on {nodes}, {report.backend} on {report.device}"
     title = "How fast do ranks communicate?"
     return Document(
-        "Fuelrail bench comm",
-        title,
-        about,
-        when(report.created),
-        doubts(None, report.disturbed),
-        parts,
-        {},
+        brand="Fuelrail bench comm",
+        title=title,
+        about=about,
+        made=when(report.created),
+        doubts=doubts(None, report.disturbed),
+        parts=parts,
+        facts={},
     )

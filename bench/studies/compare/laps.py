@@ -63,7 +63,8 @@ class LapProcess:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], arrivals: Path) -> None:
-        self._process, self._arrivals = process, arrivals
+        self._process = process
+        self._arrivals = arrivals
         self._laps: list[_Lap] = []
 
     @property
@@ -92,27 +93,26 @@ class LapProcess:
     def lap(self, seconds: float) -> None:
         """Resume it for this time."""
         pid = self._process.pid
-        jump_s, own_s, all_s, stolen_s = (
-            clock_jump_s(),
-            tree_cpu_s(pid),
-            all_cpu_s(),
-            stolen_cpu_s(),
-        )
+        jump_s = clock_jump_s()
+        own_s = tree_cpu_s(pid)
+        all_s = all_cpu_s()
+        stolen_s = stolen_cpu_s()
         begin_s = time.monotonic()
         signal_group(self._process, signal.SIGCONT)
         time.sleep(seconds)
         signal_group(self._process, signal.SIGSTOP)
         end_s = time.monotonic()
-        all_s, stolen_s = _since(all_s, all_cpu_s()), _since(stolen_s, stolen_cpu_s())
+        all_s = _since(all_s, all_cpu_s())
+        stolen_s = _since(stolen_s, stolen_cpu_s())
         self._laps.append(
             _Lap(
-                begin_s,
-                end_s,
-                tree_cpu_s(pid) - own_s,
-                all_s,
-                stolen_s,
-                clock_jump_s() - jump_s,
-                tree_memory_bytes(pid),
+                begin_s=begin_s,
+                end_s=end_s,
+                cpu_s=tree_cpu_s(pid) - own_s,
+                all_cpu_s=all_s,
+                stolen_cpu_s=stolen_s,
+                clock_jump_s=clock_jump_s() - jump_s,
+                memory_bytes=tree_memory_bytes(pid),
             )
         )
 
@@ -120,7 +120,8 @@ class LapProcess:
         """Return the measurements from ``first_lap`` on; there must be at least one lap."""
         laps = self._laps[first_lap:]
         asked_s, first_s, *later_s = self._times()
-        arrival_s, ran_s = [], 0.0
+        arrival_s = []
+        ran_s = 0.0
         for lap in laps:
             arrival_s += [
                 ran_s + at_s - lap.begin_s for at_s in later_s if lap.begin_s <= at_s < lap.end_s

@@ -65,11 +65,11 @@ def describe(report: CompareReport, plots: Mapping[str, str]) -> Document:
     packages = {**report.machine.packages, **report.packages}
     return document(
         report,
-        "Fuelrail comparison",
-        "The same images through every loader",
-        about,
-        parts,
-        packages,
+        brand="Fuelrail comparison",
+        title="The same images through every loader",
+        about=about,
+        parts=parts,
+        packages=packages,
     )
 
 
@@ -103,9 +103,11 @@ def rows(report: CompareReport) -> Iterator[list[str]]:
 
 
 def _row(entry: ContestantResult) -> list[str]:
-    figures, check = entry.figures, entry.check
+    figures = entry.figures
+    check = entry.check
     assert figures is not None
-    rate, times = figures.images_per_s, figures.ours_times_as_fast
+    rate = figures.images_per_s
+    times = figures.ours_times_as_fast
     # A ratio of something to itself, or a single one, has no interval.
     interval = (
         f"{times.low:.2f} to {times.high:.2f}"

@@ -107,7 +107,8 @@ def reasons_left_out(contestants: Iterable[ContestantResult]) -> list[str]:
     for cause, affected in names.items():
         ranges = []
         for values in zip(*numbers[cause], strict=True):
-            low, high = min(values, key=float), max(values, key=float)
+            low = min(values, key=float)
+            high = max(values, key=float)
             ranges.append(low if low == high else f"{low} to {high}")
         parts = cause.split("\0")
         reason = "".join(part + number for part, number in zip_longest(parts, ranges, fillvalue=""))

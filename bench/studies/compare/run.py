@@ -70,8 +70,11 @@ class Workshop:
     def __init__(
         self, data: Path, dataset: Dataset, work: Work, cpus: tuple[int, ...], seconds: float
     ) -> None:
-        self._data, self._dataset, self._work = data, dataset, work
-        self._cpus, self._seconds = cpus, seconds
+        self._data = data
+        self._dataset = dataset
+        self._work = work
+        self._cpus = cpus
+        self._seconds = seconds
 
     def folder(self, contestant: Contestant) -> Path:
         """Return the data that a contestant reads."""
@@ -210,10 +213,10 @@ class Workshop:
             )
             shard(
                 parse_source(f"fuelrail:{self._dataset.root}", {}),
-                folder,
-                recipe,
-                len(self._cpus),
-                Quiet(),
+                out=folder,
+                recipe=recipe,
+                num_workers=len(self._cpus),
+                progress=Quiet(),
             )
         except FuelrailError as error:
             return str(error)

@@ -128,9 +128,11 @@ def compare(
             num_workers=len(cpus),
             seed=options.seed,
         )
-        session = _Session(options, output, dataset, work, cpus)
+        session = _Session(options=options, output=output, dataset=dataset, work=work, cpus=cpus)
         prepare_folder(folder, html=output.html, modules=("psutil", "scipy"))
-        workshop = Workshop(samples, dataset, work, cpus, options.seconds)
+        workshop = Workshop(
+            data=samples, dataset=dataset, work=work, cpus=cpus, seconds=options.seconds
+        )
         cut_off: str | None = "the command failed"
         try:
             session.prepare(workshop, entrants)
@@ -155,13 +157,13 @@ class _Session:
         work: Work,
         cpus: tuple[int, ...],
     ) -> None:
-        self._given, self._output, self._work = options, output, work
+        self._given = options
+        self._output = output
+        self._work = work
         path = output.folder / REPORT_JSON
         before = load_compare_report(path) if options.resume and path.exists() else None
-        self._facts, self._machine = (
-            dataset_facts(dataset, next(iter(dataset.manifest.splits))),
-            machine_facts(),
-        )
+        self._facts = dataset_facts(dataset, next(iter(dataset.manifest.splits)))
+        self._machine = machine_facts()
         self._options: dict[str, Any] = {
             "seconds": options.seconds,
             "psnr_db": options.psnr,
@@ -290,10 +292,10 @@ def _dataset(place: str | os.PathLike[str], options: CompareOptions, data: Path)
     with make_progress(as_json=False) as progress:
         shard(
             parse_source(os.fspath(place), named),
-            out,
-            make_recipe(splits={"train": 1.0}),
-            1,
-            progress,
+            out=out,
+            recipe=make_recipe(splits={"train": 1.0}),
+            num_workers=1,
+            progress=progress,
         )
     return open_dataset(out)
 
@@ -307,7 +309,13 @@ def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
     clips = dataset.index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples)
     out = data / f"split-{split}"
     with make_progress(as_json=False) as progress:
-        shard(source, out, make_recipe(splits={split: clips}), 1, progress)
+        shard(
+            source,
+            out=out,
+            recipe=make_recipe(splits={split: clips}),
+            num_workers=1,
+            progress=progress,
+        )
     return open_dataset(out)
 
 
@@ -320,14 +328,14 @@ def _run(
 COMPARE = command(
     "compare",
     Study(
-        "compare the speed of all installed loaders on the same images, with confidence intervals",
-        "Writes the dataset's samples in the format of each loader, checks the images of every loader against the "
+        help="compare the speed of all installed loaders on the same images, with confidence intervals",
+        description="Writes the dataset's samples in the format of each loader, checks the images of every loader against the "
         "reference, then times the loaders in turns, each in a process of its own on the same CPUs. A loader that is "
         "not installed, or whose images differ, is left out and listed. Prepare with --rounds 0, and add rounds later "
         "with --continue.",
-        CompareOptions,
-        _run,
-        lambda parser: parser.add_argument(
+        options=CompareOptions,
+        make=_run,
+        argument=lambda parser: parser.add_argument(
             "source",
             metavar="DATASET_OR_SOURCE",
             help="a Fuelrail dataset, or a source as in `shard`",

@@ -52,7 +52,8 @@ NOTABLE = 0.02
 # Time on the host or in the copy, or a second run that is faster, by a share that is worth a word.
 _SLOWER = 0.05
 # Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
-_READING, _WARMED = 0.5, 0.5
+_READING = 0.5
+_WARMED = 0.5
 # A host that takes this much of the device's time to queue its work.
 _LAUNCH_BOUND = 0.95
 _COMPUTING = ("forward", "backward", "optimiser")
@@ -183,7 +184,8 @@ def _undecided(largest: Counterfactual, noise: float) -> _Verdict:
 
 def counterfactual(name: str, as_it_is: Report, other: Report) -> Counterfactual:
     """Compute how much faster one run is than another, per sample; both have figures."""
-    old, new = _figures(as_it_is), _figures(other)
+    old = _figures(as_it_is)
+    new = _figures(other)
     # Steps of other sizes: more samples a step make up for a longer one.
     work = _samples_a_step(other) / _samples_a_step(as_it_is)
     high, low = (work / np.quantile(step_ratios(as_it_is, other), (0.025, 0.975)) - 1).tolist()
@@ -210,7 +212,8 @@ def _judge(
             f"Look at rank {slow.rank}'s host and device: clock, temperature, other processes, its shards' storage.",
             slow.slower,
         )
-    loading, reducing = counting.get("loading"), counting.get("all-reduce")
+    loading = counting.get("loading")
+    reducing = counting.get("all-reduce")
     on_cpu = first.as_it_is.accelerator["kind"] == "cpu"
     if on_cpu and loading is not None and _is_shorter(first, "loading", *_COMPUTING):
         return _Verdict(
@@ -309,7 +312,8 @@ def _in_the_loader(
 
 def _was_cold(runs: Round, again: Counterfactual) -> bool:
     """Return whether the second run was faster because reading was: then the runs between differ by that too."""
-    first, second = _fetch_busy(runs.as_it_is), _fetch_busy(runs.again)
+    first = _fetch_busy(runs.as_it_is)
+    second = _fetch_busy(runs.again)
     return (
         again.is_above(0.0)
         and again.gain > _SLOWER
@@ -361,7 +365,8 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
             0.0,
         )
     share = {phase.phase: phase.share for phase in figures.phases}
-    copy, other = share["host_to_device"], share["other"]
+    copy = share["host_to_device"]
+    other = share["other"]
     if copy > max(_SLOWER, other):
         return _Verdict(
             "host to device",
@@ -425,12 +430,12 @@ def _is_slow_alone(runs: Round, rank: int) -> bool:
 
 def _is_shorter(runs: Round, without: LeaveOut, *phases: str) -> bool:
     """Return whether leaving out a part shortens these phases, by more than the wait for data."""
-    there, left_out = runs.as_it_is, runs.without[without]
-    before, waited = _phases_ms(there, *phases), _phases_ms(there, "data_wait")
-    saved, waited_less = (
-        before - _phases_ms(left_out, *phases),
-        waited - _phases_ms(left_out, "data_wait"),
-    )
+    there = runs.as_it_is
+    left_out = runs.without[without]
+    before = _phases_ms(there, *phases)
+    waited = _phases_ms(there, "data_wait")
+    saved = before - _phases_ms(left_out, *phases)
+    waited_less = waited - _phases_ms(left_out, "data_wait")
     return saved > max(2 * NOTABLE * before, waited_less)
 
 

@@ -100,7 +100,13 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
         links = [Span(f"{run} ", file=f"{run}/{REPORT_HTML}") for run in report.runs]
         parts.append(Text((Span("Reports of the runs: "), *links), small=True))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
-    return document(report, "Fuelrail diagnosis", "What bounds this training?", about, parts)
+    return document(
+        report,
+        brand="Fuelrail diagnosis",
+        title="What bounds this training?",
+        about=about,
+        parts=parts,
+    )
 
 
 def _gain_cells(entry: Counterfactual) -> list[str]:

@@ -43,7 +43,8 @@ from fuelrail.pipeline.storage.filesystem import is_url
 if TYPE_CHECKING:
     from fuelrail.bench.studies.train.report import Report
 
-_AS_IT_IS, _AGAIN = "as-it-is", "as-it-is-again"
+_AS_IT_IS = "as-it-is"
+_AGAIN = "as-it-is-again"
 
 
 class DiagnoseOptions(TrainOptions, frozen=True, kw_only=True):
@@ -106,7 +107,10 @@ class _Examination:
     def __init__(
         self, dataset: str | os.PathLike[str], options: DiagnoseOptions, out: Path, *, html: bool
     ) -> None:
-        self._dataset, self._options, self._out, self._html = dataset, options, out, html
+        self._dataset = dataset
+        self._options = options
+        self._out = out
+        self._html = html
         self._made: dict[str, Report] = {}
         self._tried_against: float | None = None
         self._settings = self._run(_AS_IT_IS).settings
@@ -118,7 +122,10 @@ class _Examination:
         """Make the runs, judge them and write the report; see :func:`diagnose`."""
         first_round = self._round("")  # checks all settings before the first run
         prepare_folder(self._out, html=self._html, modules=("scipy",))
-        diagnosis, tried, cut_off, interrupted = None, None, None, False
+        diagnosis = None
+        tried = None
+        cut_off = None
+        interrupted = False
         try:
             self._measure(first_round)
             num_rounds = 1
@@ -134,11 +141,13 @@ class _Examination:
                 if error.interrupted:
                     raise KeyboardInterrupt(NOTHING_MEASURED) from error
                 raise FuelrailError(f"no run is complete: {error}") from error
-            cut_off, interrupted = str(error), error.interrupted
+            cut_off = str(error)
+            interrupted = error.interrupted
         except KeyboardInterrupt:
             if not self._made:
                 raise KeyboardInterrupt(NOTHING_MEASURED) from None
-            cut_off, interrupted = WAS_INTERRUPTED, True
+            cut_off = WAS_INTERRUPTED
+            interrupted = True
         base = self._made[_AS_IT_IS]
         # A cold cache is warm now, so trials are compared with the very first run.
         noise = 0.0 if diagnosis is None or diagnosis.bound == "cold cache" else diagnosis.noise

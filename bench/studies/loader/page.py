@@ -46,7 +46,8 @@ _ALONE = (
 
 def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
-    threads, where = report.options["workers"], report.options.get("where")
+    threads = report.options["workers"]
+    where = report.options.get("where")
     about = marked(
         "Loading **{name}** ({samples:,} samples, split {split}) with {threads}{where}, {batch} samples a batch",
         name=report.dataset.name,
@@ -73,12 +74,17 @@ def describe(report: LoaderReport, plots: Mapping[str, str]) -> Document:
         Section("How these figures are made", [Text(_METHOD)]),
     ]
     return document(
-        report, "Fuelrail loader report", "How fast can this dataset be loaded here?", about, parts
+        report,
+        brand="Fuelrail loader report",
+        title="How fast can this dataset be loaded here?",
+        about=about,
+        parts=parts,
     )
 
 
 def _figures(figures: LoaderFigures) -> list[Block | Section]:
-    images, bound = figures.images_per_s, figures.bound
+    images = figures.images_per_s
+    bound = figures.bound
     gain = "" if bound.gain is None else f" At best {bound.gain:.1f} times as fast."
     return [
         Hero(

@@ -137,7 +137,14 @@ def build_loader_report(
     too_short = None
     figures = None
     if steady:
-        figures = _figures(dataset, limits, stages, steady, peak_rss_bytes, options.get("where"))
+        figures = _figures(
+            dataset,
+            limits=limits,
+            stages=stages,
+            steady=steady,
+            peak_rss_bytes=peak_rss_bytes,
+            where=options.get("where"),
+        )
     else:
         longest = max(len(run.batch_s) for run in runs)
         too_short = (
@@ -190,12 +197,12 @@ def _figures(
         peak_rss_bytes=peak_rss_bytes,
         bound=find_bound(
             middle.samples_per_s,
-            middle.cpu_ms_per_sample,
-            middle.cpu,
-            middle.stages,
-            stages,
-            jpeg_limit(limits),
-            where,
+            cpu_ms_per_sample=middle.cpu_ms_per_sample,
+            cpu=middle.cpu,
+            clocks=middle.stages,
+            alone=stages,
+            jpeg=jpeg_limit(limits),
+            where=where,
         ),
     )
 
@@ -254,7 +261,7 @@ def find_bound(
     free = max(cpu.usable - (cpu.others or 0.0), 0.1)
     capacity = 1e3 * cpu.usable / cpu_ms_per_sample
     if cpu.own >= _USED_UP * free:
-        return _cpu_bound(cpu_ms_per_sample, cpu, free, alone, jpeg)
+        return _cpu_bound(cpu_ms_per_sample, cpu=cpu, free=free, alone=alone, jpeg=jpeg)
     busiest = max(clocks, key=_busy_share)
     if where == "remote":
         return Bound(

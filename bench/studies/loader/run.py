@@ -40,10 +40,12 @@ def run_loader(dataset: Dataset, options: LoaderOptions) -> LoaderRun:
 
     Where other processes make the batches, their CPU time counts from the first batch on: they import torch before.
     """
-    watch, faults = CpuWatch(), _storage_faults()
+    watch = CpuWatch()
+    faults = _storage_faults()
     started_s = taken_s = time.perf_counter()
     batch_s: list[float] = []
-    num_before, own_before_s = 0, time.process_time()
+    num_before = 0
+    own_before_s = time.process_time()
     with make_loader(dataset, options) as loader:
         while not batch_s or taken_s - started_s < options.seconds:
             for _ in loader:
@@ -51,15 +53,15 @@ def run_loader(dataset: Dataset, options: LoaderOptions) -> LoaderRun:
                 batch_s.append(now_s - taken_s)
                 taken_s = now_s
                 if options.where is not None and len(batch_s) == 1:
-                    started_s, watch = now_s, CpuWatch(partial(tree_cpu_s, os.getpid()))
-                    num_before, own_before_s = _num_decoded(loader), time.process_time()
+                    started_s = now_s
+                    watch = CpuWatch(partial(tree_cpu_s, os.getpid()))
+                    num_before = _num_decoded(loader)
+                    own_before_s = time.process_time()
                 if now_s - started_s >= options.seconds:
                     break
-        cpu, own_s, num_decoded = (
-            watch.use(),
-            time.process_time() - own_before_s,
-            _num_decoded(loader) - num_before,
-        )
+        cpu = watch.use()
+        own_s = time.process_time() - own_before_s
+        num_decoded = _num_decoded(loader) - num_before
         stages = list(loader.stats().stages)
     # The first batch waits for threads to start and queues to fill; it is reported separately.
     warm_up = 1 + warm_up_length(batch_s[1:])
@@ -119,7 +121,9 @@ def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str
         recorded = record_stages(dataset, options, num_batches)
         for number in range(options.repeats):
             where = f"round {number + 1} of {options.repeats}"
-            rounds.append(_round(dataset, options, recorded, where, show))
+            rounds.append(
+                _round(dataset, options=options, recorded=recorded, where=where, show=show)
+            )
     except KeyboardInterrupt:
         if not rounds:
             raise KeyboardInterrupt(NOTHING_MEASURED) from None
@@ -150,17 +154,18 @@ def _round(
     part_s = min(1.0, options.seconds / 8)
     alone = measure_stages(recorded, options.batch_size, part_s)
     show(f"{where}: this machine's limits")
-    entries, manifest = {entry.stage.name: entry for entry in recorded}, dataset.manifest
+    entries = {entry.stage.name: entry for entry in recorded}
+    manifest = dataset.manifest
     image = options.image or stored_image({"": dataset})
     output_bytes = len(manifest.cameras) * 3 * image.height * image.width
     limits = measure_limits(
         entries["parse"].items,
-        entries["decode"].items,
-        {lidar.channel for lidar in manifest.lidars if not options.points},
-        output_bytes,
-        entries["decode"].stage.num_threads,
-        part_s,
-        dataset,
-        pinned_copy(output_bytes),
+        parsed=entries["decode"].items,
+        skipped={lidar.channel for lidar in manifest.lidars if not options.points},
+        output_bytes=output_bytes,
+        num_threads=entries["decode"].stage.num_threads,
+        seconds=part_s,
+        dataset=dataset,
+        to_device=pinned_copy(output_bytes),
     )
     return LoaderRound(run, alone, limits + here)

@@ -69,7 +69,8 @@ def record_stages(
             pass
         recorded = loader.recorded
     keep = num_batches * options.batch_size
-    result, per_batch = [], False
+    result = []
+    per_batch = False
     for stage, items in recorded:
         per_batch = per_batch or stage.group is not None
         result.append(Recorded(stage, items[: num_batches if per_batch else keep], per_batch))

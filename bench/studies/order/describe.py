@@ -95,7 +95,8 @@ def describe_order(
     opened = open_dataset(dataset)
     compiled = compile_order(spec, opened, options.split, global_batch=options.global_batch)
     entry = opened.split(options.split)
-    first, end = entry.first_sample, entry.first_sample + entry.num_samples
+    first = entry.first_sample
+    end = entry.first_sample + entry.num_samples
     clips = opened.index.clip_numbers(first, end)
     lengths = split_lengths(opened, options.split)
     in_order = compiled.epoch(options.epoch)
@@ -103,11 +104,17 @@ def describe_order(
     costs = None
     if spec.pack or spec.bucket or spec.balance:
         costs = measure_costs(
-            compiled, options.epoch, in_order, entries, options.global_batch, options.ranks
+            compiled,
+            epoch=options.epoch,
+            in_order=in_order,
+            entries=entries,
+            global_batch=options.global_batch,
+            ranks=options.ranks,
         )
     batch = round(options.global_batch * (1 if costs is None else costs.samples_per_pack))
     samples = entries.samples[entries.valid]  # without the padding of lanes
-    selected, seed = np.unique(samples), spec.seed + options.epoch
+    selected = np.unique(samples)
+    seed = spec.seed + options.epoch
     orders = {
         f"fuelrail {spec.kind}": samples,
         f"webdataset {options.buffer:,}": webdataset_order(

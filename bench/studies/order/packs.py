@@ -53,7 +53,8 @@ def intraclass_correlation(values: NDArray[np.integer], groups: NDArray[np.int64
     """
     sizes = np.bincount(groups)
     sizes = sizes[sizes > 0]
-    n, num = len(values), len(sizes)
+    n = len(values)
+    num = len(sizes)
     if num < 2 or n == num or values.min() == values.max():
         return 0.0
     _, which = np.unique(groups, return_inverse=True)

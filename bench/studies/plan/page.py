@@ -49,7 +49,8 @@ SHOWN_OF_SWEEP = 20
 
 def figures(found: PlanReport) -> list[tuple[str, str]]:
     """Name and text of each figure."""
-    cluster, taught = found.cluster, found.teacher
+    cluster = found.cluster
+    taught = found.teacher
     read = found.read_gb_per_s
     is_bound = found.basis == "bound"
     most, least = ("at most ", "at least ") if is_bound else ("", "")
@@ -103,11 +104,14 @@ def figures(found: PlanReport) -> list[tuple[str, str]]:
 
 def duration(seconds: float) -> str:
     """Return seconds, milliseconds or microseconds with three digits."""
-    value, unit = 1e6 * seconds, "us"
+    value = 1e6 * seconds
+    unit = "us"
     if seconds >= 1:
-        value, unit = seconds, "s"
+        value = seconds
+        unit = "s"
     elif seconds >= 1e-3:
-        value, unit = 1e3 * seconds, "ms"
+        value = 1e3 * seconds
+        unit = "ms"
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
 
 
@@ -306,4 +310,12 @@ def describe(found: PlanReport, plots: Mapping[str, str]) -> Document:
         cluster=found.cluster.name,
         batch=batch,
     )
-    return Document("Fuelrail plan", asked.name, about, "", [], parts, {})
+    return Document(
+        brand="Fuelrail plan",
+        title=asked.name,
+        about=about,
+        made="",
+        doubts=[],
+        parts=parts,
+        facts={},
+    )

@@ -31,14 +31,12 @@ def recipe(
     if interval_s is not None and not is_bound(asked, cluster, fit.settings):
         every = max(1, round(interval_s / fit.time.total))
     words, needed = _trainer(asked, fit, every)
-    nodes, gpus, cpus = (
-        cluster.nodes,
-        cluster.devices_per_node,
-        max(1, int(cluster.host.cpus.value)),
-    )
+    nodes = cluster.nodes
+    gpus = cluster.devices_per_node
+    cpus = max(1, int(cluster.host.cpus.value))
     about = f"# {asked.name}: {fit.settings.mesh or fit.settings.strategy} on {cluster.num_devices} devices.\n"
     if kind == "kubernetes":
-        return about + _job(words, needed, nodes, gpus, cpus)
+        return about + _job(words, needed=needed, nodes=nodes, gpus=gpus, cpus=cpus)
     launch = (_RECIPES / "torchrun.sh").read_text(encoding="utf-8")
     launch = launch[launch.index("exec torchrun") :]
     # Quoted, as a folder may have blanks; what is of the plan has none.

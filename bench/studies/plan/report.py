@@ -103,7 +103,8 @@ def build_report(
     asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None = None
 ) -> PlanReport:
     """Return the figures of a plan, whose efficiencies may be ``fitted`` to measured steps."""
-    time, seconds = fit.time, data_seconds(asked, cluster)
+    time = fit.time
+    seconds = data_seconds(asked, cluster)
     step_s = max(time.total, *seconds.values())
     rate = asked.global_batch / step_s
     hours = 1e6 / rate / 3600 * cluster.num_devices
@@ -154,7 +155,8 @@ def step_range(
     asked: Scenario, cluster: ClusterSettings, fit: Fit, fitted: Fitted | None
 ) -> tuple[Basis, tuple[float, float | None] | None]:
     """Return what a plan's times are, and the seconds within which 4 of 5 such steps are, where that is known."""
-    total, seconds = fit.time.total, data_seconds(asked, cluster).values()
+    total = fit.time.total
+    seconds = data_seconds(asked, cluster).values()
     if asked.accelerator is not None:
         return "profile", None
     if is_bound(asked, cluster, fit.settings):
@@ -270,9 +272,12 @@ def why_bound(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> str:
 
 def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[str, Explained]:
     """Return formula, inputs and source of each figure."""
-    device, work, degrees = cluster.device, fit.work, fit.degrees
+    device = cluster.device
+    work = fit.work
+    degrees = fit.degrees
     used = efficiency(asked, cluster, fit.settings)
-    top, moved = device.peak_tflops[asked.precision], device.memory_gb_per_s
+    top = device.peak_tflops[asked.precision]
+    moved = device.memory_gb_per_s
     rate = cluster.bytes_per_s
     ring = "NVIDIA nccl-tests, doc/PERFORMANCE.md; "
     links = {cluster.link(one.reach) for one in work.traffic}
@@ -281,7 +286,8 @@ def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[st
         f"behind {one.hidden:.0%} of a micro-batch but for {one.last:.1%}"
         for one in work.traffic
     )
-    count, price = work.micro_batches, cluster.usd_per_device_hour
+    count = work.micro_batches
+    price = cluster.usd_per_device_hour
 
     def line(formula: str, source: str, **inputs: float | str) -> Explained:
         return Explained(formula=formula, inputs=inputs, source=source)

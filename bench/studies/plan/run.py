@@ -101,5 +101,7 @@ def plan(
         remedies=remedies(asked, cluster, chosen, tried),
         recipe=None
         if options.recipe is None
-        else recipe(options.recipe, asked, cluster, chosen, interval_s),
+        else recipe(
+            options.recipe, asked=asked, cluster=cluster, fit=chosen, interval_s=interval_s
+        ),
     )

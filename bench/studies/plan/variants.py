@@ -247,7 +247,8 @@ def _rate(asked: Scenario, cluster: ClusterSettings, found: Fit) -> float:
 
 def _changed(asked: Scenario, cluster: ClusterSettings, chosen: Fit) -> Iterator[tuple[str, float]]:
     """Yield changes that are possible and fit, with their rates. They share the plan's runs on fake tensors."""
-    total, waits = chosen.time.total, data_seconds(asked, cluster)
+    total = chosen.time.total
+    waits = data_seconds(asked, cluster)
     for what, wait in waits.items():
         if wait > total:
             rest = max(total, *(other for name, other in waits.items() if name != what))

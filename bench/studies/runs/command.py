@@ -143,9 +143,11 @@ def _run(args: argparse.Namespace) -> int:
         )
         return code
     if args.word == "show":
-        options, report = from_flags(args, PrintOptions), run_history(args.ledger)
+        options = from_flags(args, PrintOptions)
+        report = run_history(args.ledger)
     elif args.word == "diff":
-        options, report = from_flags(args, PrintOptions), run_diff(args.ledger, args.other)
+        options = from_flags(args, PrintOptions)
+        report = run_diff(args.ledger, args.other)
         code = int(report != type(report)(None, None, report.compared_digests, []))
     elif args.word == "seen":
         from fuelrail.bench.studies.runs.replay import seen  # with torch
@@ -189,12 +191,12 @@ def _replay(ledger: str, options: ReplayOptions) -> ReplayReport:
                 f"--image '{options.image}' cannot be written: {error.strerror}"
             ) from error
     return ReplayReport(
-        options.step,
-        found.epoch,
-        found.samples_consumed,
-        list(found.batch["sample_key"]),
-        found.digest_matches,
-        found.differences,
+        step=options.step,
+        epoch=found.epoch,
+        samples_consumed=found.samples_consumed,
+        keys=list(found.batch["sample_key"]),
+        digest_matches=found.digest_matches,
+        differences=found.differences,
     )
 
 

@@ -126,7 +126,8 @@ class RunHistory:
         self.num_steps = 0
         identities: dict[int, Identity] = {}
         for stretch in stretches:
-            setup, start = stretch.setup, stretch.start
+            setup = stretch.setup
+            start = stretch.start
             if id(setup) not in identities:
                 identities[id(setup)] = identity_of(setup, path)
             identity = identities[id(setup)]
@@ -138,7 +139,13 @@ class RunHistory:
             )
             walk = Walk(Cursor(*start.place), batching)
             self.parts.append(
-                Part(stretch, identity, walk, self.num_steps, steps_between(walk, stretch.end))
+                Part(
+                    stretch=stretch,
+                    identity=identity,
+                    walk=walk,
+                    first=self.num_steps,
+                    length=steps_between(walk, stretch.end),
+                )
             )
             self.num_steps += self.parts[-1].length
         if not self.parts:
@@ -200,30 +207,30 @@ class RunHistory:
         """Return what the ledger says."""
         stretches = [
             StretchReport(
-                first,
-                length,
-                stretch.start.place,
-                stretch.end,
-                stretch.start.global_batch,
-                stretch.start.ranks,
-                stretch.start.time,
-                steps_between(walk, stretch.trained) - length,
-                stretch.skipped,
+                first_step=first,
+                num_steps=length,
+                start=stretch.start.place,
+                end=stretch.end,
+                global_batch=stretch.start.global_batch,
+                ranks=stretch.start.ranks,
+                time=stretch.start.time,
+                steps_again=steps_between(walk, stretch.trained) - length,
+                skipped=stretch.skipped,
             )
             for stretch, _, walk, first, length in self.parts
         ]
         records = self.ledger.records
         num_states = sum(isinstance(one, PlaceReached) and one.why == "state" for one in records)
         return RunReport(
-            self.path,
-            self.ledger.head,
-            len(records),
-            self.num_steps,
-            num_states,
-            len(self.replaced()),
-            len(self.lost),
-            stretches,
-            msgspec.to_builtins(self.parts[-1].stretch.setup),
+            ledger=self.path,
+            head=self.ledger.head,
+            num_records=len(records),
+            num_steps=self.num_steps,
+            num_states=num_states,
+            num_replaced=len(self.replaced()),
+            lost_segments=len(self.lost),
+            stretches=stretches,
+            setup=msgspec.to_builtins(self.parts[-1].stretch.setup),
         )
 
 
@@ -275,7 +282,8 @@ def run_diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> R
     unlike = [cut for cut in cuts if _samples(*one.step(cut)) != _samples(*other.step(cut))]
     if not unlike and one.num_steps != other.num_steps:
         unlike = [common]
-    digests, others = one.digests(), other.digests()
+    digests = one.digests()
+    others = other.digests()
     both = sorted(digests.keys() & others.keys())
     changed = [
         step

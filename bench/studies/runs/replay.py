@@ -93,7 +93,8 @@ def replay(
     """
     history = RunHistory(ledger)
     part, place = history.step(step if without is None else min(step, history.num_steps - 1))
-    start, setup = part.stretch.start, part.stretch.setup
+    start = part.stretch.start
+    setup = part.stretch.setup
     if rank is not None and not 0 <= rank < start.ranks:
         raise ConfigError(
             f"rank {rank} is not in step {step}: it had the ranks 0 to {start.ranks - 1}"
@@ -106,10 +107,10 @@ def replay(
         folder = Path(ledger).parent if files is None else files
         with make_loader(
             part,
-            rank,
-            dataset,
-            functions or {},
-            folder,
+            rank=rank,
+            dataset=dataset,
+            functions=functions or {},
+            files=folder,
             without=without,
             receipts=receipts,
         ) as loader:
@@ -152,7 +153,14 @@ def replay(
         else history.digests().get((step, rank or 0, 1 if rank is None else start.ranks))
     )
     matches = None if known is None else known == f"{batch_digest(batch) % 2**64:016x}"
-    return Replay(batch, loader, place.epoch, place.samples_consumed, matches, differences)
+    return Replay(
+        batch=batch,
+        loader=loader,
+        epoch=place.epoch,
+        samples_consumed=place.samples_consumed,
+        digest_matches=matches,
+        differences=differences,
+    )
 
 
 def _deleted_in_step(loader: DataLoader, place: Cursor, global_batch: int) -> list[str]:
@@ -218,7 +226,8 @@ def make_loader(
     ``files`` is the only folder whose files of keys and weights are read where the ledger names
     some.
     """
-    setup, start = part.stretch.setup, part.stretch.start
+    setup = part.stretch.setup
+    start = part.stretch.start
     if setup.loader is None:
         raise ConfigError(
             "the ledger is of a sampler's run: give the sampler, replay(ledger, step, loader=sampler)"
@@ -393,7 +402,12 @@ def seen(
             if loader_key != setup_key:
                 stack.close()
                 loader = make_loader(
-                    part, None, dataset, functions or {}, folder, receipts=receipts
+                    part,
+                    rank=None,
+                    dataset=dataset,
+                    functions=functions or {},
+                    files=folder,
+                    receipts=receipts,
                 )
                 stack.enter_context(loader)
                 loader_key = setup_key
@@ -405,7 +419,14 @@ def seen(
             for epoch in range(part.walk.start.epoch, last + 1):
                 for of_part, samples in enumerate(wanted):
                     if len(samples):
-                        found += _in_epoch(part, loader, epoch, of_part, samples, replaced)
+                        found += _in_epoch(
+                            part,
+                            loader=loader,
+                            epoch=epoch,
+                            of_part=of_part,
+                            samples=samples,
+                            replaced=replaced,
+                        )
     found.sort(key=lambda one: (one.step, one.position))
     return SeenReport(found, num, *_newest_clean(history, found, checkpoints))
 
@@ -416,7 +437,8 @@ def _samples(loader: DataLoader, split: str, names: Sequence[str]) -> list[NDArr
     unknown = set(names)
     for dataset in loader.datasets.values():
         entry = dataset.split(split)
-        first, end = entry.first_sample, entry.first_sample + entry.num_samples
+        first = entry.first_sample
+        end = entry.first_sample + entry.num_samples
         by_key = {
             name: row
             for name in names
@@ -446,7 +468,8 @@ def _in_epoch(
     replaced: Replaced,
 ) -> list[Showing]:
     """Return the showings in those steps of an epoch that are of a part of the run."""
-    batches, start = part.walk.batches(epoch), part.stretch.start
+    batches = part.walk.batches(epoch)
+    start = part.stretch.start
     dataset = list(loader.datasets.values())[of_part]
     first = dataset.split(part.identity.split).first_sample
     keys = [dataset.index.row(first + sample).key for sample in samples.tolist()]
@@ -462,7 +485,8 @@ def _in_epoch(
     valid = [True] * len(shown) if "pack" in places.flags else places.valid.tolist()
     first_step = part.first + steps_between(part.walk, (epoch, 0))
     num_steps = min(batches.num_steps, part.first + part.length - first_step)
-    found, draws = [], dict.fromkeys(keys, 0)
+    found = []
+    draws = dict.fromkeys(keys, 0)
     for (key, position, own), is_valid in zip(shown, valid, strict=True):
         instead = replaced.get((epoch, position))
         stands = instead is not None and instead.replaced_by == key
@@ -472,17 +496,26 @@ def _in_epoch(
             if 0 <= step < num_steps:
                 found.append(
                     Showing(
-                        key,
-                        first_step + step,
-                        epoch,
-                        position,
-                        _dealt(loader, batches, epoch, step, row, start.ranks)
+                        key=key,
+                        step=first_step + step,
+                        epoch=epoch,
+                        position=position,
+                        rank=_dealt(
+                            loader,
+                            batches=batches,
+                            epoch=epoch,
+                            step=step,
+                            row=row,
+                            ranks=start.ranks,
+                        )
                         // (batches.global_batch // start.ranks),
-                        draws[key],
-                        not own,
-                        is_valid and running == position,
-                        instead.key if instead is not None and stands else None,
-                        None if instead is None or stands or not own else instead.replaced_by,
+                        draw=draws[key],
+                        as_frame=not own,
+                        valid=is_valid and running == position,
+                        stands_for=instead.key if instead is not None and stands else None,
+                        replaced_by=None
+                        if instead is None or stands or not own
+                        else instead.replaced_by,
                     )
                 )
         draws[key] += own

@@ -59,7 +59,13 @@ def describe(report: ScaleReport, _: Mapping[str, str]) -> Document:
         parts.append(Section("Simulated", [Table(CURVES_HEADER, curve_rows(report))]))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     about = marked("Emulated **{device}**, dataset {name}", device=device, name=report.dataset.name)
-    return document(report, "Fuelrail scaling report", "How does training scale?", about, parts)
+    return document(
+        report,
+        brand="Fuelrail scaling report",
+        title="How does training scale?",
+        about=about,
+        parts=parts,
+    )
 
 
 def _hero(report: ScaleReport) -> list[Hero]:

@@ -80,11 +80,9 @@ class ScaleReport(ReportHeader, frozen=True, kw_only=True):
 def make_curves(fit: HostFit, options: ScaleOptions) -> list[Curve]:
     """Return weak scaling to ``max_ranks``: as measured, with stragglers, with limited storage."""
     cases: dict[str, dict[str, float]] = {"as measured": {}}
-    share, by, storage = (
-        options.straggler_share,
-        options.straggler_slowdown,
-        options.storage_gb_per_s,
-    )
+    share = options.straggler_share
+    by = options.straggler_slowdown
+    storage = options.storage_gb_per_s
     if share > 0 and by > 0:
         cases[f"{share:.1%} of the ranks {by:.0%} slower"] = {"slow_share": share, "slow_by": by}
     if storage > 0:
@@ -103,7 +101,8 @@ def judged(report: ScaleReport) -> ScaleReport:
 
     It has no curves where the model is off by too much.
     """
-    size, whole = report.options["batch_size"], report.options["global_batch"]
+    size = report.options["batch_size"]
+    whole = report.options["global_batch"]
     points: dict[Scaling, list[MeasuredRun]] = {
         "weak": [run for run in report.measured if run.batch_size == size],
         "strong": [run for run in report.measured if run.batch_size * run.num_ranks == whole],
@@ -124,7 +123,8 @@ def judged(report: ScaleReport) -> ScaleReport:
                 run, simulated_ms=simulated_ms, error=simulated_ms / run.step_ms.median - 1
             )
         runs.append(run)
-    curves, warnings = report.curves, report.warnings
+    curves = report.curves
+    warnings = report.warnings
     worst = max(runs, key=lambda run: abs(run.error or 0.0), default=None)
     if worst is not None and worst.error is not None and abs(worst.error) > _MAX_ERROR:
         ranks = counted(worst.num_ranks, "rank")
@@ -133,5 +133,6 @@ def judged(report: ScaleReport) -> ScaleReport:
             f"and at most {_MAX_ERROR:.0%} is allowed. Repeat the measurement on an idle machine, "
             "or with more --steps."
         )
-        curves, warnings = [], [*warnings, off]
+        curves = []
+        warnings = [*warnings, off]
     return msgspec.structs.replace(report, measured=runs, curves=curves, warnings=warnings)

@@ -127,7 +127,9 @@ def _measured(
 ) -> ScaleReport:
     """Make all runs and what the simulation needs; after an interruption of those that were whole, with ``cut_off``."""
     reports: list[Report] = []
-    cut_off, interrupted, fit = None, False, None
+    cut_off = None
+    interrupted = False
+    fit = None
     try:
         for alike in runs:
             made = measure_all(alike)
@@ -142,7 +144,8 @@ def _measured(
     except KeyboardInterrupt:
         if not reports:
             raise KeyboardInterrupt(NOTHING_MEASURED) from None
-        cut_off, interrupted = WAS_INTERRUPTED, True
+        cut_off = WAS_INTERRUPTED
+        interrupted = True
     except FuelrailError as error:
         if not reports:
             raise
@@ -213,7 +216,9 @@ def _fit(
 
     Only runs of up to ``FITTED_RANKS`` ranks are used: the others test the model.
     """
-    opened, settings, profile = open_dataset(dataset), run.settings, run.settings.profile
+    opened = open_dataset(dataset)
+    settings = run.settings
+    profile = run.settings.profile
     assert profile is not None
     from fuelrail.bench.studies.loader.run import run_loader  # needs torch
 
@@ -272,7 +277,8 @@ def _overhead_ms(report: Report, profile: AcceleratorProfile, num_cameras: int) 
 
 def _column(report: Report, name: str) -> NDArray[np.float64]:
     """Return the measured window of one column [ranks, steps], in ms."""
-    first, count = report.window.num_warmup_steps, report.window.num_measured_steps
+    first = report.window.num_warmup_steps
+    count = report.window.num_measured_steps
     columns = [
         series.wall_ms if name == "wall" else series.phases_ms[name] for series in report.series
     ]

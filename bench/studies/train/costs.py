@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.records import StepRecord
     from fuelrail.pipeline.order.spec import OrderSpec
 
-_OUTLIER, _MAX_INFLATION, _MIN_T = 5.0, 1e4, 2.0
+_OUTLIER = 5.0
+_MAX_INFLATION = 1e4
+_MIN_T = 2.0
 
 
 def cost_model(order: OrderSpec | None) -> str | Cost | None:
@@ -80,7 +82,8 @@ def fit_cost(
         ]
     )
     if not np.ptp(table[:, 0]):  # as many samples in each step: their own part is that of the step
-        terms, table = terms[1:], table[:, 1:]
+        terms = terms[1:]
+        table = table[:, 1:]
     units = [("sample", name, f"{name} squared")[power] for name, power in terms]
     refused = (
         f"{len(terms)} terms need {4 * len(terms)} steps" if len(table) < 4 * len(terms) else None
@@ -96,10 +99,8 @@ def fit_cost(
     if refused is not None:
         return CostFit(num_measured=len(table), refused=refused)
     left = np.abs(_solve(table, times_ns)[2])
-    usual, kept = (
-        left <= _OUTLIER * np.median(left) + 1e-9 * times_ns.mean(),
-        list(range(len(terms))),
-    )
+    usual = left <= _OUTLIER * np.median(left) + 1e-9 * times_ns.mean()
+    kept = list(range(len(terms)))
     while True:
         ns, errors, left = _solve(table[usual][:, kept], times_ns[usual])
         if not kept or (ns >= _MIN_T * errors).all():
@@ -170,7 +171,9 @@ def losses_of(ranks: Sequence[Sequence[StepRecord]], cost: str | Cost | None) ->
         model = Cost({cost: 1}) if isinstance(cost, str) else cost
         loads = np.array([[_load(step.sums, model) for step in rank] for rank in ranks], np.float64)
         loads[:, ~loads.any(axis=0)] = 1.0  # all ranks cost nothing
-        mean, dearest, at = loads.mean(axis=0), loads.max(axis=0), loads.argmax(axis=0)
+        mean = loads.mean(axis=0)
+        dearest = loads.max(axis=0)
+        at = loads.argmax(axis=0)
         waits_ms = (1 - mean / dearest) * compute_ms[at, np.arange(len(at))]
         found["imbalance"] = Loss(float((dearest / mean - 1).mean()), float(waits_ms.mean()))
     return found

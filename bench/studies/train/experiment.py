@@ -58,7 +58,8 @@ def make_loader(
     """
     if transform is None and settings.transform is not None:
         transform = find(settings.transform, "transform")
-    window, layer = settings.window, settings.teacher_layer
+    window = settings.window
+    layer = settings.teacher_layer
     channels = token_channel(settings.dataset, settings.model)
     _check_rows(settings, channels)
     if channels and layer is not None:
@@ -116,11 +117,13 @@ class TimedTransform:
 
     def __call__(self, sample: Any) -> Any:
         """Return what the function makes of a sample."""
-        start_ns, start = time.monotonic_ns(), thread_times()
+        start_ns = time.monotonic_ns()
+        start = thread_times()
         try:
             return self._function(sample)
         finally:
-            end, end_ns = thread_times(), time.monotonic_ns()
+            end = thread_times()
+            end_ns = time.monotonic_ns()
             with self._lock:
                 self._num_calls += 1
                 self._wall_ns += end_ns - start_ns
@@ -154,7 +157,8 @@ def token_channel(place: str, model_name: str) -> list[str]:
     channel = next((one for one in dataset.manifest.extra_channels if one.name == "tokens"), None)
     if channel is None:
         return []
-    length, words = channel.shape[0] if channel.shape else 0, channel.vocabulary
+    length = channel.shape[0] if channel.shape else 0
+    words = channel.vocabulary
     if channel.kind != "tokens" or (length is not None and length <= size.context) or words is None:
         raise ConfigError(
             f"channel 'tokens' of '{dataset.location}' is of kind '{channel.kind}', shape {list(channel.shape)}; model "
@@ -171,7 +175,8 @@ def token_channel(place: str, model_name: str) -> list[str]:
 
 def _check_rows(settings: TrainSettings, channels: Sequence[str]) -> None:
     """Raise ConfigError for packs that one of our models cannot read, and for a teacher of documents in rows."""
-    pack, size = None if settings.order is None else settings.order.pack, MODELS.get(settings.model)
+    pack = None if settings.order is None else settings.order.pack
+    size = MODELS.get(settings.model)
     table = open_dataset(settings.dataset).manifest.extra_channels
     in_rows = any(one.name in channels and one.shape == (None,) for one in table)
     if in_rows and (settings.teacher or settings.teacher_layer):
@@ -218,11 +223,10 @@ def summing(
     names = list(dict.fromkeys((*settings.cost, *(() if model is None else cost_columns(model)))))
     if not names:
         return iter(batches), dict
-    dataset, taken = open_dataset(settings.dataset), list[torch.Tensor]()
-    table, first = (
-        Attributes(dataset, settings.split).read(names),
-        dataset.split(settings.split).first_sample,
-    )
+    dataset = open_dataset(settings.dataset)
+    taken = list[torch.Tensor]()
+    table = Attributes(dataset, settings.split).read(names)
+    first = dataset.split(settings.split).first_sample
 
     def sums() -> dict[str, tuple[int, float, float]]:
         rows = table.take(torch.cat(taken).cpu().numpy() - first)

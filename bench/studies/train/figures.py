@@ -173,10 +173,13 @@ def _mfu(
     facts = next((log.input for log in logs if log.input), None)
     header = next((log.header for log in logs if log.header), None)
     if profile is not None:
-        gflop, peak, per_image = profile.train_gflop, profile.peak_tflops, profile.per == "image"
+        gflop = profile.train_gflop
+        peak = profile.peak_tflops
+        per_image = profile.per == "image"
     else:
         gflop = None if facts is None or facts.train_flop is None else facts.train_flop / 1e9
-        peak, per_image = None if header is None else header.peak_tflops, False
+        peak = None if header is None else header.peak_tflops
+        per_image = False
     if gflop is None or peak is None:
         return None
     units = sum(step.num_images if per_image else step.num_samples for step in steps)

@@ -110,7 +110,7 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
     title = "How busy were the accelerators?"
     if _on_cpu(report):
         title = "Where does a step’s time go on this CPU?"
-    return document(report, "Fuelrail training report", title, about, parts)
+    return document(report, brand="Fuelrail training report", title=title, about=about, parts=parts)
 
 
 def verdict(report: Report) -> str:
@@ -128,7 +128,8 @@ def verdict(report: Report) -> str:
     }
     worst, size = max(losses.items(), key=lambda entry: entry[1])
     rate = figures.throughput
-    demand, got = format_number(rate.demand_samples_per_s), format_number(rate.samples_per_s)
+    demand = format_number(rate.demand_samples_per_s)
+    got = format_number(rate.samples_per_s)
     if _on_cpu(report):
         phase = max(_COMPUTING, key=lambda name: share[name])
         own = (
@@ -240,7 +241,8 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
 
 def _costs(report: Report) -> list[Section]:
     """Return what padding and imbalance take, and the cost model."""
-    figures, blocks = report.figures, list[Block]()
+    figures = report.figures
+    blocks = list[Block]()
     if figures is not None and figures.losses:
         step_ms = figures.step_time.mean_ms
         rows = [
@@ -257,7 +259,8 @@ def _costs(report: Report) -> list[Section]:
 
 
 def _checkpoints(report: Report) -> list[Section]:
-    figures, lines = report.checkpoints, list[str]()
+    figures = report.checkpoints
+    lines = list[str]()
     if figures is None:
         return []
     if figures.restored is not None:
@@ -302,7 +305,8 @@ def _ranks(report: Report) -> list[Section]:
     emulated = "emulated " if _emulated(report) else ""
     rows = []
     for rank in report.ranks:
-        figures, cells = measured.get(rank.rank), ["no figure", "no figure", "", ""]
+        figures = measured.get(rank.rank)
+        cells = ["no figure", "no figure", "", ""]
         if figures is not None:
             against = (
                 f"{format_number(figures.own_ms)} ({figures.slower:+.1%})",
@@ -391,7 +395,8 @@ def _gpus(report: Report) -> list[Section]:
 
 
 def _definitions(report: Report) -> Section:
-    blocks, accelerator = [Text(_OCCUPANCY), Text(_PHASES)], report.accelerator
+    blocks = [Text(_OCCUPANCY), Text(_PHASES)]
+    accelerator = report.accelerator
     if not _emulated(report):
         device = _ON_THE_HOST if _on_cpu(report) else _ON_A_GPU
         return Section("How these figures are made", [*blocks, Text(device)])

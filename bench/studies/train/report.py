@@ -153,7 +153,9 @@ def build_report(
         window=window,
         figures=figures,
         disturbed=None if cpu is None else cpu.disturbed,
-        warnings=find_warnings(settings, logs, window, figures, dataset, cpu),
+        warnings=find_warnings(
+            settings, logs=logs, window=window, figures=figures, dataset=dataset, cpu=cpu
+        ),
         checkpoints=None if settings.checkpoint is None else _checkpoints(logs),
         cpu=cpu,
         gpus=gpus,
@@ -186,10 +188,8 @@ def step_ratios(before: Report, after: Report) -> NDArray[np.float64]:
     """
     means = []
     for seed, report in enumerate((before, after)):
-        first, end = (
-            report.window.num_warmup_steps,
-            report.window.num_warmup_steps + report.window.num_measured_steps,
-        )
+        first = report.window.num_warmup_steps
+        end = report.window.num_warmup_steps + report.window.num_measured_steps
         steps = np.array([series.wall_ms[first:end] for series in report.series], dtype=np.float64)
         means.append(bootstrap_means(steps.mean(axis=0), seed))
     return means[1] / means[0]

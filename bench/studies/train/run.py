@@ -103,7 +103,7 @@ def measure_all(runs: Sequence[Asked]) -> Made:
     cut_off = None
     for run in runs:
         try:
-            report = _report(run, machine, outcome, cpu, gpus.use())
+            report = _report(run, machine=machine, outcome=outcome, cpu=cpu, gpus=gpus.use())
         except (FuelrailError, KeyboardInterrupt) as error:
             if not reports:
                 raise
@@ -126,13 +126,16 @@ def _measure_here(run: Asked) -> Report | None:
     from fuelrail.bench.studies.train.worker import run_in_world  # takes seconds: torch
 
     _prepare(run)
-    machine, watch = machine_facts(), CpuWatch()
+    machine = machine_facts()
+    watch = CpuWatch()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with NvmlWatch(local if run.settings.accelerator == "cuda" else 0) as gpus:
         run_in_world(run.settings)
     if os.environ["RANK"] != "0":
         return None
-    return _report(run, machine, Outcome(0, False, []), watch.use(), gpus.use())
+    return _report(
+        run, machine=machine, outcome=Outcome(0, False, []), cpu=watch.use(), gpus=gpus.use()
+    )
 
 
 def _report(

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.train.settings import TrainSettings
 
 # Shares of the wall time or of the steps below which there is no warning.
-_NOISE, _NOTABLE = 0.01, 0.02
+_NOISE = 0.01
+_NOTABLE = 0.02
 # What a thread that computes may wait, in parts of the wall time.
 WAITING = 0.1
 # CPUs of which this share is in use are used up.
@@ -86,10 +87,8 @@ def _of_the_source(
         or not dataset.mean_sample_bytes
     ):
         return
-    passes, read = (
-        count / dataset.num_samples,
-        [log.end.read_bytes if log.end else None for log in logs],
-    )
+    passes = count / dataset.num_samples
+    read = [log.end.read_bytes if log.end else None for log in logs]
     taken = f"{count:,} samples, {passes:.1f} times through the split"
     # Unknown are a network's bytes, those of a rank that was cut off, and all where the kernel does not count.
     if "://" in settings.dataset or None in read:

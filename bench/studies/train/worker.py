@@ -127,7 +127,8 @@ def run_rank(
     noted = noting_input(
         noted, writer, MODELS.get(settings.model) if settings.accelerator == "cuda" else None
     )
-    first, accumulation = checkpoints.first_step, settings.accumulation
+    first = checkpoints.first_step
+    accumulation = settings.accumulation
     steps = train(
         parallel,
         noted,
@@ -197,7 +198,8 @@ def _divided(
     world = dist.get_world_size() if dist.is_initialized() else 1
     degrees = Degrees() if "all-reduce" in settings.leave_out else degrees_of(settings, world)
     make: Any = maker(settings.model)
-    wrap, teacher = None, None
+    wrap = None
+    teacher = None
     if settings.teacher is not None or settings.teacher_layer is not None:
         wrap, teacher = distilled(
             MODELS[settings.model],
@@ -234,8 +236,11 @@ class _RunCheckpoints:
         self, settings: TrainSettings, parallel: Parallel, loader: DataLoader, writer: RankWriter
     ) -> None:
         self.first_step = self._saved_step = 0
-        self._every, self._parallel, self._writer = settings.every, parallel, writer
-        self._loader, self._saver = loader, None
+        self._every = settings.every
+        self._parallel = parallel
+        self._writer = writer
+        self._loader = loader
+        self._saver = None
         if settings.checkpoint is None:
             return
         identity = {"model": settings.model, "optimiser": settings.optimiser}
@@ -249,9 +254,13 @@ class _RunCheckpoints:
         self.first_step = self._saved_step = restored.step
         writer.write(restored)
         if settings.epochs is None:
-            unit, done, wanted = "step", restored.step, settings.steps or 0
+            unit = "step"
+            done = restored.step
+            wanted = settings.steps or 0
         else:
-            unit, done, wanted = "epoch", int(loader.state_dict()["epoch"]), settings.epochs
+            unit = "epoch"
+            done = int(loader.state_dict()["epoch"])
+            wanted = settings.epochs
         if done >= wanted:
             saver.close()
             raise ConfigError(
@@ -399,26 +408,38 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
     transform = None
     if settings.transform is not None:
         transform = TimedTransform(find(settings.transform, "transform"))
-    with make_loader(settings, device, recorder, mesh, transform) as loader:
-        run_rank(settings, loader, writer, trace, mesh, transform)
+    with make_loader(
+        settings, device=device, trace=recorder, mesh=mesh, transform=transform
+    ) as loader:
+        run_rank(
+            settings, loader=loader, writer=writer, trace=trace, mesh=mesh, transform=transform
+        )
     if trace is not None:
         trace.write()
 
 
 def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     """Make the mesh, once nothing speaks against it. Raises ConfigError."""
-    degrees, image = degrees_of(settings, dist.get_world_size()), transforms_of(settings).image
+    degrees = degrees_of(settings, dist.get_world_size())
+    image = transforms_of(settings).image
     if settings.model in MODELS and image is not None:
         check_fits(
             settings,
-            degrees,
-            MODELS[settings.model],
-            settings.batch_size,
-            (image.height, image.width),
+            degrees=degrees,
+            model=MODELS[settings.model],
+            batch_size=settings.batch_size,
+            image=(image.height, image.width),
         )
     on_gpu = settings.accelerator == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
-    check_memory(settings.model, settings, degrees, settings.precision, free, alone=on_gpu)
+    check_memory(
+        settings.model,
+        settings=settings,
+        degrees=degrees,
+        precision=settings.precision,
+        available=free,
+        alone=on_gpu,
+    )
     mesh = make_mesh(degrees, "cuda" if on_gpu else "cpu")
     for group in () if mesh is None else mesh.get_all_groups():
         _set_pg_timeout(timedelta(seconds=settings.timeout_s), group)  # else torch's 30 minutes

@@ -57,13 +57,16 @@ class Checkpoints:
         timeout_s: float = 600,
     ) -> None:
         self._store = Store(os.fspath(place))
-        self._keep, self._identity, self._timeout_s = keep, dict(identity or {}), timeout_s
+        self._keep = keep
+        self._identity = dict(identity or {})
+        self._timeout_s = timeout_s
         self._is_alone = not dist.is_initialized()
         if self._is_alone:  # a world of one, for what torch saves with
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         # The background thread's collectives must not meet the training's.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
         self._share = slice(self._rank, None, self._world_size)  # of a checkpoint's files in order
         self._token = self._on_first(partial(secrets.token_hex, 4))
         self._stager = _KeptStager(cache_staged_state_dict=True)
@@ -104,7 +107,8 @@ class Checkpoints:
 
     def wait(self) -> CheckpointSave | None:
         """Wait until no save is under way, and return the last one; None if it was returned already."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         return None if pending is None else pending.result()
 
     def close(self) -> CheckpointSave | None:
@@ -173,7 +177,8 @@ class Checkpoints:
                 f"the checkpoint of step {manifest.step} could not be written to '{self._store.shown}': {reason}; "
                 f"checkpoints of earlier steps are whole{self._advice(reason)}"
             ) from error
-        size, total_ns = sum(size for size, _ in files.values()), time.monotonic_ns() - start_ns
+        size = sum(size for size, _ in files.values())
+        total_ns = time.monotonic_ns() - start_ns
         return CheckpointSave(
             step=manifest.step, stall_ns=stall_ns, total_ns=total_ns, num_bytes=size
         )

@@ -104,7 +104,8 @@ def targets_of(
 
 def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> RunState:
     """Return all state that is not a tensor."""
-    schedule, scaler = parallel.schedule.last_epoch, parallel.scaler.state_dict()
+    schedule = parallel.schedule.last_epoch
+    scaler = parallel.scaler.state_dict()
     return RunState(loader=dict(loader_state), schedule=schedule, scaler=scaler)
 
 

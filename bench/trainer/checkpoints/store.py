@@ -30,7 +30,8 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 VERSION = 1
-_MANIFEST, _DAMAGED = "checkpoint.json", "damaged.json"
+_MANIFEST = "checkpoint.json"
+_DAMAGED = "damaged.json"
 _TENSORS = ".metadata"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.+-]{1,255}")
 _NAME = re.compile(r"step-\d{8,}\.[0-9a-f]{8}")

@@ -46,9 +46,11 @@ class Distilling(nn.Module):
         for pair in pairs:
             student.get_submodule(pair.student)
             teacher.get_submodule(pair.teacher)
-        self.student, self.teacher = student, teacher.requires_grad_(requires_grad=False)
+        self.student = student
+        self.teacher = teacher.requires_grad_(requires_grad=False)
         self.projections = nn.ModuleList(pair.projection or nn.Identity() for pair in pairs)
-        self._pairs, self._loss = [pair._replace(projection=None) for pair in pairs], loss
+        self._pairs = [pair._replace(projection=None) for pair in pairs]
+        self._loss = loss
 
     def forward(self, batch: Any) -> Any:
         """Return the losses by name; in evaluation mode what the student returns."""

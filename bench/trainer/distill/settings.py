@@ -13,7 +13,11 @@ _PARTS = ("labels", "logits", "features", "targets")
 def weights_of(text: str) -> dict[str, float]:
     """Read ``PART=WEIGHT,...``, the parts of the loss of distillation. Raises ConfigError."""
     weights = read_pairs(
-        "distill", text, _PARTS, float, "PART=WEIGHT with a weight above 0, each part once; parts"
+        "distill",
+        text=text,
+        names=_PARTS,
+        number=float,
+        rule="PART=WEIGHT with a weight above 0, each part once; parts",
     )
     if weights.keys() <= {"labels"}:
         raise ConfigError(

@@ -53,19 +53,15 @@ class Distilled(StagedModel):
         self, student: StagedModel, source: Source, weights: Mapping[str, float], temperature: float
     ) -> None:
         super().__init__(student.settings)
-        self.stem, self.blocks, self.head, self.plan = (
-            student.stem,
-            student.blocks,
-            student.head,
-            student.plan,
-        )
+        self.stem = student.stem
+        self.blocks = student.blocks
+        self.head = student.head
+        self.plan = student.plan
         del student.stem, student.blocks, student.head  # it lives on for its inputs and losses
-        self.student, self._weights, self._source, self._temperature = (
-            student,
-            weights,
-            source,
-            temperature,
-        )
+        self.student = student
+        self._weights = weights
+        self._source = source
+        self._temperature = temperature
         if "features" in weights:
             width = feature_width(self.settings)
             self.head.register_module("projection", nn.Conv2d(width, source.width, 1, bias=False))
@@ -93,8 +89,11 @@ class Distilled(StagedModel):
 
     def loss(self, logits: Any, *inputs: Tensor) -> Tensor:
         """Return the weighted sum of the parts, the mean over the batch's real samples."""
-        names, student, parts = self._source.names, self.student, dict[str, Tensor]()
-        own, said = inputs[: -len(names)], dict(zip(names, inputs[-len(names) :], strict=True))
+        names = self._source.names
+        student = self.student
+        parts = dict[str, Tensor]()
+        own = inputs[: -len(names)]
+        said = dict(zip(names, inputs[-len(names) :], strict=True))
         if "features" in self._weights:
             logits, features = logits
             wanted = F.adaptive_avg_pool2d(
@@ -159,7 +158,8 @@ def divergence(
             yes = wanted.sigmoid() * (F.logsigmoid(wanted) - F.logsigmoid(own))
             values = yes + (-wanted).sigmoid() * (F.logsigmoid(-wanted) - F.logsigmoid(-own))
         else:
-            own, wanted = own.log_softmax(-1), wanted.log_softmax(-1)
+            own = own.log_softmax(-1)
+            wanted = wanted.log_softmax(-1)
             values = F.kl_div(own, wanted, reduction="none", log_target=True).sum(-1)
     values = values * temperature**2
     return (
@@ -171,7 +171,8 @@ def divergence(
 
 def _sparse_divergence(own: Tensor, teacher: Logits) -> Tensor:
     """Return what :func:`divergence` says of stored logits; ``own`` [..., T, V] are logits of the student."""
-    indices, total = teacher.indices.long(), own.logsumexp(-1)
+    indices = teacher.indices.long()
+    total = own.logsumexp(-1)
     listed = own.gather(-1, indices) - total[..., None]
     values: Tensor = -(teacher.weights * listed).sum(-1)
     if teacher.tail is None:
@@ -215,7 +216,13 @@ def distilled(
             "convolutions"
         )
     if teacher is None:
-        source = of_layer(str(layer), size, loader.dataset, parts, loader.transforms)
+        source = of_layer(
+            str(layer),
+            student=size,
+            dataset=loader.dataset,
+            weights=parts,
+            transforms=loader.transforms,
+        )
         stored = source.temperature
         if stored is not None and temperature not in (None, stored):
             raise ConfigError(

@@ -50,7 +50,8 @@ class Teacher(nn.Module):
 
     def __init__(self, place: str, device: str = "cpu", *, shard: bool = False) -> None:
         super().__init__()
-        store, skipped = Store(place), []
+        store = Store(place)
+        skipped = []
         for folder in store.complete():
             try:
                 manifest = store.read(folder)
@@ -162,7 +163,8 @@ def of_layer(
 
     makers: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {}
     moved = transforms.image is not None and bool(transforms.image.train)
-    width, temperature = 0, None
+    width = 0
+    temperature = None
     has_boxes = "targets" in weights and f"{LAYER}.detections" in table
     if "logits" in weights or ("targets" in weights and not has_boxes):
         logits = find(
@@ -182,7 +184,8 @@ def of_layer(
             makers["logits"] = lambda batch: _values(batch, logits)
     if has_boxes and isinstance(student, GridSettings):  # of other models targets were refused
         (group,) = find("detections", (), "ego_boxes").law.roles["boxes"]
-        grid, range_m = student.grid, student.range_m
+        grid = student.grid
+        range_m = student.range_m
         makers["targets"] = lambda batch: occupied_cells(
             batch[f"{LAYER}.detections"][group[0]], grid, range_m
         )

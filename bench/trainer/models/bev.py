@@ -49,7 +49,8 @@ class ImageStem(nn.Module):
         layout: torch.memory_format = torch.contiguous_format,
     ) -> None:
         super().__init__()
-        self.subsample, self.layout = subsample, layout
+        self.subsample = subsample
+        self.layout = layout
         self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
         self.layers = nn.Sequential(*layers)

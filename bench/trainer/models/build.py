@@ -74,7 +74,8 @@ def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, F
         {name: owners.get(value) for name, value in one.named_parameters(recurse=False)}
         for one in modules
     ]
-    parts_of_model, name_of_model = list(model.modules()), type(model).__name__
+    parts_of_model = list(model.modules())
+    name_of_model = type(model).__name__
     tied = sum(len(list(one.parameters(recurse=False))) for one in parts_of_model) != len(owners)
 
     def fill(parts: Collection[nn.Module], offload: bool) -> None:

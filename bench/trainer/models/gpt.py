@@ -96,7 +96,9 @@ def _in_rows(inputs: tuple[Tensor, ...]) -> bool:
 
 
 def _block(settings: GptSettings) -> Block:
-    width, inner, gated = settings.width, settings.ffn or 4 * settings.width, settings.gated
+    width = settings.width
+    inner = settings.ffn or 4 * settings.width
+    gated = settings.gated
     if settings.experts > 1:
         mlp: nn.Module = Experts(
             width, inner, settings.experts, settings.active_experts, gated=gated
@@ -121,7 +123,8 @@ class _Embeddings(nn.Module):
         )
         for embedding in (tokens, positions):
             nn.init.normal_(embedding.weight, std=0.02)
-        self.tokens, self.positions = tokens, positions
+        self.tokens = tokens
+        self.positions = positions
 
     def forward(self, tokens: Tensor, *rows: Tensor) -> Tensor:
         places = (
@@ -174,7 +177,8 @@ def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor,
     number, at = (
         torch.arange(count, device=values.device) for count in (len(offsets) - 1, len(values))
     )
-    pack, num_rows = batch.get("pack", number), len(batch.get("pack_offsets", offsets)) - 1
+    pack = batch.get("pack", number)
+    num_rows = len(batch.get("pack_offsets", offsets)) - 1
     document = torch.repeat_interleave(number, offsets.diff(), output_size=len(values))
     # A row begins with the first document of its pack.
     column = at - offsets[torch.searchsorted(pack, pack)][document]
@@ -192,7 +196,8 @@ def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor,
             :, :-1
         ]
 
-    places, documents = in_rows(at - offsets[document], 0), in_rows(document, -1)
+    places = in_rows(at - offsets[document], 0)
+    documents = in_rows(document, -1)
     follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
     weight = (
         follows & batch["valid"][documents[:, 1:]]

@@ -161,7 +161,8 @@ def perceptron(width: int, inner: int, *, gated: bool = False) -> nn.Sequential:
 class _Gate(nn.Module):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(width, inner), nn.Linear(width, inner)
+        self.gate = nn.Linear(width, inner)
+        self.up = nn.Linear(width, inner)
 
     def forward(self, hidden: Tensor) -> Tensor:
         result: Tensor = F.silu(self.gate(hidden)) * self.up(hidden)
@@ -201,7 +202,9 @@ class Attention(nn.Module):
         self, width: int, heads: int, kv_heads: int, head_width: int, *, causal: bool
     ) -> None:
         super().__init__()
-        self.head_width, self.causal, self.grouped = head_width, causal, kv_heads != heads
+        self.head_width = head_width
+        self.causal = causal
+        self.grouped = kv_heads != heads
         # Apart, not fused: tensor parallel cuts each of them between heads.
         sizes = (heads * head_width, kv_heads * head_width, kv_heads * head_width)
         self.query, self.key, self.value = (nn.Linear(width, size) for size in sizes)

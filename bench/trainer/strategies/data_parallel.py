@@ -41,7 +41,8 @@ def data_parallel(
     state: Any = dist.group.WORLD
     if settings.compression == "powersgd":
         # It queues several collectives a bucket, and gloo mixes up those of two buckets: it gets one bucket.
-        bucket_mib, reduce = 1e6, powerSGD_hook
+        bucket_mib = 1e6
+        reduce = powerSGD_hook
         state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2)
     wrapped = DistributedDataParallel(
         model,
@@ -60,7 +61,8 @@ def data_parallel(
 
 def _timed(reduce: Any, accelerator: "Accelerator", model: nn.Module) -> Any:
     """Report to the accelerator how much of all gradients is computed, and each all-reduce."""
-    num_bytes, num_ready_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad), 0
+    num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    num_ready_bytes = 0
 
     def timed(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce a bucket, all of whose gradients are computed; called in the order of the buckets."""

@@ -34,7 +34,8 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 def usual_optimiser(named: Named, settings: ParallelSettings) -> Optimizer:
     """Make AdamW, or SGD with a momentum of 0.9, of all parameters."""
-    parameters, rate = [parameter for _, parameter in named], settings.learning_rate
+    parameters = [parameter for _, parameter in named]
+    rate = settings.learning_rate
     return (
         AdamW(parameters, rate)
         if settings.optimiser == "adamw"
@@ -125,7 +126,8 @@ class SharedGradScaler(torch.amp.GradScaler):
     def __init__(self, device: str, max_skipped: int, *, enabled: bool = True) -> None:
         # A sixteenth of torch's scale: most models then skip none of their first steps, and it grows.
         super().__init__(device, init_scale=2.0**12, enabled=enabled)
-        self.num_skipped, self._max_skipped = 0, max_skipped
+        self.num_skipped = 0
+        self._max_skipped = max_skipped
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *_: object

@@ -140,7 +140,15 @@ def parallelise(
     inputs: Any = getattr(made, "inputs", _the_batch)
     _check_parts(made, degrees)
     stages = _stages(made, settings, degrees, mesh)
-    _divide(stages, made, degrees, mesh, settings, wrap, precision_of(settings, device))
+    _divide(
+        stages,
+        model=made,
+        degrees=degrees,
+        mesh=mesh,
+        settings=settings,
+        wrap=wrap,
+        precision=precision_of(settings, device),
+    )
     parts: list[nn.Module] = list(stages.values())
     if fill is not None:
         fill(parts, settings.offload)
@@ -154,12 +162,12 @@ def parallelise(
             )
         group = mesh["pp"].get_group()
         pipeline = Pipeline(
-            stages,
-            stages_of(settings, degrees),
-            group,
-            settings.pipeline_schedule,
-            settings.micro_batches,
-            accelerator,
+            modules=stages,
+            num_stages=stages_of(settings, degrees),
+            group=group,
+            schedule=settings.pipeline_schedule,
+            micro_batches=settings.micro_batches,
+            accelerator=accelerator,
         )
     named = [(name, one) for name, one in named_parameters(parts) if one.requires_grad]
     sharded = settings.shards_optimiser and dist.is_initialized()
@@ -206,7 +214,7 @@ def _divide(
             if settings.compile != "none":
                 unit.compile(backend=settings.compile)
         if mesh is not None:
-            shard(part, units, mesh, settings, precision)
+            shard(part, units=units, mesh=mesh, settings=settings, precision=precision)
 
 
 def _check_tensor_parallel(part: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
@@ -341,7 +349,8 @@ def _stages(
     """Return this rank's stages of a pipeline by number; of a model that is in one piece that."""
     if mesh is None or degrees.pp == 1:
         return {0: model}
-    rank, num_stages = mesh.get_local_rank("pp"), stages_of(settings, degrees)
+    rank = mesh.get_local_rank("pp")
+    num_stages = stages_of(settings, degrees)
     v_shaped = settings.pipeline_schedule in V_SHAPED
     numbers = [rank, num_stages - 1 - rank] if v_shaped else range(rank, num_stages, degrees.pp)
     stages: dict[int, nn.Module] = {number: Stage(model, number, num_stages) for number in numbers}

@@ -39,7 +39,9 @@ class Stage(nn.Module):
             {str(block): model.blocks[block] for block in range(first, last)}
         )
         self.head = model.head if number == num_stages - 1 else None
-        self._loss, self._beside, self._real_share = model.loss, model.beside, model.real_share
+        self._loss = model.loss
+        self._beside = model.beside
+        self._real_share = model.real_share
 
     def forward(self, *hidden: Tensor, **named: Tensor) -> Tensor:
         """Return the hidden tensor, or the loss of this part of the batch.
@@ -94,7 +96,8 @@ class Pipeline:
         micro_batches: int,
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.group, device = group, next(nn.ModuleList(modules.values()).parameters()).device
+        self.group = group
+        device = next(nn.ModuleList(modules.values()).parameters()).device
         self._micro_batches = micro_batches
         self._parts: float = micro_batches
         self._scale = torch.ones(())
@@ -126,7 +129,8 @@ class Pipeline:
                 f"samples per rank; {divisors('micro_batches', num_samples)}"
             )
         share = 1 / self._micro_batches / self._stages[0].num_stages
-        self._scale, self._parts = scale, self._micro_batches * accumulation
+        self._scale = scale
+        self._parts = self._micro_batches * accumulation
         for stage in self._stages:
             # Torch finds the shapes by a pass over memory of any content: it must leave no trace in statistics.
             stage.submod.train(stage.has_shapes)

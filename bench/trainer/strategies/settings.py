@@ -156,12 +156,15 @@ class Degrees(NamedTuple):
 
 def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
     """Return the mesh's axes for this number of ranks. Raises ConfigError, which says what would fit."""
-    strategy, mesh = settings.strategy, settings.mesh
+    strategy = settings.strategy
+    mesh = settings.mesh
     if settings.alone:
         return Degrees()
     if mesh is not None:
         rule = "AXIS=N with N of at least 1, each axis once; axes"
-        degrees = Degrees(**read_pairs("mesh", mesh, Degrees._fields, int, rule))
+        degrees = Degrees(
+            **read_pairs("mesh", text=mesh, names=Degrees._fields, number=int, rule=rule)
+        )
     elif strategy == "hsdp":
         odd = f"strategy 'hsdp' shards over two ranks, which do not divide {world}; use ranks={world + 1}"
         _refuse(world % 2, odd)
@@ -209,7 +212,9 @@ def check_fits(
 
     Raises ConfigError, which says what would fit.
     """
-    pp, tp, schedule = degrees.pp, degrees.tp, settings.pipeline_schedule
+    pp = degrees.pp
+    tp = degrees.tp
+    schedule = settings.pipeline_schedule
     for name, size in tensor_sizes(model, image).items():
         _refuse(
             size % tp,
@@ -232,11 +237,9 @@ def check_fits(
         )
     if pp == 1:
         return
-    blocks, stages, parts = (
-        num_blocks(model),
-        stages_of(settings, degrees),
-        settings.micro_batches or batch_size,
-    )
+    blocks = num_blocks(model)
+    stages = stages_of(settings, degrees)
+    parts = settings.micro_batches or batch_size
     cut = f"{stages} stages ({schedule}, pp={pp})"
     uneven = isinstance(model, VitSettings | GptSettings) and blocks % stages
     _refuse(
@@ -251,10 +254,8 @@ def check_fits(
         f"{schedule} loses gradients where data-parallel ranks share a pipeline (dp_shard={degrees.dp_shard}, "
         f"dp_replicate={degrees.dp_replicate}); use Interleaved1F1B, or pp and tp alone",
     )
-    would, of_batch = (
-        divisors("micro_batches", batch_size),
-        f"the batch of {batch_size} samples per rank",
-    )
+    would = divisors("micro_batches", batch_size)
+    of_batch = f"the batch of {batch_size} samples per rank"
     _refuse(batch_size % parts, f"micro_batches={parts} does not divide {of_batch}; {would}")
     least = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(schedule, pp)
     multiple = "Interleaved" in schedule

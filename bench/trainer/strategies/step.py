@@ -132,7 +132,8 @@ class Parallel:
         ``inputs`` are what :meth:`inputs` returned, on the model's device; ``rows`` are its numbers of samples and
         images, for the accelerator. Gradients are reduced over the ranks with the ``last`` micro-batch of a step.
         """
-        precise, timer = autocast(self.device, self.precision), self.accelerator
+        precise = autocast(self.device, self.precision)
+        timer = self.accelerator
         if self.teacher is not None:
             with nullcontext() if timer is None else timer.forward(*rows), torch.no_grad(), precise:
                 inputs = (*inputs, *self.teacher(*inputs))
@@ -220,7 +221,8 @@ class Parallel:
         It is wanted after the backward pass. Begun before, it is done by then: nothing waits.
         """
         share = torch.stack(self._shares).mean()
-        self._shares, self.padding = [], 1 - share
+        self._shares = []
+        self.padding = 1 - share
         self._mean_share = share / self.world
         if self.world > 1:
             self._sharing = dist.all_reduce(self._mean_share, async_op=True)
@@ -231,7 +233,8 @@ class Parallel:
         Batches are moved to the device. The gradients of all are added up, reduced over the ranks, clipped and, in
         fp16, scaled, as the settings say; then the optimiser steps.
         """
-        parts, losses = list(batches), []
+        parts = list(batches)
+        losses = []
         for number, batch in enumerate(parts, start=1):
             with naming_keys(batch):
                 inputs = to_device(self.inputs(batch), self.device)
@@ -255,10 +258,8 @@ class Parallel:
         self.scaler.step(self.optimiser)
         self.scaler.update()
         self.optimiser.zero_grad()
-        self.losses, self._noted = (
-            {name: value * self._factor for name, value in self._noted.items()},
-            {},
-        )
+        self.losses = {name: value * self._factor for name, value in self._noted.items()}
+        self._noted = {}
         if not self.scaler.num_skipped:
             self.schedule.step()
             for name, parameter in named_parameters(self.models):

@@ -122,8 +122,10 @@ class ArrowRows(Manifest):
         self._only = self._only or self.file
         self._files_of: dict[str, dict[str, None]] = {}
         self._last: tuple[str, int, str, pa.Array] | None = None
-        self._num_images, self._num_damaged = 0, 0
-        self._names, self._has_video = {"frames": _FRAMES}, False
+        self._num_images = 0
+        self._num_damaged = 0
+        self._names = {"frames": _FRAMES}
+        self._has_video = False
 
     @cached_property
     def _listed(self) -> list[str]:
@@ -196,7 +198,8 @@ class ArrowRows(Manifest):
 
     def _target(self, name: str, column: pa.Array, feature: str) -> str:
         """Return the column of the manifest that a column becomes; "" for one that is left out, and note it."""
-        kind, plain = column.type, re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
+        kind = column.type
+        plain = re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
         asked = self.given.columns.get(name)
         if asked is not None and not asked:
             return ""
@@ -245,9 +248,12 @@ class ArrowRows(Manifest):
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Write a row for each frame that is kept; all bytes of Parquet and Lance are read, for the heads of images."""
         self.depth = out.depth(self.given.check_images, self.given.damaged_image)
-        self._files_of, self._num_images, self._num_damaged = {}, 0, 0
+        self._files_of = {}
+        self._num_images = 0
+        self._num_damaged = 0
         if not {*TIME_COLUMNS} & {*self._known.targets.values()}:
-            self.time_base, self._is_unix = "order", False
+            self.time_base = "order"
+            self._is_unix = False
         return super().scan(out)
 
     def _parts(self, name: str) -> Iterator[_Part]:
@@ -282,7 +288,8 @@ class ArrowRows(Manifest):
                 while len(batch):
                     part = batch.slice(0, _GROUP - at % _GROUP)
                     yield _Part(part, at // _GROUP, at % _GROUP)
-                    at, batch = at + len(part), batch.slice(len(part))
+                    at = at + len(part)
+                    batch = batch.slice(len(part))
 
     def _local(self, name: str) -> str:
         path = self.files.path(name)
@@ -306,9 +313,11 @@ class ArrowRows(Manifest):
 
     def _translated(self) -> Iterator[pa.Table]:
         """Yield the rows as those of a manifest."""
-        number, wanted = 0, self._known.targets
+        number = 0
+        wanted = self._known.targets
         for name in self._listed:
-            row, where = 0, f"table '{self.files.shown}/{name}'"
+            row = 0
+            where = f"table '{self.files.shown}/{name}'"
             with parsing(where):
                 for part in self._parts(name):
                     if lacking := wanted.keys() - set(part.batch.schema.names):
@@ -316,7 +325,8 @@ class ArrowRows(Manifest):
                             f"it has no column '{min(lacking)}', as '{self._listed[0]}' has"
                         )
                     yield self._table(name, part, row, number)
-                    row, number = row + len(part.batch), number + len(part.batch)
+                    row = row + len(part.batch)
+                    number = number + len(part.batch)
 
     def _table(self, name: str, part: _Part, row: int, number: int) -> pa.Table:
         """Return rows, the first of which is number ``row`` of the file, and ``number`` of all."""
@@ -334,7 +344,14 @@ class ArrowRows(Manifest):
                 and target.endswith(".path")
                 and (data := _bytes_of(values)) is not None
             ):
-                out |= self._images(name, part, column, target.removesuffix("path"), data, faults)
+                out |= self._images(
+                    name,
+                    part=part,
+                    column=column,
+                    prefix=target.removesuffix("path"),
+                    data=data,
+                    faults=faults,
+                )
             elif target.startswith(VALUE) and _is_json(values.type):
                 texts = [
                     None if one is None else msgspec.json.encode(one).decode()
@@ -426,8 +443,10 @@ class ArrowRows(Manifest):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the clip's frames by time."""
         for frame in super().frames(clip):
-            attributes, images = dict(frame.attributes), dict(frame.images)
-            token, faults = attributes.pop(_NAME), attributes.pop(_FAULTS)
+            attributes = dict(frame.attributes)
+            images = dict(frame.images)
+            token = attributes.pop(_NAME)
+            faults = attributes.pop(_FAULTS)
             for camera, image in frame.images.items():
                 if isinstance(image, Image) and _ROW.match(image.ref):
                     images[camera] = msgspec.structs.replace(image, made=True)
@@ -503,6 +522,7 @@ def _is_json(kind: pa.DataType) -> bool:
     """Return whether values are stored as JSON: structs, maps, and lists of them or of lists of texts."""
     depth = 0
     while is_list(kind):
-        kind, depth = kind.value_type, depth + 1
+        kind = kind.value_type
+        depth = depth + 1
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     return pa.types.is_nested(kind) or (is_text and depth > 1)

@@ -65,10 +65,12 @@ class PandaSet(FrameSource[FrameSettings]):
 
     def _frames(self, clip: Clip) -> Iterator[Frame]:
         times, _ = self._poses(f"{clip.name}/lidar")
-        ego, images = self.poses(clip), [{} for _ in times]
+        ego = self.poses(clip)
+        images = [{} for _ in times]
         for camera in CAMERAS:
             folder = f"{clip.name}/camera/{camera}"
-            (stamps, cam2global), k = self._poses(folder), self._read(f"{folder}/intrinsics.json")
+            k = self._read(f"{folder}/intrinsics.json")
+            (stamps, cam2global) = self._poses(folder)
             cam2ego = (
                 invert_rigid(ego.at(stamps)) @ cam2global
             )  # both poses at the camera's own time

@@ -400,7 +400,8 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
             with parsing(f"clip {name}: spin {which}"):
                 return _decoded(self._spin_file(clip), int(which))
         dt_s, *matrix = map(float, numbers.split(","))
-        table, turned = self._radar_table(feature, clip), np.array(matrix).reshape(3, 4)
+        table = self._radar_table(feature, clip)
+        turned = np.array(matrix).reshape(3, 4)
         own = {
             key: column[table["timestamp"] == int(which)].astype(np.float64)
             for key, column in table.items()
@@ -517,7 +518,9 @@ def _model(intrinsics: dict[str, float], mount: dict[str, float], where: str) ->
     """Return what an image has of its camera: the forward polynomial, in units of its slope, is the lens."""
     with parsing(where, "has no f-theta calibration"):
         forward = [float(intrinsics[f"fw_poly_{power}"]) for power in range(5)]
-        focal, width, height = forward[1], int(intrinsics["width"]), int(intrinsics["height"])
+        focal = forward[1]
+        width = int(intrinsics["width"])
+        height = int(intrinsics["height"])
         camera = np.array([[focal, 0, intrinsics["cx"]], [0, focal, intrinsics["cy"]], [0, 0, 1]])
         return {
             "intrinsics": camera,

@@ -26,7 +26,10 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SYNC, EGO, BOXES, CAMERA = "sync", "ego_state_se3", "box_detections_se3", "camera."
+SYNC = "sync"
+EGO = "ego_state_se3"
+BOXES = "box_detections_se3"
+CAMERA = "camera."
 _SPLIT = re.compile(r"(train|val|test)\Z")
 
 

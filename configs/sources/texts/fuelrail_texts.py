@@ -105,7 +105,9 @@ def import_texts(
     Raises SourceError for a file that is of none of these forms, DatasetError where no sample has one of the names,
     ConfigError for names that cannot be channels.
     """
-    dataset, found, digests = fr.open(base), dict[str, _Entries](), list[str]()
+    dataset = fr.open(base)
+    found = dict[str, _Entries]()
+    digests = list[str]()
     for path in map(Path, files):
         data = source_files(str(path.parent), path.name).read(path.name)
         where = f"file '{path}'"

@@ -69,7 +69,9 @@ class CameraJpeg:
     """The library, for all threads; ctypes lets go of the GIL."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        pointer = ctypes.c_void_p
+        size = ctypes.c_size_t
+        number = ctypes.c_int
         common = (pointer, pointer, size)
         self._context_bytes = _function(library, "camera_jpeg_context_bytes", size)()
         self._scratch_bytes = _function(
@@ -131,8 +133,10 @@ class CameraJpeg:
 
         None where it declines.
         """
-        width, height = scaled_size(info.width, 1, factor), scaled_size(info.height, 1, factor)
-        first, last = max(0, rows[0]), min(height, rows[1])
+        width = scaled_size(info.width, 1, factor)
+        height = scaled_size(info.height, 1, factor)
+        first = max(0, rows[0])
+        last = min(height, rows[1])
         if first >= last:
             return None
         picture = scratch.take("decoded", height, width, 4)
@@ -180,7 +184,8 @@ def _function(
     library: ctypes.CDLL, name: str, result: type | None, *arguments: type
 ) -> ctypes._NamedFuncPointer:
     function = library[name]
-    function.restype, function.argtypes = result, arguments
+    function.restype = result
+    function.argtypes = arguments
     return function
 
 

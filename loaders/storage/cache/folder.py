@@ -70,7 +70,8 @@ class SampleFiles:
         self.fd = _kept(folders, open_folder(path))
         self.data_fd = _kept(folders, open_folder(path / "data", self.fd))
         self._tmp_fd = _kept(folders, open_folder(path / "tmp", self.fd))
-        self._numbers, self._token = itertools.count(), secrets.token_hex(4)
+        self._numbers = itertools.count()
+        self._token = secrets.token_hex(4)
 
     def path_of(self, index: int) -> Path:
         """Return the path of a sample's file, if it exists."""
@@ -172,10 +173,13 @@ class CacheFolder:
 
         Raises ConfigError where it is of another dataset or version.
         """
-        self.path, self.max_bytes, self._length_of = path, max_bytes, length_of
+        self.path = path
+        self.max_bytes = max_bytes
+        self._length_of = length_of
         self.thread_lock = threading.RLock()
         """Held under :meth:`locked` too; alone it guards what concerns this process only."""
-        self._locks, folders = contextlib.ExitStack(), contextlib.ExitStack()
+        self._locks = contextlib.ExitStack()
+        folders = contextlib.ExitStack()
         weakref.finalize(self, self._locks.close)
         weakref.finalize(
             self, folders.close
@@ -244,7 +248,8 @@ class CacheFolder:
         self._header[0] = max(0, num_bytes)
 
     def _claim(self, marker: _Marker) -> None:
-        file, encoded = self.path / "cache.json", msgspec.json.encode(marker) + b"\n"
+        file = self.path / "cache.json"
+        encoded = msgspec.json.encode(marker) + b"\n"
         # Looked up first: another process may fill it as soon as cache.json is here.
         is_empty = not _names_in(self.files.data_fd)
         try:

@@ -75,7 +75,8 @@ class FutureUses:
     def __init__(
         self, coming: Coming, horizon: int, time_of: Callable[[int], int] = lambda k: k
     ) -> None:
-        self._coming, self.time_of = coming, time_of
+        self._coming = coming
+        self.time_of = time_of
         self._horizon = max(2, min(horizon, MAX_HORIZON))
         self.base = 0
         self._rows: NDArray[np.int64] | None = None
@@ -206,7 +207,8 @@ def ranks_on_host(world: World) -> range:
     All ranks where these do not fit the world (model parallelism, no launcher): too many cost hits, not correctness.
     """
     try:
-        size, rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+        size = int(os.environ["LOCAL_WORLD_SIZE"])
+        rank = int(os.environ["LOCAL_RANK"])
         fits = int(os.environ["WORLD_SIZE"]) == world.size and 0 <= rank < size
     except (KeyError, ValueError):
         return range(world.size)
@@ -228,7 +230,9 @@ class FarthestFirst:
     def __init__(
         self, future_uses: FutureUses, is_resident: Callable[[int], bool], lag: int = 0
     ) -> None:
-        self._future_uses, self._is_resident, self._lag = future_uses, is_resident, lag
+        self._future_uses = future_uses
+        self._is_resident = is_resident
+        self._lag = lag
         self.now = 0
         self._walked = 0
         self._stock_base = -1
@@ -247,7 +251,9 @@ class FarthestFirst:
         self.now = self._walked = now
         times = self._future_uses.next_use(rows, self.now)
         nearest_first = np.argsort(times, kind="stable")
-        self._rows, self._times, self._left = rows[nearest_first], times[nearest_first], len(rows)
+        self._rows = rows[nearest_first]
+        self._times = times[nearest_first]
+        self._left = len(rows)
         self._heap.clear()
         self._stock_base = self._future_uses.base
 
@@ -279,7 +285,8 @@ class FarthestFirst:
         while self._left or self._heap:
             if not self._heap or (self._left and self._times[self._left - 1] >= -self._heap[0][0]):
                 self._left -= 1
-                stated, row = int(self._times[self._left]), int(self._rows[self._left])
+                stated = int(self._times[self._left])
+                row = int(self._rows[self._left])
             else:
                 negative, row = heapq.heappop(self._heap)
                 stated = -negative

@@ -50,7 +50,10 @@ class CachedSpan:
     __slots__ = ("_cache", "_fd", "_index", "_length")
 
     def __init__(self, cache: SpanCache, index: int, length: int, fd: int) -> None:
-        self._cache, self._index, self._length, self._fd = cache, index, length, fd
+        self._cache = cache
+        self._index = index
+        self._length = length
+        self._fd = fd
 
     def read(self) -> memoryview | None:
         """Return its bytes, unchecked; None where it cannot be read. A file that is gone or cut is forgotten."""
@@ -98,7 +101,13 @@ class SpanCache:
 
         Raises ConfigError where it is of another dataset, version or user.
         """
-        self.folder = CacheFolder(folder, fingerprint, num_samples, length_of, max_bytes)
+        self.folder = CacheFolder(
+            path=folder,
+            fingerprint=fingerprint,
+            num_samples=num_samples,
+            length_of=length_of,
+            max_bytes=max_bytes,
+        )
         self._length_of = length_of
         self.buffers = Buffers(keep_bytes=KEEP_BUFFERS_BYTES)
         self.num_open = 0

@@ -48,7 +48,9 @@ class AttributesFile:
 
         ``exists``: whether the manifest names it; a dataset needs none.
         """
-        self._path, self._blocks, self.exists = path, blocks, exists
+        self._path = path
+        self._blocks = blocks
+        self.exists = exists
 
     def schema(self, num_rows: int | None = None) -> pa.Schema:
         """Return the file's columns, from the footer alone.

@@ -62,7 +62,8 @@ def split_digests(data: bytes, sizes: Iterable[tuple[str, int]]) -> dict[str, by
 
     Raises IndexFileError where it has another length than these sizes make.
     """
-    found, first = {}, 0
+    found = {}
+    first = 0
     for name, num_bytes in sizes:
         end = first + DIGEST_BYTES * num_blocks(num_bytes)
         found[name], first = data[first:end], end
@@ -82,7 +83,9 @@ class BlockFile:
 
     def __init__(self, path: Path, digests: bytes | None = None, read: Read | None = None) -> None:
         """Map the file; raises IndexFileError where it cannot be opened or has another size than its digests."""
-        self.path, self._digests, self._read = path, digests, read
+        self.path = path
+        self._digests = digests
+        self._read = read
         try:
             with open_file(path) as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -99,7 +102,8 @@ class BlockFile:
                 f"of it, one for each {BLOCK_BYTES} bytes"
             )
         self._good = bytearray(num_blocks(len(self._view)))
-        self._claim, self._in_background = threading.Lock(), list[threading.Thread]()
+        self._claim = threading.Lock()
+        self._in_background = list[threading.Thread]()
 
     def need(self, first: int, end: int) -> memoryview:
         """Return bytes ``first`` to ``end - 1``, checked where the file has digests, fetched where they are missing.
@@ -112,7 +116,8 @@ class BlockFile:
                 f"'{self.path}': bytes {first} to {end} lie outside its {len(self._view)}"
             )
         if self._digests is not None:
-            low, high = first // BLOCK_BYTES, num_blocks(end)
+            low = first // BLOCK_BYTES
+            high = num_blocks(end)
             if 0 in self._good[low:high]:
                 self._check(range(low, high))
         return self._view[first:end]
@@ -190,7 +195,8 @@ class BlockFile:
         )
 
     def _fetch(self, read: Read, run: range) -> None:
-        first, end = run.start * BLOCK_BYTES, min(run.stop * BLOCK_BYTES, len(self._view))
+        first = run.start * BLOCK_BYTES
+        end = min(run.stop * BLOCK_BYTES, len(self._view))
 
         def check(data: bytes) -> memoryview:
             view = memoryview(data)
@@ -265,7 +271,8 @@ class _Stream(RawIOBase):
     """A file whose bytes are checked, or fetched, when they are read."""
 
     def __init__(self, file: BlockFile) -> None:
-        self._file, self._at = file, 0
+        self._file = file
+        self._at = 0
 
     def readable(self) -> bool:
         return True

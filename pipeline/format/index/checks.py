@@ -36,8 +36,10 @@ _NONE: Final = np.zeros(0, np.int64)
 _BUFFER_BYTES: Final = 16
 # Numbers of fields in Arrow's flatbuffers (File.fbs, Message.fbs).
 _FOOTER_BATCHES: Final = 3
-_MESSAGE_HEADER, _MESSAGE_METADATA = 2, 4
-_BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
+_MESSAGE_HEADER = 2
+_MESSAGE_METADATA = 4
+_BATCH_BUFFERS = 2
+_BATCH_COMPRESSION = 3
 
 
 def check_plain(view: memoryview, number: int) -> None:
@@ -184,7 +186,9 @@ def check_caps(
     name, codec, _, stored, raw, _ = members
     if not len(stored):
         return
-    most_members, most_stored, most_raw = _most(np.diff(starts)), _most(stored), _most(raw)
+    most_members = _most(np.diff(starts))
+    most_stored = _most(stored)
+    most_raw = _most(raw)
     if most_members > MAX_MEMBERS:
         raise IndexFileError(f"a sample of {most_members} members, over the cap of {MAX_MEMBERS}")
     if most_raw > MAX_MEMBER_BYTES or most_stored > MAX_SAMPLE_BYTES:

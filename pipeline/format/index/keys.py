@@ -137,7 +137,8 @@ class KeyTable:
         """
         # Not as cached properties: Python 3.11 lets one thread at a time into those of all objects, for as long as it
         # waits for a server, and a fork inherits that lock.
-        self._opened, self._num_samples = cache(opened), num_samples
+        self._opened = cache(opened)
+        self._num_samples = num_samples
         self._checked = None if checked is None else cache(checked)
         self._found: FixedColumns | None = None
 
@@ -176,7 +177,8 @@ class KeyTable:
         The hashes are spread evenly, so the place of one among n is known to within a few times the square root of n:
         one range of the table is read. Raises IndexFileError for a table that is damaged.
         """
-        wanted, total = key_hash(key), self._num_samples
+        wanted = key_hash(key)
+        total = self._num_samples
         guess, width = self._near(wanted)
         end = len(self._file.map)
         if self._found is None:  # the file's beginning and end too, which say where the entries are
@@ -184,7 +186,8 @@ class KeyTable:
             if end <= _BACKGROUND_BYTES:  # so that the look-ups that follow find their part here
                 self._file.fetch_in_background()
         while True:
-            low, high = max(guess - width, 0), min(guess + width, total)
+            low = max(guess - width, 0)
+            high = min(guess + width, total)
             part: Any = self._columns.read("entry", low, high)
             hashes = part["xxh3"]
             first = int(np.searchsorted(hashes, np.uint64(wanted), "left"))

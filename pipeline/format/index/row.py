@@ -48,7 +48,8 @@ class MemberParts:
         self, columns: tuple[memoryview, ...], kinds: Callable[[bytes, bytes], MemberKinds]
     ) -> None:
         """Take numbers of names and codecs, which ``kinds`` knows, offsets, stored and raw bytes, and digests."""
-        self.columns, self._kinds = columns, kinds
+        self.columns = columns
+        self._kinds = kinds
 
     def __call__(self, first: int, end: int) -> MemberColumns:
         """Return the entries ``first`` to ``end - 1``, column by column."""
@@ -71,7 +72,9 @@ class Members(Sequence[MemberEntry]):
 
     def __init__(self, read: MemberParts, first: int, end: int) -> None:
         """Take entries ``first`` to ``end - 1`` of ``read``."""
-        self._read, self._first, self._end = read, first, end
+        self._read = read
+        self._first = first
+        self._end = end
 
     def columns(self) -> MemberColumns:
         """Return all entries, as columns."""

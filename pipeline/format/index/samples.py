@@ -80,11 +80,9 @@ _TYPES: Final = {
     field.name: field.type for field in (pa.field("num_members", pa.int32()), *_COLUMNS[:-1])
 } | {f"members.{field.name}": field.type for field in _MEMBER_TYPE}
 """The types of the columns of a batch."""
-_VERSION_KEY, _NAMES_KEY, _CODECS_KEY = (
-    b"fuelrail.index.version",
-    b"fuelrail.members",
-    b"fuelrail.codecs",
-)
+_VERSION_KEY = b"fuelrail.index.version"
+_NAMES_KEY = b"fuelrail.members"
+_CODECS_KEY = b"fuelrail.codecs"
 _make_row = partial(tuple.__new__, IndexRow)
 """An IndexRow from a tuple, at half the price of the call."""
 
@@ -172,7 +170,8 @@ class IndexWriter:
 
     def _convert(self) -> None:
         """Make columns of what is pending: as Python objects a whole batch would take hundreds of megabytes."""
-        rows, self._pending = self._pending, []
+        rows = self._pending
+        self._pending = []
         members = [member for row in rows for member in row.members]
         columns: dict[str, list[Any]] = {
             "num_members": [len(row.members) for row in rows],
@@ -240,7 +239,8 @@ class SampleIndex:
         Rows in shards beyond ``num_shards`` are refused too, each batch when it is first looked at. ``file`` is the
         file itself where parts of it may have to be fetched.
         """
-        self._path, self._num_shards = str(path), num_shards
+        self._path = str(path)
+        self._num_shards = num_shards
         self._lock = threading.Lock()
         self._source = file or BlockFile(Path(path))
         self.mapped = self._source.map
@@ -335,7 +335,8 @@ class SampleIndex:
         for n in (
             range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
         ):
-            array, low = self._column(n, name), max(first - n * ROWS_PER_BATCH, 0)
+            array = self._column(n, name)
+            low = max(first - n * ROWS_PER_BATCH, 0)
             parts.append(array.slice(low, max(min(end - n * ROWS_PER_BATCH, len(array)) - low, 0)))
         return pa.chunked_array(parts, pa.string())
 
@@ -374,7 +375,8 @@ class SampleIndex:
                 batch = self._batches[number]
                 if batch is None:
                     if self._num_kept == _BATCHES_KEPT:
-                        self._batches, self._num_kept = [None] * len(self._batches), 0
+                        self._batches = [None] * len(self._batches)
+                        self._num_kept = 0
                     batch = self._batches[number] = self._view(number)
                     self._num_kept += 1
         return batch
@@ -426,14 +428,14 @@ class SampleIndex:
                 for i in range(_MEMBER_TYPE.num_fields)
             ]
             batch = _Batch(
-                columns["key"],
-                columns["clip_id"],
-                scalars,
-                _texts(columns["key"]),
-                _texts(columns["clip_id"]),
-                tuple(map(memoryview, scalars)),
-                memoryview(members.offsets.to_numpy(zero_copy_only=True)),
-                MemberParts(tuple(map(memoryview, parts)), self._kinds),
+                key=columns["key"],
+                clip_id=columns["clip_id"],
+                scalars=scalars,
+                row_key=_texts(columns["key"]),
+                row_clip_id=_texts(columns["clip_id"]),
+                row_scalars=tuple(map(memoryview, scalars)),
+                row_starts=memoryview(members.offsets.to_numpy(zero_copy_only=True)),
+                row_members=MemberParts(tuple(map(memoryview, parts)), self._kinds),
             )
             self._check(batch, members.offsets.to_numpy(zero_copy_only=True), parts)
             return batch

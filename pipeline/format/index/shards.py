@@ -107,7 +107,8 @@ class ShardTable(Sequence[ShardEntry]):
 
     def __init__(self, file: BlockFile, manifest: Manifest) -> None:
         """Check the table's length and the beginnings of the splits; raises ManifestError and IndexFileError."""
-        self._file, self._columns = file, FixedColumns(file, SHARDS_SCHEMA, _DTYPES)
+        self._file = file
+        self._columns = FixedColumns(file, SHARDS_SCHEMA, _DTYPES)
         self.mapped = file.map
         self._num_samples = manifest.num_samples
         self._places: dict[int, tuple[str, int]] = {}
@@ -245,12 +246,12 @@ class ShardTable(Sequence[ShardEntry]):
         sha256, idx_sha256 = digests
         first_sample = self._at_least("first_sample", number, 0)
         return ShardEntry(
-            self.name(number),
-            split,
-            first_sample,
-            int(self.lengths(number, number + 1)[0]),
-            self.size(number),
-            sha256,
-            idx_bytes,
-            idx_sha256 if idx_bytes else "",
+            name=self.name(number),
+            split=split,
+            first_sample=first_sample,
+            num_samples=int(self.lengths(number, number + 1)[0]),
+            bytes=self.size(number),
+            sha256=sha256,
+            idx_bytes=idx_bytes,
+            idx_sha256=idx_sha256 if idx_bytes else "",
         )

@@ -62,11 +62,14 @@ class _Opener:
     """Opens the tables of one dataset."""
 
     def __init__(self, folder: Path, manifest: Manifest, origin: RemoteFolder | None) -> None:
-        self._folder, self._manifest, self._origin = folder, manifest, origin
+        self._folder = folder
+        self._manifest = manifest
+        self._origin = origin
 
     def table(self, name: str, *, is_checked: bool = False) -> BlockFile:
         """Open a table, at a URL whole or by blocks; in a folder check the blocks of ``shards.arrow`` always."""
-        entry, path = self._entry(name), self._folder / name
+        entry = self._entry(name)
+        path = self._folder / name
         if self._origin is not None and not comes_whole(entry):
             read: Callable[[int, int], bytes] = partial(self._origin.read, name)
             return open_sparse(path, entry.bytes, self._digests(name), read)
@@ -88,7 +91,8 @@ class _Opener:
         return entry
 
     def _digests(self, name: str) -> bytes:
-        entry, path = self._entry(BLOCKS_FILE), self._folder / BLOCKS_FILE
+        entry = self._entry(BLOCKS_FILE)
+        path = self._folder / BLOCKS_FILE
         if entry.bytes > MAX_BLOCKS_BYTES:
             raise ManifestError(
                 f"'{path}' has {entry.bytes} bytes, at most {MAX_BLOCKS_BYTES} are read"
@@ -113,7 +117,8 @@ def open_attributes(
     folder: Path, manifest: Manifest, origin: RemoteFolder | None = None
 ) -> AttributesFile:
     """Open ``attributes.parquet``, which need not exist, as :func:`open_tables` does."""
-    entry, path = manifest.file(ATTRIBUTES_FILE), folder / ATTRIBUTES_FILE
+    entry = manifest.file(ATTRIBUTES_FILE)
+    path = folder / ATTRIBUTES_FILE
     if origin is None or entry is None:
         return AttributesFile(path, exists=entry is not None)
     if not comes_whole(entry):

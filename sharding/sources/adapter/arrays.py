@@ -205,10 +205,8 @@ def _motion(
 ) -> NDArray[np.float64]:
     """Return (F, 3, 3): the motion that frames state, and velocities by their neighbours' poses; NaN unknown."""
     motion = np.full((len(frames), 3, 3), np.nan)
-    before, after = (
-        np.maximum(np.arange(len(frames)) - 1, 0),
-        np.minimum(np.arange(len(frames)) + 1, len(frames) - 1),
-    )
+    before = np.maximum(np.arange(len(frames)) - 1, 0)
+    after = np.minimum(np.arange(len(frames)) + 1, len(frames) - 1)
     span_ns = time_ns[after] - time_ns[before]
     with np.errstate(all="ignore"):
         moved = ego2global[after, :3, 3] - ego2global[before, :3, 3]

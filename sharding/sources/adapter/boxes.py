@@ -85,11 +85,17 @@ def in_ego(
     counts = [len(one.category) for _, one in own]
 
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
-        return _cast(_column(own, len(frame), name, shape, unknown), kind, name, frame)
+        return _cast(
+            _column(own, number=len(frame), name=name, shape=shape, unknown=unknown),
+            kind,
+            name,
+            frame,
+        )
 
     in_global = np.repeat(np.array([one.in_global for _, one in own], np.bool_), counts)
     to_ego = invert_rigid(ego2global)[frame]
-    centre, size = column("centre", np.float64, 3), column("size_lwh", np.float64, 3)
+    centre = column("centre", np.float64, 3)
+    size = column("size_lwh", np.float64, 3)
     stated2ego = np.where(in_global[:, None, None], to_ego[:, :3, :3], np.eye(3))
     moved = np.einsum("mij,mj->mi", to_ego[:, :3, :3], centre) + to_ego[:, :3, 3]
     centre_in_ego = np.where(in_global[:, None], moved, centre)
@@ -176,7 +182,10 @@ def _column(
 
 def _rotations(wxyz: F64, yaw: F64) -> F64:
     """Return rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for a wrong one."""
-    cos, sin, zero, one = np.cos(yaw), np.sin(yaw), np.zeros(len(yaw)), np.ones(len(yaw))
+    cos = np.cos(yaw)
+    sin = np.sin(yaw)
+    zero = np.zeros(len(yaw))
+    one = np.ones(len(yaw))
     of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, one], -1).reshape(-1, 3, 3)
     is_unit = are_unit(wxyz)
     full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
@@ -189,7 +198,8 @@ def _neighbours(tracks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
     """Return for each row the rows before and after in its track, -1 for none."""
     before, after = np.full((2, len(tracks)), -1, np.int64)
     order = np.argsort(tracks, kind="stable")
-    first, last = order[:-1], order[1:]
+    first = order[:-1]
+    last = order[1:]
     same = tracks[first] == tracks[last]
     before[last[same]], after[first[same]] = first[same], last[same]
     return before, after
@@ -204,7 +214,8 @@ def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:
 
 def boxes_by_key(boxes: BoxRows, keys: NDArray[np.integer[Any]]) -> dict[int, BoxRows]:
     """Return the boxes (M) with each key, such as the number of a frame, in their order; ``keys`` are (M,)."""
-    arrays, texts = dict[str, NDArray[Any]](), dict[str, Sequence[str]]()
+    arrays = dict[str, NDArray[Any]]()
+    texts = dict[str, Sequence[str]]()
     for name, column in msgspec.structs.asdict(boxes).items():
         if name in ("category", "track") and column is not None:
             texts[name] = column
@@ -232,7 +243,8 @@ def velocities(
     positive, the velocity is unknown: NaN.
     """
     own = np.arange(len(centre))
-    first, last = np.where(prev < 0, own, prev), np.where(following < 0, own, following)
+    first = np.where(prev < 0, own, prev)
+    last = np.where(following < 0, own, following)
     span_s = (timestamp_us[last] - timestamp_us[first]) * 1e-6
     limit_s = np.where((prev >= 0) & (following >= 0), 2 * MAX_GAP_S, MAX_GAP_S)
     usable = (span_s > 0) & (span_s <= limit_s)

@@ -153,7 +153,8 @@ def clip_series(
             [frame.values[channel.name] for frame in there],
         )
         times, values = clip.series.get(channel.name, of_frames)
-        stamps, array = np.asarray(times, np.int64), np.asarray(values)
+        stamps = np.asarray(times, np.int64)
+        array = np.asarray(values)
         array = array.reshape(0, *one.shape) if not len(stamps) else array
         if array.shape != (len(stamps), *one.shape) or (np.diff(stamps) <= 0).any():
             raise SourceError(
@@ -301,7 +302,8 @@ def signal_series(
         first, end = np.searchsorted(
             stamps, (times_ns[0] - _BESIDE_NS, times_ns[-1] + _BESIDE_NS + 1)
         )
-        stamps, rows = stamps[first:end], rows[first:end]
+        stamps = stamps[first:end]
+        rows = rows[first:end]
     return stamps, values[rows]
 
 
@@ -330,7 +332,8 @@ def image_boxes(
                 f"{where}: 2-D box {at} of {channel.law.camera} is {box[at].tolist()}; wanted are left, top, right, "
                 "bottom [px], finite and in order"
             )
-        number, tracks = len(box), rows.track or [""] * len(box)
+        number = len(box)
+        tracks = rows.track or [""] * len(box)
         value = {
             "box": box.astype(np.float32),
             "row": np.full(number, -1, np.int32)

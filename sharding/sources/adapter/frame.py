@@ -265,7 +265,8 @@ def thinned(times_ns: NDArray[np.int64], rate: float) -> NDArray[np.int64]:
     """Keep at most ``rate`` times a second [Hz]: the first, then each a period later, less a tenth for jitter."""
     if not rate:
         return times_ns
-    period, kept = 1e9 / rate, []
+    period = 1e9 / rate
+    kept = []
     due = -np.inf
     for time in times_ns.tolist():
         if time >= due - period / 10:

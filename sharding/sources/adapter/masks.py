@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _BITS_AT: Final = 24
 _COLOUR_AT: Final = 25
-_GRAY, _PALETTE = 0, 3
+_GRAY = 0
+_PALETTE = 3
 
 
 def mask_channel(camera: str, name: str = "mask", dtype: str = "uint8") -> Channel:
@@ -57,7 +58,8 @@ def mask_dtype(head: Buffer, where: str) -> str:
     """Return the dtype of the numbers of a mask by its first 26 bytes; raise SourceError where it can be none."""
     if bytes(head[:8]) != _SIGNATURE or len(head) <= _COLOUR_AT:
         raise SourceError(f"{where} is no PNG: other formats change the numbers of a mask")
-    bits, colour = head[_BITS_AT], head[_COLOUR_AT]
+    bits = head[_BITS_AT]
+    colour = head[_COLOUR_AT]
     if colour not in (_GRAY, _PALETTE):
         raise SourceError(
             f"{where} has colours: a mask has one number a pixel, in a PNG that is gray or has a palette"
@@ -71,7 +73,8 @@ def mask_png(data: Buffer, where: str) -> Buffer:
     Raises SourceError for a damaged one.
     """
     mask_dtype(data, where)
-    bits, colour = data[_BITS_AT], data[_COLOUR_AT]
+    bits = data[_BITS_AT]
+    colour = data[_COLOUR_AT]
     if colour == _GRAY and bits >= 8:
         return data
     try:

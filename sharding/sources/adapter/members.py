@@ -335,18 +335,17 @@ class MemberFinder:
         head = known.heads.get(key)
         if head is None and key in known.heads:
             return NOTED if self.policy.damaged == "error" else DAMAGED
-        size, extension = (image.width, image.height), _extension(image)
+        size = (image.width, image.height)
+        extension = _extension(image)
         if image.made and not extension:
             listed = ", ".join(EXTENSION_OF)
             return self._note(
                 place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it"
             )
         if head is not None:  # not the name, which may be wrong
-            extension, stated_size, size = (
-                EXTENSION_OF[head.format],
-                size,
-                (head.width, head.height),
-            )
+            extension = EXTENSION_OF[head.format]
+            stated_size = size
+            size = (head.width, head.height)
             if 0 not in stated_size and stated_size != size:
                 text = (
                     f"has {size[0]} x {size[1]} px, stated are {stated_size[0]} x {stated_size[1]}"
@@ -390,7 +389,8 @@ class MemberFinder:
         return Found(Reference(name, image.ref, num_bytes, *size), there.stamp)
 
     def _sweep(self, place: str, channel: str, sweep: Sweep, known: _Known) -> Found | str:
-        num_bytes, stamp = sweep.num_bytes, ""
+        num_bytes = sweep.num_bytes
+        stamp = ""
         if num_bytes is None:
             part = known.parts[sweep.ref]
             there = known.facts[part.name]
@@ -406,10 +406,8 @@ class MemberFinder:
                 what = "is not there" if there is None else short
                 text = f"lidar file '{self.files.shown}/{sweep.ref}' {what}; the option points=false leaves sweeps out"
                 return self._note(place, channel, text)
-            num_bytes, stamp = (
-                (there.num_bytes if part.length is None else part.length),
-                there.stamp,
-            )
+            num_bytes = there.num_bytes if part.length is None else part.length
+            stamp = there.stamp
         return Found(
             Reference(f"{channel}.{POINTS_EXTENSION}", POINTS + sweep.ref, num_bytes), stamp
         )

@@ -26,7 +26,8 @@ def pose(rotation_wxyz: Any, translation: Any, where: str) -> F64:
 
     Raises SourceError, naming ``where``, for what is not finite, and for quaternions that are not of unit length.
     """
-    q, t = np.asarray(rotation_wxyz, np.float64), np.asarray(translation, np.float64)
+    q = np.asarray(rotation_wxyz, np.float64)
+    t = np.asarray(translation, np.float64)
     if q.shape[-1:] != (4,) or t.shape[-1:] != (3,):
         raise SourceError(
             f"{where}: a rotation of {list(q.shape)} numbers and a translation of {list(t.shape)}; wanted are "
@@ -131,7 +132,9 @@ class Trajectory:
             raise SourceError(
                 f"{where}: row {row} is not a rotation and a translation: {matrices[row].tolist()}"
             )
-        self._times, self._matrices, self._max_gap_ns = times, matrices, max_gap_s * 1e9
+        self._times = times
+        self._matrices = matrices
+        self._max_gap_ns = max_gap_s * 1e9
         self._q = quaternions(matrices[:, :3, :3])
 
     def at(self, timestamp_ns: Any) -> F64:
@@ -152,7 +155,8 @@ class Trajectory:
             & (gap <= self._max_gap_ns)
         )
         if between.any():
-            first, last = before[between], after[between]
+            first = before[between]
+            last = after[between]
             share = (wanted[between] - self._times[first]) / gap[between]
             moved = self._matrices[first, :3, 3] + share[:, None] * (
                 self._matrices[last, :3, 3] - self._matrices[first, :3, 3]

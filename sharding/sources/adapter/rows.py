@@ -159,7 +159,9 @@ class ClipRows:
         if not len(order):
             return
         self.out.begin_clip(clip.id or clip_id(clip.name), clip.name, clip.token or clip.name)
-        facts = _ClipFacts(self, clip, frames, kept, arrays, boxes)
+        facts = _ClipFacts(
+            rows=self, clip=clip, frames=frames, kept=kept, arrays=arrays, boxes=boxes
+        )
         cameras = [camera.channel for camera in self.sensors.cameras]
         sizes, is_there = self._image_sizes(frames, found)
         num_cameras = is_there.sum(1).tolist()
@@ -173,7 +175,13 @@ class ClipRows:
         for first in range(0, len(order), _AT_ONCE):
             rows = order[first : first + _AT_ONCE]
             geometry = stacked_geometry(
-                where, self.sensors, frames, sizes[rows], is_there[rows], arrays, rows
+                where,
+                sensors=self.sensors,
+                frames=frames,
+                sizes=sizes[rows],
+                is_there=is_there[rows],
+                arrays=arrays,
+                rows=rows,
             )
             shown = np.where(is_there[rows, :, None], geometry.img_wh, -1)
             self.report.note_principal_points(cameras, geometry.intrinsics, shown)
@@ -189,7 +197,11 @@ class ClipRows:
                     own += value_members(self.channels, {**frames[at].values, **values}, place)
                     present = [one.name.partition(".")[0] for one in members]
                     own += image_boxes(
-                        self.channels, frames[at].boxes2d, present, self.classes, place
+                        self.channels,
+                        boxes=frames[at].boxes2d,
+                        cameras=present,
+                        classes=self.classes,
+                        where=place,
                     )
                 if own:
                     members += sorted(own, key=lambda member: rank.get(member.name, -1))
@@ -323,7 +335,13 @@ class ClipRows:
             for frame, is_kept in zip(frames, kept.tolist(), strict=True)
         ]
         try:
-            return clip_boxes(rows, arrays.time_ns, arrays.ego2global, self.classes, self.report)
+            return clip_boxes(
+                rows,
+                timestamp_ns=arrays.time_ns,
+                ego2global=arrays.ego2global,
+                classes=self.classes,
+                report=self.report,
+            )
         except SourceError as error:
             raise SourceError(f"{where}: {error}") from error
 
@@ -332,7 +350,8 @@ class ClipRows:
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the sizes (F, N, 2) [px], -1 where there is no image."""
         channels = [camera.channel for camera in self.sensors.cameras]
-        sizes, is_there = [], []
+        sizes = []
+        is_there = []
         for frame, row in zip(frames, found, strict=True):
             for channel in channels:
                 one = row[channel]
@@ -389,8 +408,11 @@ class _ClipFacts:
         arrays: ClipArrays,
         boxes: ClipBoxes,
     ) -> None:
-        self._clip, self._frames, self._id = clip, frames, clip.id or clip_id(clip.name)
-        self._sync, self._is_unix = rows.sync or rows.policy.missing, rows.is_unix
+        self._clip = clip
+        self._frames = frames
+        self._id = clip.id or clip_id(clip.name)
+        self._sync = rows.sync or rows.policy.missing
+        self._is_unix = rows.is_unix
         self._has_frame = np.pad(kept, 1).tolist()
         self._cameras = [camera.channel for camera in rows.sensors.cameras]
         names = [count_column(name) for name in rows.classes.names]
@@ -411,11 +433,16 @@ class _ClipFacts:
 
     def meta(self, at: int, found: Mapping[str, Found | str]) -> Meta:
         """Return the metadata of a frame; dataset, split and license are filled in when shards are written."""
-        frame, clip, key = self._frames[at], self._clip, self._id
+        frame = self._frames[at]
+        clip = self._clip
+        key = self._id
         cameras: dict[str, CameraMeta] = {}
-        latest_ns, time_ns, number = 0, frame.timestamp_ns, self._num_boxes[at]
+        latest_ns = 0
+        time_ns = frame.timestamp_ns
+        number = self._num_boxes[at]
         for name in self._cameras:
-            one, image = found[name], frame.images.get(name)
+            one = found[name]
+            image = frame.images.get(name)
             if not isinstance(image, Image) or (isinstance(one, str) and not image.stays):
                 continue
             latest_ns = max(latest_ns, abs(image.timestamp_ns - time_ns))
@@ -462,7 +489,8 @@ class _ClipFacts:
 
     def attributes(self, at: int, num_cameras: int) -> dict[str, Any]:
         """Return the row of ``attributes.parquet``; what is not known is null."""
-        frame, speed = self._frames[at], self._speeds[at]
+        frame = self._frames[at]
+        speed = self._speeds[at]
         found: dict[str, Any] = {
             **self._nothing,
             "num_cameras": num_cameras,

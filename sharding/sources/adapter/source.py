@@ -217,7 +217,9 @@ class FrameSource(Generic[S]):
             looks_at_made=given.damaged_image != "error" or given.check_images != "head",
         )
         self.files.listed()  # the root must be there
-        sensors, classes, report = self.sensors(), self._classes(), ScanReport()
+        sensors = self.sensors()
+        classes = self._classes()
+        report = ScanReport()
         findings = Findings(given.max_damaged)
         columns = list(self.attribute_types)
         boxes2d = (boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
@@ -247,7 +249,8 @@ class FrameSource(Generic[S]):
             channels=channels,
         )
         splits: dict[str, list[str]] = {}
-        num_clips, is_calibrated = 0, False
+        num_clips = 0
+        is_calibrated = False
         for clip in self.clips():
             num_clips += 1
             with findings.of("clips"):

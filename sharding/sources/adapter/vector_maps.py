@@ -35,7 +35,8 @@ class VectorMap(NamedTuple):
         """Take lines with their bounds; raise SourceError, naming ``where``, for a place that is not finite."""
         if not lines:
             return cls([], [], np.empty((0, 4)))
-        points, starts = np.concatenate(lines), np.cumsum([0, *map(len, lines[:-1])])
+        points = np.concatenate(lines)
+        starts = np.cumsum([0, *map(len, lines[:-1])])
         bounds = np.concatenate(
             [np.minimum.reduceat(points, starts), np.maximum.reduceat(points, starts)], 1
         )
@@ -101,11 +102,13 @@ def encoded_window(whole: VectorMap, ego2global: Sequence[float], channel: Chann
 
 def window(whole: VectorMap, ego2global: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
     """Return the part of a map about an ego pose (3, 4), as :func:`map_channel` has it, in the ego's own height."""
-    place, reach = ego2global[:2, 3], HALF_M * 2**0.5 * 1.1
+    place = ego2global[:2, 3]
+    reach = HALF_M * 2**0.5 * 1.1
     near = (whole.bounds[:, :2] <= place + reach).all(1) & (
         whole.bounds[:, 2:] >= place - reach
     ).all(1)
-    points, layers = [], []
+    points = []
+    layers = []
     for row in np.flatnonzero(near).tolist():
         in_ego = (whole.lines[row] - place) @ ego2global[:2, :2]
         for piece in cut(in_ego):
@@ -127,11 +130,14 @@ def cut(line: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
     if (np.abs(line) <= HALF_M).all():
         yield line
         return
-    start, step = line[:-1], np.diff(line, axis=0)
-    first, last = np.zeros(len(start)), np.ones(len(start))
+    start = line[:-1]
+    step = np.diff(line, axis=0)
+    first = np.zeros(len(start))
+    last = np.ones(len(start))
     for axis in (0, 1):
         for sign in (1.0, -1.0):
-            speed, room = sign * step[:, axis], HALF_M - sign * start[:, axis]
+            speed = sign * step[:, axis]
+            room = HALF_M - sign * start[:, axis]
             share = np.divide(room, speed, out=np.zeros_like(room), where=speed != 0)
             last = np.where(speed > 0, np.minimum(last, share), last)
             first = np.where(speed < 0, np.maximum(first, share), first)

@@ -41,7 +41,9 @@ class Videos:
         only_keyframes: bool = False,
     ) -> None:
         """Take ``inside``, which makes names below the root of paths; with ``only_keyframes`` others are left out."""
-        self._files, self._inside, self._only_keyframes = files, inside, only_keyframes
+        self._files = files
+        self._inside = inside
+        self._only_keyframes = only_keyframes
         self.facts = lru_cache(maxsize=_KEPT)(self._facts)
         self._video = lru_cache(maxsize=_KEPT_ORDERS)(VideoFile)
         self.num_decoded = 0
@@ -77,7 +79,8 @@ class Videos:
             and not self._video(self._files.path(name) or name).order.packets[number].is_keyframe
         ):
             image = msgspec.structs.replace(image, absent="between keyframes")
-        width, height = facts.width, facts.height
+        width = facts.width
+        height = facts.height
         if image.width > 0 and (image.width, image.height) != (width, height):
             raise SourceError(
                 f"'{image.ref}' is {width}x{height}, and {image.width}x{image.height} is stated"

@@ -122,7 +122,8 @@ class DatasetPart:
 
     def _attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each row in the order of clips and frames, with its attributes, of which few are Python objects."""
-        rows, names = self._rows_by_clip(), list(self.attribute_types)
+        rows = self._rows_by_clip()
+        names = list(self.attribute_types)
         table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]

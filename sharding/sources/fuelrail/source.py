@@ -91,7 +91,8 @@ class FuelrailSource:
         first = self._parts[0].dataset
         rig = [camera.channel for camera in first.manifest.cameras]
         self._cameras = choose_cameras(rig, self._options.cameras or None, first.location)
-        self._camera_rows, self._num_cameras = tuple(map(rig.index, self._cameras)), len(rig)
+        self._camera_rows = tuple(map(rig.index, self._cameras))
+        self._num_cameras = len(rig)
         images = itertools.product({*rig} - {*self._cameras}, IMAGE_EXTENSIONS)
         channels = [one for one in first.manifest.extra_channels if not lies_on(one, self._cameras)]
         self._left_out = {*map(".".join, images), *(channel.field for channel in channels)}
@@ -129,10 +130,10 @@ class FuelrailSource:
             for position, (row, attributes) in enumerate(next(walks[number])):
                 self._append(
                     out,
-                    number,
-                    row,
-                    {**dict.fromkeys(types), **attributes},
-                    clip if not position else None,
+                    number=number,
+                    row=row,
+                    attributes={**dict.fromkeys(types), **attributes},
+                    begins=clip if not position else None,
                 )
         first = manifests[0]
         splits: dict[str, list[str]] = {}
@@ -229,7 +230,8 @@ class FuelrailSource:
 def _of_cameras(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
     """Return the metadata of a sample, of these cameras alone."""
     cameras = {name: camera for name, camera in meta.cameras.items() if name in names}
-    stats, sync = dict(meta.stats), dict(meta.sync)
+    stats = dict(meta.stats)
+    sync = dict(meta.sync)
     if "max_sync_offset_ns" in stats:
         offsets = [abs(camera.timestamp_ns - meta.timestamp_ns) for camera in cameras.values()]
         stats["max_sync_offset_ns"] = max(offsets, default=0)

@@ -150,7 +150,8 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         """Read the boxes of a label file, by their bottom centre in rectified camera 0 (y down); and in image 2."""
         where = f"file '{self.files.shown}/{name}'"
         rows = [line.split() for line in read_text(self.files.read(name), where).splitlines()]
-        kinds, found = [], []
+        kinds = []
+        found = []
         for at, row in enumerate(rows, 1):
             try:
                 values = [float(text) for text in row[1:_LABEL]]
@@ -163,7 +164,9 @@ class KittiObject(FrameSource[KittiObjectSettings]):
                 found.append(values[3:14])
         *bounds, height, width, length, x, y, z, turn = np.array(found).reshape(-1, 11).T
         centre = np.stack([x, y - height / 2, z], 1)
-        cos, sin, none = np.cos(turn), np.sin(turn), np.zeros(len(kinds))
+        cos = np.cos(turn)
+        sin = np.sin(turn)
+        none = np.zeros(len(kinds))
         # Columns: the box's forward, left and up, in the camera's axes right, down and forward.
         axes = np.stack([cos, sin, none, none, none, none - 1, -sin, cos, none], 1).reshape(
             -1, 3, 3

@@ -322,7 +322,9 @@ class Kitti(FrameSource[KittiSettings]):
         if _TRACKLETS not in self.files.listed(folder):
             return None
         name = f"{folder}/{_TRACKLETS}"
-        tracks, builder, what = [], ElementTree.TreeBuilder(), "is not as tracklets are"
+        tracks = []
+        builder = ElementTree.TreeBuilder()
+        what = "is not as tracklets are"
         where = f"file '{self.files.shown}/{name}'"
         read_xml(read_file(self.files, name), where, builder, what)
         with parsing(where, what):
@@ -333,10 +335,8 @@ class Kitti(FrameSource[KittiSettings]):
                     for tag in ("tx", "ty", "tz", "rz")
                 ]
                 size = [[float(item.findtext(tag, ""))] * len(poses) for tag in ("l", "w", "h")]
-                first, kind = (
-                    int(item.findtext("first_frame", "")),
-                    category(item.findtext("objectType", "unknown")),
-                )
+                first = int(item.findtext("first_frame", ""))
+                kind = category(item.findtext("objectType", "unknown"))
                 tracks.append((kind, np.arange(first, first + len(poses)), np.array(place + size)))
         return _boxes(tracks, invert_rigid(ego2lidar))
 
@@ -346,7 +346,8 @@ def _boxes(tracks: list[tuple[str, NDArray[np.int64], F64]], lidar2ego: F64) -> 
     if not tracks:
         return {}
     x, y, z, yaw, length, width, height = np.concatenate([numbers for _, _, numbers in tracks], 1)
-    half, none = yaw / 2, np.zeros(len(x))
+    half = yaw / 2
+    none = np.zeros(len(x))
     turned = lidar2ego[:3, :3] @ rotation_matrices(
         np.stack([np.cos(half), none, none, np.sin(half)], 1)
     )
@@ -387,7 +388,9 @@ def with_edges(times: NDArray[np.int64], rows: F64, poses: F64) -> tuple[NDArray
     ends = []
     for at, sign in ((0, -1), (-1, 1)):
         seconds = sign * EDGE_NS * 1e-9
-        north, east, up = rows[at, 6], rows[at, 7], rows[at, 10]
+        north = rows[at, 6]
+        east = rows[at, 7]
+        up = rows[at, 10]
         rates = rows[at, 17:20]
         speed = max(float(np.linalg.norm(rates)), 1e-12)
         half = speed * seconds / 2

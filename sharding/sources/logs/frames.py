@@ -42,15 +42,16 @@ class FrameMaker:
         noted: dict[str, int],
         poses: Trajectory | None,
     ) -> None:
-        self._index, self._given, self._noted = index, chosen.given, noted
-        self._channels, self._poses = chosen.channels, poses
+        self._index = index
+        self._given = chosen.given
+        self._noted = noted
+        self._channels = chosen.channels
+        self._poses = poses
         self._apart = dict[str, float]()
         self._gps = chosen.gps
-        self._cameras, self._lidars, self._reference = (
-            chosen.cameras,
-            chosen.lidars,
-            chosen.reference,
-        )
+        self._cameras = chosen.cameras
+        self._lidars = chosen.lidars
+        self._reference = chosen.reference
         self._all = {**self._cameras, **self._lidars, **self._given.radars}
 
     def frames(self, times: NDArray[np.int64]) -> Iterator[Frame]:
@@ -70,7 +71,11 @@ class FrameMaker:
         }
         models = {
             channel: camera_models(
-                index, channel, topic, self._info_topic(channel, topic), self._given.ego_frame
+                index,
+                channel=channel,
+                topic=topic,
+                info_topic=self._info_topic(channel, topic),
+                ego=self._given.ego_frame,
             )
             for channel, topic in self._cameras.items()
             if len(index.series[topic].stamps)
@@ -140,16 +145,15 @@ class FrameMaker:
         self, channel: Channel, rows: Sequence[int], times: Sequence[int]
     ) -> Iterator[list[Reference]]:
         """Yield the member of a radar at each time, moved to ego there by the poses at both times if there are any."""
-        index, topic, vectors = (
-            self._index,
-            channel.source_name,
-            channel.law.roles.get("vectors", ()),
-        )
+        index = self._index
+        topic = channel.source_name
+        vectors = channel.law.roles.get("vectors", ())
         stamps, items = index.series[topic]
         frame_id = index.frame_ids.get(topic, "").lstrip("/")
         mount = index.tree.sensor2ego(frame_id, self._given.ego_frame) if len(stamps) else np.eye(4)
         for row, time in zip(rows, times, strict=True):
-            item, sensor2ego = items[row] if row >= 0 else None, mount
+            item = items[row] if row >= 0 else None
+            sensor2ego = mount
             if item is not None and self._poses is not None:
                 measured, sampled = self._poses.at(np.array([stamps[row], time]))
                 sensor2ego = invert_rigid(sampled) @ measured @ mount
@@ -162,7 +166,13 @@ class FrameMaker:
                 (time - int(stamps[row])) * 1e-9,
                 sensor2ego.ravel().tolist(),
             )
-            job = Job("radar", topic, item.place, None, msgspec.json.encode(made).decode())
+            job = Job(
+                kind="radar",
+                topic=topic,
+                place=item.place,
+                key=None,
+                log=msgspec.json.encode(made).decode(),
+            )
             num_bytes = 128 + item.num_points * 4 * len(channel.columns)
             yield [Reference(channel.field, POINTS + job.ref, num_bytes, is_estimate=True)]
 
@@ -190,10 +200,8 @@ class FrameMaker:
         stamps = index.series[topic].stamps
         if channel == self._reference:
             return sync.matched(times, stamps, 0, 0)
-        given, tolerance_ns = (
-            self._given.offsets_ms.get(channel),
-            round(self._given.tolerance_ms * 1e6),
-        )
+        given = self._given.offsets_ms.get(channel)
+        tolerance_ns = round(self._given.tolerance_ms * 1e6)
         all_times = index.series[self._all[self._reference]].stamps
         offset_ns = (
             sync.estimated_offset_ns(all_times, stamps) if given is None else round(given * 1e6)
@@ -246,7 +254,8 @@ class FrameMaker:
                 f"the nearest message is {abs(apart_s):.1f} s {'after' if apart_s > 0 else 'before'} one of "
                 f"{self._reference}: their clocks differ; see the options clock, offsets_ms and reference"
             )
-        shot, stamp_ns = self._index.series[topic].items[row], stamps[row]
+        shot = self._index.series[topic].items[row]
+        stamp_ns = stamps[row]
         assert isinstance(shot, Shot), "a topic of pictures"
         if shot.kind == "video" and shot.key is None and not shot.fault:
             return Absent("no keyframe before it")
@@ -256,7 +265,7 @@ class FrameMaker:
                 (model for model in reversed(models) if model.stamp_ns <= stamp_ns), models[0]
             )
         log = self._index.name if shot.kind == "video" else ""
-        ref = Job(shot.kind, topic, shot.place, shot.key, log).ref
+        ref = Job(kind=shot.kind, topic=topic, place=shot.place, key=shot.key, log=log).ref
         if shot.offset >= 0:
             ref = f"{shot.place.file}#{shot.offset}+{shot.length}"
         pixels = shot.width * shot.height

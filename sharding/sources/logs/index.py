@@ -88,10 +88,15 @@ class LogIndex:
 
     def __init__(self, name: str, files: Sequence[LogFile], topics: LogTopics) -> None:
         options = topics.given
-        self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
-        self._clock_jumps, self._latest = options.clock_jumps, dict[str, tuple[int, int]]()
-        self._only_keyframes, self._levels = options.frames == "keyframes", topics.levels
-        self.noted, self.num_read = Counter[str](), Counter[str]()
+        self.name = name
+        self._clock = options.clock
+        self._max_gap_ns = options.max_gap_s * 1e9
+        self._clock_jumps = options.clock_jumps
+        self._latest = dict[str, tuple[int, int]]()
+        self._only_keyframes = options.frames == "keyframes"
+        self._levels = topics.levels
+        self.noted = Counter[str]()
+        self.num_read = Counter[str]()
         self.videos = dict[str, tuple[int, int]]()
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[tuple[int, CameraInfo]]] = {}
@@ -104,10 +109,8 @@ class LogIndex:
         }
         self.columns = dict[str, list[str]]()
         self.tree = FrameTree(f"log '{name}'")
-        cameras, lidars = (
-            topics.cameras.values(),
-            (*topics.lidars.values(), *options.radars.values()),
-        )
+        cameras = topics.cameras.values()
+        lidars = (*topics.lidars.values(), *options.radars.values())
         sensors = (*cameras, *lidars)
         self._found: dict[str, list[tuple[int, int, Shot | LogSweep]]] = {
             topic: [] for topic in sensors
@@ -133,7 +136,8 @@ class LogIndex:
             for name, topic in topics.items()
             if name in chosen or topic.type in CALIBRATIONS | TRANSFORMS
         }
-        heads, num_lost = readers.keys() & (cameras | lidars), 0
+        heads = readers.keys() & (cameras | lidars)
+        num_lost = 0
         pending: dict[str, list[Message]] = {name: [] for name in readers.keys() - heads}
         num_pending = 0
         num_read = dict.fromkeys(readers, 0)
@@ -199,7 +203,8 @@ class LogIndex:
             elif topics[name].type in CALIBRATIONS:
                 self.calibrations.setdefault(name, []).extend(reader.calibrations(messages))
             elif topics[name].type in TRANSFORMS:
-                is_static, parts = name.endswith("static"), reader.edges(messages)
+                is_static = name.endswith("static")
+                parts = reader.edges(messages)
                 for part in parts if is_static else self._moved(name, messages, parts):
                     self.tree.add(part, is_static=is_static)
             messages.clear()
@@ -210,7 +215,8 @@ class LogIndex:
             stamped = [at for at, one in enumerate(marks) if one.stamp_ns or one.box]
             if len(stamped) < len(marks):
                 self.noted[f"{topic}: messages without boxes or stamp"] += len(marks) - len(stamped)
-            messages, marks = [messages[at] for at in stamped], [marks[at] for at in stamped]
+            messages = [messages[at] for at in stamped]
+            marks = [marks[at] for at in stamped]
         stamps, kept = self._timed(
             topic, messages, np.array([one.stamp_ns for one in marks], np.int64)
         )
@@ -243,11 +249,10 @@ class LogIndex:
         if picture.frame_id:  # where it is behind the picture, that of the calibration counts
             self.frame_ids.setdefault(topic.name, picture.frame_id)
         stamp_ns = self._stamp(topic.name, message, picture.stamp_ns)
-        start, length = picture.offset, picture.length
-        known, offset = (
-            self._heads.get(topic.name),
-            message.offset + start if message.offset >= 0 else -1,
-        )
+        start = picture.offset
+        length = picture.length
+        known = self._heads.get(topic.name)
+        offset = message.offset + start if message.offset >= 0 else -1
         is_whole = 0 < length <= message.length - start
         if (
             known
@@ -255,23 +260,32 @@ class LogIndex:
             and bytes(message.data[start : start + len(known.text)]) == known.text
         ):
             return stamp_ns, Shot(
-                message.place, offset, length, known.width, known.height, known.extension
+                place=message.place,
+                offset=offset,
+                length=length,
+                width=known.width,
+                height=known.height,
+                extension=known.extension,
             )
         where = f"topic '{topic.name}', message {message.place}"
         if not is_whole:
             fault = f"a picture of {length} bytes in a message of {message.length}"
             self._keys.pop(topic.name, None)  # of a video, which cannot be decoded on from here
-            return stamp_ns, Shot(message.place, -1, length, 0, 0, fault=fault)
+            return stamp_ns, Shot(
+                place=message.place, offset=-1, length=length, width=0, height=0, fault=fault
+            )
         if topic.type in VIDEOS:
-            return stamp_ns, self._frame(file, topic, message, picture, where)
+            return stamp_ns, self._frame(
+                file, topic=topic, message=message, picture=picture, where=where
+            )
         if topic.type in RAWS:
             check_encoding(picture.encoding, where, has_levels=topic.name in self._levels)
             return stamp_ns, Shot(
-                message.place,
-                -1,
-                picture.length,
-                picture.width,
-                picture.height,
+                place=message.place,
+                offset=-1,
+                length=picture.length,
+                width=picture.width,
+                height=picture.height,
                 kind="raw",
                 fault=raw_fault(picture),
             )
@@ -286,11 +300,23 @@ class LogIndex:
             head = encoded_head(first_bytes, length)
         except ImageError as error:
             check_no_depth(topic.name, picture.encoding, first_bytes(64))
-            return stamp_ns, Shot(message.place, -1, length, 0, 0, fault=error.message)
+            return stamp_ns, Shot(
+                place=message.place,
+                offset=-1,
+                length=length,
+                width=0,
+                height=0,
+                fault=error.message,
+            )
         if head.text:
             self._heads[topic.name] = head
         return stamp_ns, Shot(
-            message.place, offset, length, head.width, head.height, head.extension
+            place=message.place,
+            offset=offset,
+            length=length,
+            width=head.width,
+            height=head.height,
+            extension=head.extension,
         )
 
     def _frame(
@@ -362,13 +388,12 @@ class LogIndex:
         return kept
 
     def _sorted(self, topic: str) -> Series:
-        items, stamps = (
-            self._items.pop(topic),
-            np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)]),
-        )
+        items = self._items.pop(topic)
+        stamps = np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
         if self._only_keyframes and topic in self._codecs:
             keys = [isinstance(one, Shot) and one.key == one.place for one in items]
-            items, stamps = list(itertools.compress(items, keys)), stamps[np.array(keys, np.bool_)]
+            items = list(itertools.compress(items, keys))
+            stamps = stamps[np.array(keys, np.bool_)]
         times, first = np.unique(stamps, return_index=True)
         for what, number in (
             ("out of order", int(np.count_nonzero(np.diff(stamps) < 0))),

@@ -70,7 +70,9 @@ class LogMembers:
     """Reads members of logs; ``num_decoded`` counts frames of video."""
 
     def __init__(self, recordings: Recordings, topics: LogTopics, form: JpegForm) -> None:
-        self._recordings, self._topics, self._form = recordings, topics, form
+        self._recordings = recordings
+        self._topics = topics
+        self._form = form
         self._file = recordings.log_file
         self._reader = cache(lambda topic: Reader(recordings.topics[topic]))
         self._all_places = cache(self._places)
@@ -78,10 +80,8 @@ class LogMembers:
 
     def points(self, job: Job) -> NDArray[np.float32]:
         """Read a sweep: (P, 6), or that of a radar."""
-        where, message = (
-            f"topic '{job.topic}', message {job.place}",
-            self._file(job.place.file).read(job.place),
-        )
+        where = f"topic '{job.topic}', message {job.place}"
+        message = self._file(job.place.file).read(job.place)
         cloud = self._reader(job.topic).cloud(message)
         if job.kind == "points":
             return points_of(cloud, where)
@@ -170,7 +170,9 @@ class LogMembers:
             last = -2
             for key, number, job in rows:
                 if key > last + 1:
-                    found.append(_Group(topic, places, key, number, {}))
+                    found.append(
+                        _Group(topic=topic, places=places, first=key, last=number, wanted={})
+                    )
                 last = number
                 found[-1].wanted[number] = job
                 found[-1] = found[-1]._replace(last=number)

@@ -127,7 +127,8 @@ class LogSource(FrameSource[LogSettings]):
 
     def poses(self, clip: Clip) -> Trajectory | None:
         """Return the poses of the log's transforms, or of the Odometry topic."""
-        given, index = self.given, self._indexed(clip.log_id)
+        given = self.given
+        index = self._indexed(clip.log_id)
         if not self.has_poses:
             return None
         if given.poses == "tf":
@@ -160,7 +161,8 @@ class LogSource(FrameSource[LogSettings]):
 
     def videos(self, refs: Iterable[str], number: int) -> list[VideoStart]:
         """Return the video of each log and topic."""
-        first, kept = dict[tuple[str, str], Job](), Counter[tuple[str, str]]()
+        first = dict[tuple[str, str], Job]()
+        kept = Counter[tuple[str, str]]()
         for job in map(Job.of, refs):
             if job.kind == "video":
                 kept[job.log, job.topic] += 1

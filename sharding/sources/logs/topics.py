@@ -30,7 +30,8 @@ class LogTopics:
 
     def __init__(self, recordings: Recordings, given: LogSettings) -> None:
         """Take the recordings and the options; reads nothing."""
-        self._recordings, self.given = recordings, given
+        self._recordings = recordings
+        self.given = given
 
     @cached_property
     def cameras(self) -> dict[str, str]:
@@ -79,7 +80,8 @@ class LogTopics:
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
         """The channels of signals and of radars."""
-        topics, found = self._recordings.topics, []
+        topics = self._recordings.topics
+        found = []
         for name, topic in self.given.signals.items():
             if topic not in topics or topic in (*self.cameras.values(), *self.lidars.values()):
                 listed = ", ".join(sorted(topics))

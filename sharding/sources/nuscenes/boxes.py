@@ -76,11 +76,10 @@ class Annotations:
     """The annotations of joined tables, found by sample. ``columns`` and ``links`` are those of the table."""
 
     def __init__(self, joined: Joined, disk: Disk) -> None:
-        self._joined, self._disk = joined, disk
-        self.columns, self.links = (
-            joined["sample_annotation"].columns,
-            joined["sample_annotation"].links,
-        )
+        self._joined = joined
+        self._disk = disk
+        self.columns = joined["sample_annotation"].columns
+        self.links = joined["sample_annotation"].links
         self.attribute_names: list[str] = [record.name for record in joined["attribute"].records]
         self.categories: list[str] = [record.name for record in joined["category"].records]
         self._levels: list[str] = [record.level for record in joined["visibility"].records]
@@ -111,7 +110,8 @@ class Annotations:
 
     def _rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return rows of the annotations of samples (S,), sample by sample, and their numbers (S,)."""
-        starts, ends = self._starts[samples], self._starts[samples + 1]
+        starts = self._starts[samples]
+        ends = self._starts[samples + 1]
         rows = (
             np.concatenate(
                 [self._order[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -151,7 +151,8 @@ class Annotations:
         """
         rows, counts = self._rows(scene.samples)
         number = np.array([*map(list(attributes).index, self.attribute_names), -1], np.int64)
-        visibility, stated = self.links["visibility_token"][rows], self.columns.get("velocity")
+        visibility = self.links["visibility_token"][rows]
+        stated = self.columns.get("velocity")
         columns: dict[str, Any] = {
             "centre": self.columns["translation"][rows],
             "size_lwh": self.columns["size"][rows][:, [1, 0, 2]],
@@ -166,7 +167,8 @@ class Annotations:
             "visibility": self._visibility_code[visibility],
             "attribute": number[self.links["attribute_tokens"][rows]],
         }
-        last, found = np.cumsum(counts), []
+        last = np.cumsum(counts)
+        found = []
         for part in map(slice, (last - counts).tolist(), last.tolist()):
             own = {name: values[part] for name, values in columns.items()}
             if stated is not None and np.isnan(own["velocity"]).all():
@@ -183,10 +185,8 @@ class Annotations:
     def tokens_of(self, sample: int) -> dict[str, list[str]]:
         """Return tokens of one sample's annotations, of their instances and of their visibilities ("" for none)."""
         rows = self.rows_of(sample)
-        visibilities, levels = (
-            self.links["visibility_token"][rows].tolist(),
-            self._joined["visibility"].records,
-        )
+        visibilities = self.links["visibility_token"][rows].tolist()
+        levels = self._joined["visibility"].records
         return {
             "annotation": self._joined["sample_annotation"].tokens.take(rows),
             "instance": self._joined["instance"].tokens.take(self.links["instance_token"][rows]),

@@ -93,10 +93,12 @@ class SensorPoses:
 
     def __init__(self, joined: Joined) -> None:
         """Check the ego poses that rows of ``sample_data`` name; raises SourceError."""
-        self._calibrated, self._poses = joined["calibrated_sensor"], joined["ego_pose"]
+        self._calibrated = joined["calibrated_sensor"]
+        self._poses = joined["ego_pose"]
         self.sensors: list[Sensor] = joined["sensor"].records
         links = joined["sample_data"].links
-        self.calibrated_of, self.pose_of = links["calibrated_sensor_token"], links["ego_pose_token"]
+        self.calibrated_of = links["calibrated_sensor_token"]
+        self.pose_of = links["ego_pose_token"]
         columns = self._poses.columns
         for first in range(0, len(self.pose_of), ROWS_AT_ONCE):
             rows = self.pose_of[first : first + ROWS_AT_ONCE]
@@ -123,7 +125,8 @@ class SensorPoses:
 
     def calibrations(self, rows: NDArray[np.int64]) -> dict[int, dict[str, Any]]:
         """Return intrinsics, lens and place on the vehicle as an `Image` has them, of rows of ``calibrated_sensor``."""
-        columns, rows = self._calibrated.columns, np.unique(rows)
+        columns = self._calibrated.columns
+        rows = np.unique(rows)
         found = {}
         for row, sensor2ego in zip(rows.tolist(), self.sensor2ego(rows), strict=True):
             num_dist, *dist = columns["camera_distortion"][row].tolist()
@@ -137,7 +140,8 @@ class SensorPoses:
 
     def check_cameras(self, cameras: Collection[int]) -> None:
         """Raise SourceError where a row of one of these sensors has no intrinsics, or a lens of no known model."""
-        table, columns = self._calibrated, self._calibrated.columns
+        table = self._calibrated
+        columns = self._calibrated.columns
         of_camera = np.isin(table.links["sensor_token"], list(cameras))
         lengths = columns["camera_distortion"][:, 0].astype(np.int64)
         for row in np.flatnonzero(
@@ -175,7 +179,10 @@ class Keyframes:
 
         ``stay`` is `Image.stays`. Raises SourceError.
         """
-        self.joined, self.disk, self._folder, self._stay = joined, disk, folder, stay
+        self.joined = joined
+        self.disk = disk
+        self._folder = folder
+        self._stay = stay
         self.sensor_poses = SensorPoses(joined)
         self.timestamp_us: NDArray[np.int64] = joined["sample"].columns["timestamp"]
         sensors = self.sensor_poses.sensors
@@ -197,10 +204,8 @@ class Keyframes:
 
     def _place(self) -> None:
         """Set ``sensor_rows``; raise SourceError for two rows in one place."""
-        samples, sample_of = (
-            self.joined["sample"].tokens,
-            self.joined["sample_data"].links["sample_token"],
-        )
+        samples = self.joined["sample"].tokens
+        sample_of = self.joined["sample_data"].links["sample_token"]
         number_of = {channel: number for number, channel in enumerate(self.channels)}
         column_of = np.array(
             [number_of.get(sensor.channel, -1) for sensor in self.sensor_poses.sensors], np.int64
@@ -242,7 +247,8 @@ class Keyframes:
 
     def ego2global(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return poses of samples (S, 4, 4), NaN for none."""
-        poses, found = self._pose_rows(samples), np.full((len(samples), 4, 4), np.nan)
+        poses = self._pose_rows(samples)
+        found = np.full((len(samples), 4, 4), np.nan)
         found[poses >= 0] = self.sensor_poses.ego2global(poses[poses >= 0])
         return found
 
@@ -260,7 +266,8 @@ class Keyframes:
         """Return the joined rows of some samples of a scene (S,)."""
         rows = self.sensor_rows[samples]
         has = rows >= 0
-        there, data = rows[has], self.joined["sample_data"]
+        there = rows[has]
+        data = self.joined["sample_data"]
         scene = int(self.joined["sample"].links["scene_token"][samples[0]])
         calibrated = self.sensor_poses.calibrated_of[there]
         self.disk.used(rows.size)

@@ -230,12 +230,10 @@ class JoinedTable:
     """
 
     def __init__(self, name: str, stored: Stored, disk: Disk) -> None:
-        self.name, self.stored, self.tokens, self.records = (
-            name,
-            stored,
-            Tokens(name, disk),
-            list[Any](),
-        )
+        self.name = name
+        self.stored = stored
+        self.tokens = Tokens(name, disk)
+        self.records = list[Any]()
         self.to = {field: stored.link(name, field) for field in stored.links}
         self.link_texts = {
             field: disk.texts() for field, link in self.to.items() if link.to in _LARGE
@@ -300,7 +298,8 @@ class Joined:
         cut: Cut | None = None,
     ) -> None:
         """Read all tables of the plan; raise SourceError for what is wrong in them, and for links that dangle."""
-        self._cut, self._wanted = cut or Cut(is_on=False), wanted
+        self._cut = cut or Cut(is_on=False)
+        self._wanted = wanted
         self._tables: dict[str, JoinedTable] = {}
         poses = Wanted()
         for name, stored in plan.items():
@@ -333,9 +332,11 @@ class Joined:
             field: self[link.to].tokens for field, link in table.to.items() if link.if_cut == "drop"
         }
         records = self._cut.kept(records, table.name, **needed)
-        own, rows = list(map(_TOKEN, records)), dict[str, NDArray[np.int64]]()
+        own = list(map(_TOKEN, records))
+        rows = dict[str, NDArray[np.int64]]()
         for field in table.links:
-            link, tokens = table.to[field], _tokens(records, field)
+            link = table.to[field]
+            tokens = _tokens(records, field)
             rows[field] = self[link.to].tokens.find(tokens)
             if field not in table.stored.may_dangle:
                 self[link.to].tokens.check(
@@ -376,7 +377,8 @@ class Joined:
         own = [] if name == "ego_pose" else [target]
         found = target.rows_of(*own, *(table.link_texts[field] for table, field in into))
         for (table, field), rows in zip(into, found[len(own) :], strict=True):
-            link, table.links[field] = table.to[field], rows
+            link = table.to[field]
+            table.links[field] = rows
             if field not in table.stored.may_dangle:
                 target.check(
                     rows,

@@ -263,7 +263,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read the tables, look at every file's size, write one row for each sample."""
-        given, cut = self.given, Cut(is_on=self.given.dangling_links == "cut")
+        given = self.given
+        cut = Cut(is_on=self.given.dangling_links == "cut")
         with self.files.scanning():
             tables = Tables(self.files, self._version())
             tables.check()
@@ -273,7 +274,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 where=self.files.shown,
                 radars="radar" in given.channels,
             )
-            joined = Joined(tables, out.disk, KEYFRAMES, wanted, cut)
+            joined = Joined(tables=tables, disk=out.disk, plan=KEYFRAMES, wanted=wanted, cut=cut)
             self._keyframes = keyframes = Keyframes(joined, out.disk, ("LIDAR_TOP",), stay=True)
             if not keyframes.cameras:
                 raise SourceError(
@@ -303,10 +304,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 for channel in group.channels
             ]
             info = self._scan(out)
-            report, splits = (
-                info.report,
-                source_splits(tables, [clip.clip_name for clip in info.clips]),
-            )
+            report = info.report
+            splits = source_splits(tables, [clip.clip_name for clip in info.clips])
         assert report is not None, "the adapter counts"
         report.cut_links = cut.counts
         if_found = {
@@ -325,7 +324,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def _chosen(self, tables: Tables, disk: Disk) -> dict[GroupName, Group]:
         """Return the groups that the option ``channels`` names, in the order of the table of channels."""
-        keyframes, annotations = self._keyframes, self._annotations
+        keyframes = self._keyframes
+        annotations = self._annotations
         is_labelled = len(annotations) > 0
         make: dict[GroupName, Callable[[], Group]] = {
             "radar": lambda: Radars(tables, disk, keyframes, self.given.radar_sweeps),
@@ -351,11 +351,14 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def clips(self) -> Iterator[Clip]:
         """Yield the scenes that have samples, in the order of the table."""
-        keyframes, joined = self._keyframes, self._keyframes.joined
-        scenes, logs = joined["scene"].records, joined["log"].records
+        keyframes = self._keyframes
+        joined = self._keyframes.joined
+        scenes = joined["scene"].records
+        logs = joined["log"].records
         count = Counter(scene.name for scene in scenes)
         for row, samples in keyframes.scenes():
-            scene, log = scenes[row], logs[joined["scene"].links["log_token"][row]]
+            scene = scenes[row]
+            log = logs[joined["scene"].links["log_token"][row]]
             self._check_chain(scene, samples)
             if not len(samples):
                 continue
@@ -383,7 +386,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def _check_chain(self, scene: Scene, samples: NDArray[np.int64]) -> None:
         """Raise SourceError where samples in time order are not the scene's ``next`` links, or not ``nbr_samples``."""
-        is_cut, table = self.given.dangling_links == "cut", self._keyframes.joined["sample"]
+        is_cut = self.given.dangling_links == "cut"
+        table = self._keyframes.joined["sample"]
         if len(samples) != scene.nbr_samples and not is_cut:
             raise SourceError(
                 f"table 'scene': '{scene.name}' has nbr_samples {scene.nbr_samples}, "
@@ -402,7 +406,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the samples of a scene; raises SourceError for one that has no pose, and for files of unknown kinds."""
         assert isinstance(clip, _SceneClip), "it is of this source"
-        keyframes, given = self._keyframes, self.given.channels
+        keyframes = self._keyframes
+        given = self.given.channels
         rows = keyframes.scene_rows(clip.samples)
         cameras = [name.lower() for name in keyframes.cameras]
         boxes: Sequence[BoxRows | None] = [None] * len(
@@ -420,7 +425,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                         f"table 'sample_data': row '{row}' of a lidar has the file '{sweep.ref}', of a kind that is "
                         f"not read; read are {', '.join(_POINT_FILES)}"
                     )
-            own, values = boxes[at], dict[str, str]()
+            own = boxes[at]
+            values = dict[str, str]()
             if "tokens" in given and own is not None:
                 tokens = self._annotations.tokens_of(int(rows.samples[at]))
                 values[TOKENS.name] = msgspec.json.encode(tokens).decode()
@@ -457,7 +463,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def _version(self) -> str:
         """Name of the tables' folder."""
-        version, shown = self.given.version, self.files.shown
+        version = self.given.version
+        shown = self.files.shown
         if version is None:
             found = self.files.folders_with("sample.json")
             if len(found) != 1:

@@ -66,11 +66,9 @@ class SensorSweeps:
             return np.array([sensor.modality == modality for sensor in sensors], np.bool_)
 
         joined = Joined(tables, disk, SWEEPS, of_modality)
-        self._data, self._modality, self._sensor_poses = (
-            joined["sample_data"],
-            modality,
-            SensorPoses(joined),
-        )
+        self._data = joined["sample_data"]
+        self._modality = modality
+        self._sensor_poses = SensorPoses(joined)
         (self._row_of,) = self._data.tokens.rows_of(keyframes.joined["sample_data"].tokens)
         self._num_sweeps = num_sweeps
 
@@ -99,7 +97,8 @@ class SensorSweeps:
     ) -> tuple[list[str], NDArray[np.int64], NDArray[np.float64]]:
         """Return the files of rows, their times [ns], and their sensors then to global, rigid (N, 4, 4)."""
         rows = np.array(numbers, np.int64)
-        columns, poses = self._data.columns, self._sensor_poses
+        columns = self._data.columns
+        poses = self._sensor_poses
         sensor2global = poses.ego2global(poses.pose_of[rows]) @ poses.sensor2ego(
             poses.calibrated_of[rows]
         )

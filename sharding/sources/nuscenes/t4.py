@@ -201,10 +201,8 @@ class T4(TableSource[T4Settings]):
                 raise SourceError(
                     f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, expected one"
                 )
-            (scene,), log = (
-                scenes,
-                joined["log"].records[int(joined["scene"].links["log_token"][0])],
-            )
+            log = joined["log"].records[int(joined["scene"].links["log_token"][0])]
+            (scene,) = scenes
             maps = _map_file(self.files, dataset) if self.given.map else ()
             series = {}
             if self.given.vehicle_state and self.given.series:
@@ -285,11 +283,15 @@ class T4(TableSource[T4Settings]):
                 sensor2key = invert_rigid(rows.ego2global[at]) @ sweep.ego2global @ sweep.lidar2ego
                 age_s = (rows.timestamp_us[at] - sweep.timestamp_ns // NS_PER_US) * 1e-6
                 made = RadarFiles(channel, [sweep.ref], [age_s], [sensor2key[:3].ravel().tolist()])
-                ref, hint = (
-                    POINTS + msgspec.json.encode(made).decode(),
-                    "the option radars=false leaves radars out",
+                ref = POINTS + msgspec.json.encode(made).decode()
+                hint = "the option radars=false leaves radars out"
+                yield FileMember(
+                    name=radar_channel(channel).field,
+                    ref=ref,
+                    files=made.files,
+                    hint=hint,
+                    num_bytes=_RADAR_BYTES,
                 )
-                yield FileMember(radar_channel(channel).field, ref, made.files, hint, _RADAR_BYTES)
 
     def _in_images(
         self, joined: Joined, dataset: str
@@ -297,7 +299,8 @@ class T4(TableSource[T4Settings]):
         """Return annotations in images with their categories, by row of ``sample_data``."""
         category = joined["category"]
         records = self._tables(dataset).all("object_ann", _ImageAnnotation)
-        links, owners = [one.category_token for one in records], [one.token for one in records]
+        links = [one.category_token for one in records]
+        owners = [one.token for one in records]
         numbers = category.tokens.find(links)
         category.tokens.check(
             numbers,

@@ -116,14 +116,16 @@ class Visibility(Record, frozen=True, gc=False):
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 _FLOAT_TIME: Final = re.compile(rb'("timestamp"\s*:\s*)([0-9]+\.[0-9]+)')
-_FIRST_US, _LAST_US = 946_684_800_000_000, 4_102_444_800_000_000
+_FIRST_US = 946_684_800_000_000
+_LAST_US = 4_102_444_800_000_000
 
 
 class Tables:
     """The tables of one version of a dataroot, JSON files in ``folder`` below the root of ``files``."""
 
     def __init__(self, files: SourceFiles, folder: str) -> None:
-        self.files, self.folder = files, folder
+        self.files = files
+        self.folder = folder
 
     def check(self) -> None:
         """Raise SourceError unless all thirteen tables are there; name every one that is missing."""

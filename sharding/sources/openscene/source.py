@@ -125,7 +125,8 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                 for name in ("rotation", "translation")
             )
             times_us = np.array([row["timestamp"] for row in rows], np.int64)
-            poses, times_ns = pose(rotations, translations, where), times_us * 1000
+            poses = pose(rotations, translations, where)
+            times_ns = times_us * 1000
             steps = _steps(times_ns)
             for at, row in enumerate(rows):
                 there = steps[at] >= 0
@@ -134,7 +135,12 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                     invert_rigid(poses[at]), poses[steps[at][there]], later_s, there
                 )
                 yield self._frame(
-                    row, blobs, poses[at], int(times_ns[at]), trajectory, f"{where}, frame {at}"
+                    row,
+                    blobs=blobs,
+                    ego2global=poses[at],
+                    time_ns=int(times_ns[at]),
+                    trajectory=trajectory,
+                    where=f"{where}, frame {at}",
                 )
 
     def _frame(
@@ -163,10 +169,8 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                 dist=tuple(_numbers(camera["distortion"], 5).tolist()),
                 dist_model="opencv_radtan",
             )
-        state, command = (
-            _numbers(row["ego_dynamic_state"], 4),
-            _numbers(row["driving_command"], len(_COMMANDS)),
-        )
+        state = _numbers(row["ego_dynamic_state"], 4)
+        command = _numbers(row["driving_command"], len(_COMMANDS))
         lights = [(int(lane), int(is_red)) for lane, is_red in row["traffic_lights"]]
         route = [int(name) for name in row["roadblock_ids"]]
         return Frame(

@@ -159,7 +159,8 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
     def __init__(self, source: Any, where: str, **options: Any) -> None:
         """Raise SourceError, naming ``where``, for a column that is too large in one row group."""
         super().__init__(source, **options)
-        self._where, self._source = where, source
+        self._where = where
+        self._source = source
         self._bytes_columns: list[str] = []
         self._rows_at_once = _MOST_COLUMN
         for group in range(self.metadata.num_row_groups):

@@ -181,7 +181,8 @@ class JsonFacts(NamedTuple):
 
     def at(self, path: str, camera: str = "") -> Any:
         """Return what is at a path, in which ``{camera}`` is replaced; raise SourceError where nothing is."""
-        value, path = self.values, path.replace("{camera}", camera)
+        value = self.values
+        path = path.replace("{camera}", camera)
         try:
             for name in path.split("."):
                 value = value[int(name)] if isinstance(value, list) else value[name]

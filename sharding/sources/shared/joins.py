@@ -146,7 +146,8 @@ class Cut:
     """
 
     def __init__(self, *, is_on: bool) -> None:
-        self.is_on, self.counts = is_on, dict[str, int]()
+        self.is_on = is_on
+        self.counts = dict[str, int]()
 
     def count(self, table: str, column: str, number: int = 1) -> None:
         """Count links that were cut."""

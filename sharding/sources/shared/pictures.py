@@ -42,7 +42,8 @@ MAX_DAMAGED: Final = "largest share of damaged images that are left out; more ar
 _STARTS: Final = {"jpg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}
 _NAMES: Final = {"jpg": "JPEG", "png": "PNG"}
 _PNG_HEADER_BYTES: Final = 33
-_GRAY, _PALETTE = 0, 3
+_GRAY = 0
+_PALETTE = 3
 _PNG_END: Final = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 _END_OF_IMAGE: Final = b"\xff\xd9"
 

@@ -74,7 +74,8 @@ def alike(
             len(own), -1
         )
         while len(rows):
-            fixed, places = np.full(table.shape[1], 0xFF, np.uint8), dict[int, slice]()
+            fixed = np.full(table.shape[1], 0xFF, np.uint8)
+            places = dict[int, slice]()
             try:
                 for number, wire, start, end, _ in spans(messages[rows[0]]):
                     fixed[start:end] = 0x80 if wire == VARINT else 0  # whether a number continues
@@ -83,7 +84,8 @@ def alike(
                 fail(int(rows[0]), str(error))
             same = ((table ^ table[0]) & fixed == 0).all(1)
             yield rows[same], table[same], places
-            rows, table = rows[~same], table[~same]
+            rows = rows[~same]
+            table = table[~same]
 
 
 def numbers(columns: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -108,7 +110,8 @@ def spans(
             length = 8
         elif wire in (BYTES, VARINT):
             length = data[at] if at < end else 0x80
-            start, (length, at) = at, (length, at + 1) if length < 0x80 else varint(data, at)
+            start = at
+            (length, at) = (length, at + 1) if length < 0x80 else varint(data, at)
             if wire == VARINT:
                 yield key >> 3, wire, start, at, length
                 continue
@@ -155,7 +158,7 @@ def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlac
         at = begin + length
         if at > end:
             raise ValueError(f"field {key >> 3} has {length} bytes, {end - begin} are left")
-        yield FieldPlace(key >> 3, wire, value, begin, at)
+        yield FieldPlace(number=key >> 3, wire=wire, value=value, start=begin, end=at)
 
 
 def _fixed(wire: int) -> int:
@@ -215,7 +218,9 @@ class Proto:
     def __init__(
         self, data: Buffer, names: Names, kind: str, start: int = 0, end: int | None = None
     ) -> None:
-        self._data, self._names, self._types = data, names, names.get(kind, {})
+        self._data = data
+        self._names = names
+        self._types = names.get(kind, {})
         self._fields = _named(data, self._types, start, end)
 
     def span(self, name: str) -> tuple[int, int]:
@@ -254,7 +259,8 @@ class Proto:
         kind = next((kind for own, kind in self._types.values() if own == name), "")
         spans = self._fields.get(name, [])
         return [
-            Proto(self._data, self._names, kind, start, start + length) for start, length in spans
+            Proto(data=self._data, names=self._names, kind=kind, start=start, end=start + length)
+            for start, length in spans
         ]
 
     def message(self, name: str) -> Proto:

@@ -177,7 +177,9 @@ class _Cause:
     """A finding of many places: the first one, what is wrong, what helps, and the number of places."""
 
     def __init__(self, place: str, fault: str, remedy: str) -> None:
-        self.place, self.fault, self.remedy = place, fault, remedy
+        self.place = place
+        self.fault = fault
+        self.remedy = remedy
         self.number = 0
 
     def __str__(self) -> str:
@@ -192,7 +194,8 @@ class Findings:
     """
 
     def __init__(self, max_damaged: float = 0.0) -> None:
-        self._max_damaged, self._damaged = max_damaged, list[str]()
+        self._max_damaged = max_damaged
+        self._damaged = list[str]()
         self._num_images = self._num_damaged = 0
         self._texts: list[str | _Cause] = []
         self._causes: dict[tuple[str, str], _Cause] = {}

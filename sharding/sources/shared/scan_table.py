@@ -162,9 +162,11 @@ class ScanWriter:
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[tuple[Any, ...]] = []
-        self._pending_bytes, self._pending_stamps = 0, list[int]()
+        self._pending_bytes = 0
+        self._pending_stamps = list[int]()
         self._kinds: dict[str, tuple[int, bool]] = {}
-        self._num_rows, self._last_frame = 0, -1
+        self._num_rows = 0
+        self._last_frame = -1
         self._ids: set[str] = set()
         self._has_boxes = False
         self.clips: list[ClipInfo] = []
@@ -227,7 +229,8 @@ class ScanWriter:
                 self._pending_bytes += len(data)
                 size += tar_bytes(len(data) // 2)
         for member in members:
-            name, num_bytes = member.name, member.bytes
+            name = member.name
+            num_bytes = member.bytes
             kind = self._kinds.get(name)
             if kind is None:
                 kind = self._kinds[name] = member_cap(name), _shrinks(name)
@@ -241,14 +244,14 @@ class ScanWriter:
             )
         number = len(self.clips) - 1
         row = ScanRow(
-            meta.key,
-            number,
-            meta.frame_idx,
-            meta.timestamp_ns,
-            blob,
-            geometry,
-            boxes,
-            tuple(members),
+            key=meta.key,
+            clip=number,
+            frame=meta.frame_idx,
+            timestamp_ns=meta.timestamp_ns,
+            meta=blob,
+            geometry=geometry,
+            boxes=boxes,
+            members=tuple(members),
         )
         encoded = msgspec.msgpack.encode(row)
         self._pending.append(
@@ -300,17 +303,17 @@ class ScanWriter:
             if field.name.startswith(_PREFIX) and pa.types.is_string(field.type):
                 longest = pc.max(pc.binary_length(array)).as_py() or 0
                 if longest > MAX_TEXT_BYTES:
-                    at, name = (
-                        pc.index(pc.binary_length(array), longest).as_py(),
-                        field.name.removeprefix(_PREFIX),
-                    )
+                    at = pc.index(pc.binary_length(array), longest).as_py()
+                    name = field.name.removeprefix(_PREFIX)
                     raise SourceError(
                         f"attribute '{name}' of sample {shown(self._pending[at][0])} has {longest} bytes, allowed are "
                         f"{MAX_TEXT_BYTES}; shorten it"
                     )
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._stamps.append(np.array(self._pending_stamps, np.uint64))
-        self._pending, self._pending_bytes, self._pending_stamps = [], 0, []
+        self._pending = []
+        self._pending_bytes = 0
+        self._pending_stamps = []
 
 
 def _check_cap(name: str, place: str, num_bytes: int, key: str) -> None:

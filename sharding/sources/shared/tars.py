@@ -55,7 +55,9 @@ class _Unpacked:
     """The bytes of a compressed file: read forward, and back within what the last read returned."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._last, self._end = stream, b"", 0
+        self._stream = stream
+        self._last = b""
+        self._end = 0
         self._back = 0
 
     def tell(self) -> int:

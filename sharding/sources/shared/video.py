@@ -35,8 +35,11 @@ CODECS: Final = ("h264", "hevc", "av1")
 _NAMES: Final = {"h265": "hevc", "avc": "h264", "avc1": "h264", "hvc1": "hevc", "hev1": "hevc"}
 _BOXES: Final = {"h264": "h264", "hevc": "hevc", "av1": "obu"}
 _HD_LINES: Final = 720
-_LARGE_BYTES, _END_BYTES = 4 << 30, 4096
-_UNKNOWN_MATRIX, _BT709, _BT601 = 2, 1, 5
+_LARGE_BYTES = 4 << 30
+_END_BYTES = 4096
+_UNKNOWN_MATRIX = 2
+_BT709 = 1
+_BT601 = 5
 _MATRICES: Final = {
     1: (0.2126, 0.0722),
     4: (0.30, 0.11),
@@ -131,7 +134,8 @@ class VideoFile:
     """A video file: mp4, or a raw stream. ``num_decoded`` counts the frames that the decoder gave."""
 
     def __init__(self, path: str) -> None:
-        self._path, self._where = path, f"video '{path}'"
+        self._path = path
+        self._where = f"video '{path}'"
         self.num_decoded = 0
 
     def facts(self) -> VideoFacts:
@@ -218,7 +222,8 @@ class VideoFile:
 
     def _from_the_start(self, wanted: list[int], form: JpegForm) -> Iterator[tuple[int, bytes]]:
         """Yield the frames of a raw stream, which has no times: frames are counted."""
-        chosen, number = set(wanted), -1
+        chosen = set(wanted)
+        number = -1
         with self._opened() as container:
             encoder = _Encoder(form, self._where)
             for number, frame in enumerate(self._decoded(container)):
@@ -287,7 +292,8 @@ def _best(container: Any) -> Any:
     from av.stream import Disposition
 
     def rank(stream: Any) -> tuple[bool, int]:
-        context, marks = stream.codec_context, stream.disposition
+        context = stream.codec_context
+        marks = stream.disposition
         size = context.width * context.height + (5_000_000 if marks & Disposition.default else 0)
         return not marks & Disposition.attached_pic, size
 
@@ -314,7 +320,8 @@ class StreamDecoder:
         name = _codec(codec, where)
         # FFmpeg's own decoder of AV1 needs hardware for it.
         self._context: Any = av.CodecContext.create("libdav1d" if name == "av1" else name, "r")
-        self._where, self._encoder = where, _Encoder(form, where)
+        self._where = where
+        self._encoder = _Encoder(form, where)
         self.num_decoded = 0
 
     def push(self, number: int, data: Buffer, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
@@ -367,10 +374,12 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
 
     By NAL units of H.264 (ITU-T H.264 table 7-1) and HEVC (H.265 table 7-1), and OBUs of AV1 (AV1 6.2.2).
     """
-    head, name = bytes(memoryview(data)[:512]), _codec(codec, where)
+    head = bytes(memoryview(data)[:512])
+    name = _codec(codec, where)
     if name == "av1":
         return any(kind == 1 for kind in _obu_types(head))
-    at, has_parameters = head.find(b"\0\0\1"), False
+    at = head.find(b"\0\0\1")
+    has_parameters = False
     while at >= 0 and at + 3 < len(head):
         kind = head[at + 3] & 0x1F if name == "h264" else head[at + 3] >> 1 & 0x3F
         if kind <= 5 if name == "h264" else kind < 32:  # a picture
@@ -383,7 +392,9 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
 def _obu_types(head: bytes) -> Iterator[int]:
     at = 0
     while at < len(head):
-        kind, extended, sized = head[at] >> 3 & 15, head[at] >> 2 & 1, head[at] >> 1 & 1
+        kind = head[at] >> 3 & 15
+        extended = head[at] >> 2 & 1
+        sized = head[at] >> 1 & 1
         yield kind
         at += 1 + extended
         if not sized:
@@ -410,7 +421,8 @@ class _Encoder:
     """Encodes frames of one video as JPEG."""
 
     def __init__(self, form: JpegForm, where: str) -> None:
-        self._form, self._where = form, where
+        self._form = form
+        self._where = where
         from av.video.reformatter import VideoReformatter
 
         self._reformatter = VideoReformatter()
@@ -508,5 +520,6 @@ def _ycc2rgb(matrix: int) -> NDArray[np.float64]:
     """Return the matrix (3, 3) from full-range Y, Cb, Cr to R, G, B."""
     kr, kb = _MATRICES[matrix]
     kg = 1 - kr - kb
-    red, blue = 2 * (1 - kr), 2 * (1 - kb)
+    red = 2 * (1 - kr)
+    blue = 2 * (1 - kb)
     return np.array([[1, 0, red], [1, -kb * blue / kg, -kr * red / kg], [1, blue, 0]])

@@ -22,8 +22,11 @@ class FileWindow:
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, where: str) -> None:
         """Take a function ``read(offset, length)`` of a file of ``num_bytes``; ``where`` names it in errors."""
-        self._read, self.num_bytes, self.where = read, num_bytes, where
-        self._start, self._data = 0, b""
+        self._read = read
+        self.num_bytes = num_bytes
+        self.where = where
+        self._start = 0
+        self._data = b""
 
     def at(self, offset: int, length: int, ahead: int = 0) -> bytes:
         """Return ``length`` bytes from ``offset`` on, fewer where the file ends; read ``ahead`` bytes beyond them."""
@@ -31,7 +34,8 @@ class FileWindow:
         if begin < 0 or begin + length > len(self._data):
             check_most(length, f"{self.where}: the part at byte {offset}")
             self._data = self._read(offset, max(length + ahead, _LEAST))
-            self._start, begin = offset, 0
+            self._start = offset
+            begin = 0
         return self._data[begin : begin + length]
 
 
@@ -73,7 +77,10 @@ class _Ranges(io.RawIOBase):
     """A file of a source, read by ranges."""
 
     def __init__(self, files: SourceFiles, name: str, num_bytes: int) -> None:
-        self._files, self._name, self._num_bytes, self._at = files, name, num_bytes, 0
+        self._files = files
+        self._name = name
+        self._num_bytes = num_bytes
+        self._at = 0
 
     def readable(self) -> bool:
         return True

@@ -105,7 +105,8 @@ def boxes_of_frames(
     found: list[BoxRows | None] = [None] * len(order)
     if own is None:
         return found
-    own_times, frame_times = own.times(is_unix=is_unix), times[order]
+    own_times = own.times(is_unix=is_unix)
+    frame_times = times[order]
     if own_times is None:
         raise SourceError(
             f"table '{own.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}"

@@ -36,12 +36,12 @@ class RowCalibration(NamedTuple):
     def filled(self, other: RowCalibration) -> RowCalibration:
         """Fill what is not stated from another one."""
         return RowCalibration(
-            other.intrinsics if self.intrinsics is None else self.intrinsics,
-            other.sensor2ego if self.sensor2ego is None else self.sensor2ego,
-            self.width or other.width,
-            self.height or other.height,
-            other.dist_model if self.dist_model == "none" else self.dist_model,
-            self.dist or other.dist,
+            intrinsics=other.intrinsics if self.intrinsics is None else self.intrinsics,
+            sensor2ego=other.sensor2ego if self.sensor2ego is None else self.sensor2ego,
+            width=self.width or other.width,
+            height=self.height or other.height,
+            dist_model=other.dist_model if self.dist_model == "none" else self.dist_model,
+            dist=self.dist or other.dist,
         )
 
 
@@ -53,7 +53,8 @@ def read_calibration(
     ``is_corner``: pixel (0, 0) is the corner of the top-left one, and principal points move by half a pixel.
     ``is_flu``: the camera's axes are forward, left, up.
     """
-    intrinsics, sensor2ego = rows.intrinsics(prefix), rows.poses(prefix + pose)
+    intrinsics = rows.intrinsics(prefix)
+    sensor2ego = rows.poses(prefix + pose)
     if intrinsics is not None and is_corner:
         intrinsics[:, :2, 2] -= 0.5
     if sensor2ego is not None and is_flu:
@@ -108,7 +109,8 @@ class CalibrationTable:
     def __init__(self, table: Table, axes: Mapping[str, str], *, is_corner: bool) -> None:
         """Take the table; ``axes`` of sensors by name, under "" of all others."""
         self.table = table
-        self._axes, self._is_corner = axes, is_corner
+        self._axes = axes
+        self._is_corner = is_corner
         self._clip: tuple[str, dict[str, RowCalibration]] = ("", {})
         rows = table.rows("")
         self._common = {} if rows is None else self._read(rows)
@@ -143,7 +145,8 @@ class CalibrationTable:
                     f"table '{rows.table}', row {rows.first + row}: sensor '{name}' is there twice"
                 )
             one = plain[row]
-            pose, is_flu = one.sensor2ego, self._axes.get(name, self._axes[""]) == "flu"
+            pose = one.sensor2ego
+            is_flu = self._axes.get(name, self._axes[""]) == "flu"
             if pose is not None and one.intrinsics is not None and is_flu:
                 one = one._replace(sensor2ego=pose @ _OPTICAL2FLU)
             found[name] = one

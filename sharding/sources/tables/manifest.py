@@ -149,7 +149,8 @@ class Manifest(FrameSource[ManifestSettings]):
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
         self.given.check_libraries()
-        self.time_base, self.ego_origin = self.given.time_base, self.given.ego_origin
+        self.time_base = self.given.time_base
+        self.ego_origin = self.given.ego_origin
         self._is_unix = self.time_base == "unix"
         self._table_files = self.files
         folder = (
@@ -286,7 +287,8 @@ class Manifest(FrameSource[ManifestSettings]):
                 self.channels = (*values, *self._masks.values())
                 return super().scan(out)
             finally:
-                self._tables, self._calibrations = {}, None
+                self._tables = {}
+                self._calibrations = None
 
     def _mask_channels(self) -> dict[str, Channel]:
         """Return the channels of the columns of masks; the first mask of a column says its dtype."""
@@ -445,7 +447,7 @@ class Manifest(FrameSource[ManifestSettings]):
                 times_ns = times if own is None else np.where(own < 0, times, own)
                 is_calibrated = self._calibrations is not None
                 files = RowFiles(self._paths, rows, prefix, times_ns, is_calibrated=is_calibrated)
-                add_columns(files, prefix, found, images, sweeps)
+                add_columns(files, prefix=prefix, found=found, images=images, sweeps=sweeps)
         if sensors is not None:
             into = [(images[at], sweeps[at]) for at in order.tolist()]
             sensors.add(times[order], self.given.tolerance_ms, into)
@@ -485,7 +487,8 @@ class Manifest(FrameSource[ManifestSettings]):
     def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[RowCalibration]:
         """Return the calibration of the sensor with this prefix of columns, completed from ``calibration``."""
         _, name, _ = prefix.split(".")
-        is_camera, given = prefix.startswith("cam."), self.given.camera_axes
+        is_camera = prefix.startswith("cam.")
+        given = self.given.camera_axes
         axes = given if isinstance(given, str) else given.get(name, "optical")
         own = read_calibration(
             rows,

@@ -46,7 +46,8 @@ def ascending(rows: Rows, times: NDArray[np.int64], chosen: NDArray[np.intp]) ->
     order = chosen[np.argsort(times[chosen], kind="stable")]
     same = np.flatnonzero(np.diff(times[order]) == 0)
     if len(same):
-        first, second = order[same[0]], order[same[0] + 1]
+        first = order[same[0]]
+        second = order[same[0] + 1]
         rows.fail(
             int(second),
             "timestamp",
@@ -60,7 +61,9 @@ class SensorRows:
 
     def __init__(self, clip: str, files: RowFiles, calibrations: CalibrationTable) -> None:
         """Sort the rows; raises SourceError for two rows of a sensor with one time."""
-        self._clip, self._files, self._calibrations = clip, files, calibrations
+        self._clip = clip
+        self._files = files
+        self._calibrations = calibrations
         numbers: dict[str, list[int]] = {}
         for row, name in enumerate(files.rows.texts("sensor")):
             if not name:

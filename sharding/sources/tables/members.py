@@ -37,7 +37,8 @@ class Paths:
         folder = Path(root.removeprefix("file://"))
         roots = [root] if is_url(root) else [str(folder.absolute()), str(folder.resolve())]
         self._roots = [f"{one.rstrip('/')}/" for one in roots]
-        self._files, self._shown = files, files.shown
+        self._files = files
+        self._shown = files.shown
         self._ignore_zeros = ignore_zeros
         self._members_of = lru_cache(maxsize=4)(self._members)
         self.videos = Videos(files, self.inside, only_keyframes=only_keyframes)
@@ -113,7 +114,9 @@ class RowFiles:
         is_calibrated: bool = True,
     ) -> None:
         """Take ``is_calibrated``: images need a calibration, as they do where a column has one."""
-        self._where, self.rows, self.times = where, rows, times
+        self._where = where
+        self.rows = rows
+        self.times = times
         stated = (f"{prefix}{name}" in rows for name in ("intrinsics", "fx"))
         self._is_calibrated = (
             is_calibrated or any(stated) or rows.poses(f"{prefix}cam2ego") is not None
@@ -151,7 +154,8 @@ class RowFiles:
         path = self._paths[row]
         if not path:
             return Absent("no path")
-        intrinsics, cam2ego = found.intrinsics, found.sensor2ego
+        intrinsics = found.intrinsics
+        cam2ego = found.sensor2ego
         if self._is_calibrated and (intrinsics is None or cam2ego is None):
             what = (
                 "intrinsics"
@@ -162,7 +166,8 @@ class RowFiles:
                 f"table '{self.rows.table}', row {self.rows.first + row}: the camera of '{path}' has no {what}"
             )
         num_bytes = -1 if self._bytes is None else self._bytes[row]
-        is_frame, name = FRAME in path, path.partition("#")[2] if path.startswith("tar:") else path
+        is_frame = FRAME in path
+        name = path.partition("#")[2] if path.startswith("tar:") else path
         image = Image(
             ref=path if is_frame else self._ref(row, path),
             timestamp_ns=self._times_ns[row],
@@ -189,7 +194,8 @@ class RowFiles:
 
     def sweep(self, row: int, found: RowCalibration) -> Sweep | None:
         """Return the sweep of a row; None where it has no path."""
-        path, lidar2ego = self._paths[row], found.sensor2ego
+        path = self._paths[row]
+        lidar2ego = found.sensor2ego
         if not path:
             return None
         where = f"table '{self.rows.table}', row {self.rows.first + row}"

@@ -81,7 +81,8 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
                 if pa.types.is_dictionary(column.type)
                 or column.type in (pa.string(), pa.large_string())
             )
-        wanted, rest = text.encode(), b""
+        wanted = text.encode()
+        rest = b""
         while block := file.read(_BLOCK_BYTES):
             if wanted in rest + block:
                 return True
@@ -221,7 +222,8 @@ def _batches(
 
 def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]:
     """Yield batches of 1024 rows, the last one shorter; raise SourceError, naming the table, where there is no row."""
-    pending, is_empty = None, True
+    pending = None
+    is_empty = True
     for table in tables:
         pending = (
             table if pending is None or not len(pending) else pa.concat_tables([pending, table])
@@ -331,7 +333,8 @@ def _json_tables(
     NaN and infinities are read as null, and counted.
     """
     schema: pa.Schema | None = None
-    row, rest = 0, b""
+    row = 0
+    rest = b""
     while block := file.read(_BLOCK_BYTES):
         block, newline, rest_ = (rest + block).rpartition(b"\n")
         rest = rest_
@@ -340,14 +343,15 @@ def _json_tables(
         if count:
             noted[NAN_AS_NULL] += count
         if newline:
-            table = _json_table(block + newline, name, row, schema, type_of)
-            schema, row = table.schema, row + len(table)
+            table = _json_table(block + newline, name=name, row=row, schema=schema, type_of=type_of)
+            schema = table.schema
+            row = row + len(table)
             yield table
     rest, count = without_nan(rest)
     if count:
         noted[NAN_AS_NULL] += count
     if rest.strip():
-        yield _json_table(rest, name, row, schema, type_of)
+        yield _json_table(rest, name=name, row=row, schema=schema, type_of=type_of)
 
 
 def _json_table(

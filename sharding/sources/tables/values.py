@@ -122,7 +122,8 @@ class Rows:
                 pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False),
                 np.int64,
             )
-            sums, ends = np.concatenate([[0], np.cumsum(lengths)]), np.cumsum(counts)
+            sums = np.concatenate([[0], np.cumsum(lengths)])
+            ends = np.cumsum(counts)
             counts = sums[ends] - sums[ends - counts]
             values = values.flatten()
         if values is column and not pa.types.is_null(column.type):
@@ -158,7 +159,8 @@ class Rows:
         name = prefix + there[0]
         column = self.column(name)
         if pa.types.is_timestamp(column.type):
-            factor, column = _PER_UNIT[column.type.unit], column.cast(pa.int64())
+            factor = _PER_UNIT[column.type.unit]
+            column = column.cast(pa.int64())
             found = np.asarray(pc.fill_null(column, -1).to_numpy(zero_copy_only=False))
         elif there[0] == "timestamp":
             names = ", ".join(_TIMES)
@@ -168,13 +170,15 @@ class Rows:
         elif there[0] == "timestamp_s" and not pa.types.is_integer(column.type):
             seconds = self.numbers(name)
             # float64 has 0.24 us at today's times: microseconds are what it can say.
-            found, factor = np.where(np.isnan(seconds), -1, np.rint(seconds * 1e6)), 1_000
+            found = np.where(np.isnan(seconds), -1, np.rint(seconds * 1e6))
+            factor = 1_000
         elif pa.types.is_floating(column.type) and there[0] == "timestamp_ns":
             raise SourceError(
                 f"table '{self.table}', column {name} is {column.type}, which cannot hold nanoseconds: make it int64"
             )
         else:
-            found, factor = self.integers(name, unknown=-1), _TIMES[there[0]]
+            found = self.integers(name, unknown=-1)
+            factor = _TIMES[there[0]]
         known = found != -1
         first, last = (946_684_800, 4_102_444_800) if is_unix else (0, 9_000_000_000)
         bad = known & (

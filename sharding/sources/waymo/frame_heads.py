@@ -150,8 +150,14 @@ def read_frame(
 def _read(
     window: FileWindow, record: FileRecord, context: bytes | None, *, boxes2d: bool, has_map: bool
 ) -> FrameHead:
-    time, pose, images, labels, laser_bytes, camera_labels = -1, None, [], [], 0, []
-    map_span, map_offset = None, (0.0, 0.0, 0.0)
+    time = -1
+    pose = None
+    images = []
+    labels = []
+    laser_bytes = 0
+    camera_labels = []
+    map_span = None
+    map_offset = (0.0, 0.0, 0.0)
     for field in field_places(window, record.start, record.end):
         if (
             field.wire != (VARINT if field.number == _FRAME_TIME else BYTES)
@@ -189,13 +195,24 @@ def _read(
         missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
         raise ValueError(f"it has no {missing}")
     return FrameHead(
-        time, pose, context, images, labels, laser_bytes, camera_labels, map_span, map_offset
+        timestamp_us=time,
+        pose=pose,
+        context=context,
+        images=images,
+        labels=labels,
+        laser_bytes=laser_bytes,
+        camera_labels=camera_labels,
+        map_span=map_span,
+        map_offset=map_offset,
     )
 
 
 def _image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     """Return the head of an image, of 0 bytes where it is empty; None for an unknown camera, or one without all."""
-    name, offset, num_bytes, pose = 0, place.start, 0, None
+    name = 0
+    offset = place.start
+    num_bytes = 0
+    pose = None
     if (usual := _usual_image(window, place)) is not None:
         return usual
     times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
@@ -276,7 +293,9 @@ def transform(data: bytes) -> tuple[float, ...]:
 
 def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
     """Name of the segment, cameras as :func:`calibrated`, and ``time_of_day``, ``location``, ``weather``."""
-    name, cameras, stats = "", {}, {}
+    name = ""
+    cameras = {}
+    stats = {}
     for number, wire, value in fields(data):
         if wire != BYTES or isinstance(value, int):
             continue
@@ -381,7 +400,8 @@ def box_rows(
 
 def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]) -> ImageBoxRows:
     """Make boxes (K, 4) of centre and sides along x and y [px]; pixel 0 is the left edge of the first one."""
-    centre, half = boxes[:, :2] - 0.5, boxes[:, 2:] / 2
+    centre = boxes[:, :2] - 0.5
+    half = boxes[:, 2:] / 2
     return ImageBoxRows(
         box=np.concatenate([centre - half, centre + half], 1), category=category, track=track
     )
@@ -395,12 +415,12 @@ def read_labels(
     Raises SourceError, naming ``where`` and the record, for what is not a label.
     """
     counts = [len(labels) for labels in frames]
-    flat, frame = (
-        [label for labels in frames for label in labels],
-        np.repeat(np.arange(len(frames)), counts),
-    )
-    boxes, kinds = np.zeros((len(flat), 7)), np.zeros(len(flat), np.int64)
-    num_points, track = np.full(len(flat), -1), [""] * len(flat)
+    flat = [label for labels in frames for label in labels]
+    frame = np.repeat(np.arange(len(frames)), counts)
+    boxes = np.zeros((len(flat), 7))
+    kinds = np.zeros(len(flat), np.int64)
+    num_points = np.full(len(flat), -1)
+    track = [""] * len(flat)
     seen = np.zeros(len(flat), np.bool_)
 
     def fail(row: int, error: str) -> NoReturn:
@@ -421,10 +441,8 @@ def read_labels(
         for row in rows.tolist() if 4 in places else ():
             track[row] = flat[row][places[4]].decode()
     own = np.flatnonzero(seen)
-    category, names = (
-        list(map(label_type, kinds[own].tolist())),
-        [track[row] for row in own.tolist()],
-    )
+    category = list(map(label_type, kinds[own].tolist()))
+    names = [track[row] for row in own.tolist()]
     found = boxes_by_key(box_rows(boxes[own], category, names, num_points[own]), frame[own])
     for number in range(len(frames)):
         yield found.get(number, NO_BOXES)
@@ -432,7 +450,10 @@ def read_labels(
 
 def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
     """Read a message ``CameraLabels``: the camera and its boxes; raise ValueError where it is none."""
-    name, boxes, category, track = 0, [], [], []
+    name = 0
+    boxes = []
+    category = []
+    track = []
     for number, _, value in fields(data):
         if number == 1 and isinstance(value, int):
             name = value

@@ -50,7 +50,8 @@ def parse_map(data: bytes, where: str) -> VectorMap:
 
     Features of other kinds are left out. Raises SourceError, naming ``where``.
     """
-    lines, layers = [], []
+    lines = []
+    layers = []
     try:
         for feature in (_message(*one) for one in fields(data) if one[0] == FRAME_MAP):
             for number, wire, value in fields(feature):

@@ -59,11 +59,14 @@ if TYPE_CHECKING:
 
 _F64: Final = pa.float64()
 _TRANSFORM: Final = pa.list_(_F64, 16)
-_TIME, _NAME, _TRACK = "key.frame_timestamp_micros", "key.camera_name", "key.laser_object_id"
+_TIME = "key.frame_timestamp_micros"
+_NAME = "key.camera_name"
+_TRACK = "key.laser_object_id"
 _IMAGE: Final = "[CameraImageComponent]."
 _LENS: Final = "[CameraCalibrationComponent]."
 _POSE: Final = "[VehiclePoseComponent].world_from_vehicle.transform"
-_LIDAR_BOX, _SYNCED_BOX = "[LiDARBoxComponent].", "[LiDARCameraSyncedBoxComponent]."
+_LIDAR_BOX = "[LiDARBoxComponent]."
+_SYNCED_BOX = "[LiDARCameraSyncedBoxComponent]."
 _SHUTTER: Final = tuple(
     f"{_IMAGE}rolling_shutter_params.{name}"
     for name in ("shutter", "camera_trigger_time", "camera_readout_done_time")
@@ -206,10 +209,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         }
         rows = read_parquet(self.files, name, {**types, **whole})
         check_unique(rows[_NAME].tolist(), f"table '{self.files.shown}/{name}'", "the camera")
-        lenses, mounts = (
-            stacked(rows, _INTRINSIC),
-            rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4),
-        )
+        lenses = stacked(rows, _INTRINSIC)
+        mounts = rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4)
         width, height, shutter = (rows[one].tolist() for one in whole)
         return {
             number: calibrated(
@@ -246,7 +247,13 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                 raise SourceError(
                     f"table '{self.files.shown}/{name}': row {row} has the pose_timestamp {stamps[row]}"
                 )
-            image = image_of(lens, f"{name}@{row}", poses[row], stamps[row], shutters[row])
+            image = image_of(
+                lens,
+                ref=f"{name}@{row}",
+                pose=poses[row],
+                pose_timestamp=stamps[row],
+                shutter_times=shutters[row],
+            )
             found.setdefault(time, {})[channel(CAMERAS[camera])] = replace(
                 image, num_bytes=num_bytes, made=True
             )
@@ -269,7 +276,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         if "lidar_box" not in files:
             return None
         own = [f"{_LIDAR_BOX}box.{name}" for name in _BOX]
-        kind, points = f"{_LIDAR_BOX}type", f"{_LIDAR_BOX}num_lidar_points_in_box"
+        kind = f"{_LIDAR_BOX}type"
+        points = f"{_LIDAR_BOX}num_lidar_points_in_box"
         keys = {_TIME: pa.int64(), _TRACK: pa.string()}
         rows = read_parquet(
             self.files,
@@ -303,14 +311,16 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         kinds, num_points = (
             zip(*[about[pair] for pair in pairs], strict=True) if pairs else ((), ())
         )
-        category, track = list(map(label_type, kinds)), [name for _, name in pairs]
+        category = list(map(label_type, kinds))
+        track = [name for _, name in pairs]
         return boxes_by_key(
             box_rows(boxes, category, track, np.array(num_points, np.int64)), rows[_TIME]
         )
 
     def _boxes2d(self, name: str) -> dict[tuple[int, str], ImageBoxRows]:
         """Return boxes in images by time of the frame [us] and channel."""
-        kind, track = f"{_CAMERA_BOX}type", "key.camera_object_id"
+        kind = f"{_CAMERA_BOX}type"
+        track = "key.camera_object_id"
         keys = {_TIME: pa.int64(), _NAME: pa.int64(), kind: pa.int64(), track: pa.string()}
         rows = read_parquet(self.files, name, {**keys, **dict.fromkeys(_SIDES, _F64)})
         by_image: dict[tuple[int, str], list[int]] = {}
@@ -319,7 +329,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         ):
             if camera in CAMERAS:
                 by_image.setdefault((time, channel(CAMERAS[camera])), []).append(row)
-        sides, tracks = stacked(rows, _SIDES), rows[track].tolist()
+        sides = stacked(rows, _SIDES)
+        tracks = rows[track].tolist()
         names = list(map(label_type, rows[kind].tolist()))
         return {
             image: image_rows(sides[own], [names[row] for row in own], [tracks[row] for row in own])

@@ -20,7 +20,8 @@ from fuelrail.sharding.sources.waymo.range_images import POINT_COLUMNS, Inclinat
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
-_TIME, _LASER = "key.frame_timestamp_micros", "key.laser_name"
+_TIME = "key.frame_timestamp_micros"
+_LASER = "key.laser_name"
 _IMAGE: Final = "[LiDARComponent].range_image_return1"
 _PIXEL_POSES: Final = "[LiDARPoseComponent].range_image_return1"
 _CALIBRATION: Final = "[LiDARCalibrationComponent]."
@@ -52,7 +53,8 @@ def sweeps(
     Lidars are in the order of their numbers. Raises SourceError for what is missing or cannot be read.
     """
     where = f"table '{files.shown}/{name}'"
-    keys, left = read_parquet(files, name, _KEYS, whole=True), set(wanted)
+    keys = read_parquet(files, name, _KEYS, whole=True)
+    left = set(wanted)
     lasers: dict[int, set[int]] = {}
     for time, laser in zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True):
         lasers.setdefault(time, set()).add(laser)
@@ -64,13 +66,17 @@ def sweeps(
     pose_of = dict(zip(poses[_TIME].tolist(), poses[_POSE].reshape(-1, 4, 4), strict=True))
     of_pixels = _PixelPoses(files, _beside(name, "lidar_pose"), left)
     parts: dict[int, dict[int, NDArray[np.float32]]] = {}
-    for time, laser, image in _range_images(files, name, _IMAGE, 4, left):
+    for time, laser, image in _range_images(files, name=name, column=_IMAGE, depth=4, wanted=left):
         if laser not in mounts:
             raise SourceError(f"{where} has lidar {laser}, which has no calibration")
         mount, inclination = mounts[laser]
         try:
             found = first_returns(
-                image, inclination, mount, pose_of[time], of_pixels.of(time, laser)
+                image,
+                inclination=inclination,
+                mount=mount,
+                pose=pose_of[time],
+                poses=of_pixels.of(time, laser),
             )
         except (ValueError, KeyError) as error:
             raise SourceError(f"{where}: lidar {laser} at {time} us: {error}") from error
@@ -90,7 +96,7 @@ class _PixelPoses:
         self._found: dict[tuple[int, int], NDArray[np.float32]] = {}
         keys = read_parquet(files, name, _KEYS, whole=True)
         self._keys = set(zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True))
-        self._rows = _range_images(files, name, _PIXEL_POSES, 6, wanted)
+        self._rows = _range_images(files, name=name, column=_PIXEL_POSES, depth=6, wanted=wanted)
 
     def of(self, time: int, laser: int) -> NDArray[np.float32] | None:
         """Return the pixel poses of one range image; None where it has none."""
@@ -107,7 +113,8 @@ def _range_images(
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Time [us], lidar, and range image (H, W, ``depth``) of each row of these frames."""
     names = [_TIME, _LASER, f"{column}.values", f"{column}.shape"]
-    where, wanted = f"table '{files.shown}/{name}'", set(wanted)
+    where = f"table '{files.shown}/{name}'"
+    wanted = set(wanted)
     with open_parquet(files, name, whole=True) as file:
         if missing := [one for one in names if one not in file.schema_arrow.names]:
             raise SourceError(
@@ -121,7 +128,13 @@ def _range_images(
                         yield (
                             int(time),
                             int(laser),
-                            _image(batch, row, column, depth, f"{where}: lidar {laser}"),
+                            _image(
+                                batch,
+                                row=row,
+                                column=column,
+                                depth=depth,
+                                where=f"{where}: lidar {laser}",
+                            ),
                         )
         except (pa.ArrowException, OSError) as error:
             raise SourceError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
@@ -148,7 +161,8 @@ def _calibrations(
     files: SourceFiles, name: str
 ) -> dict[int, tuple[NDArray[np.float64], Inclination]]:
     """Return lidar to vehicle, and inclinations, by lidar."""
-    mount, tilt = f"{_CALIBRATION}extrinsic.transform", f"{_CALIBRATION}beam_inclination."
+    mount = f"{_CALIBRATION}extrinsic.transform"
+    tilt = f"{_CALIBRATION}beam_inclination."
     ends = dict.fromkeys((f"{tilt}min", f"{tilt}max"), pa.float64())
     rows = read_parquet(
         files, name, {_LASER: pa.int64(), mount: pa.list_(pa.float64(), 16), **ends}, whole=True

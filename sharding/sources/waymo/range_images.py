@@ -75,7 +75,9 @@ def _points(
     low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
     inclination = Inclination(doubles(calibration, 2), low, high)
     poses = _matrix(images[4], 6) if 4 in images else None
-    return first_returns(_matrix(images[2], 4), inclination, mount, pose, poses)
+    return first_returns(
+        _matrix(images[2], 4), inclination=inclination, mount=mount, pose=pose, poses=poses
+    )
 
 
 class Inclination(NamedTuple):
@@ -115,7 +117,8 @@ def first_returns(
     )
     row, column = np.nonzero(image[..., 0] > 0)
     seen = image[row, column].astype(np.float64)
-    up, around = steep[::-1][row], azimuth[column]
+    up = steep[::-1][row]
+    around = azimuth[column]
     level = np.cos(up)
     ray = np.stack([np.cos(around) * level, np.sin(around) * level, np.sin(up)], 1)
     place = (seen[:, :1] * ray) @ mount[:3, :3].T + mount[:3, 3]

@@ -37,7 +37,8 @@ def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[File
     """
     import google_crc32c
 
-    at, number = 0, 0
+    at = 0
+    number = 0
     if not window.num_bytes:
         raise SourceError(f"{window.where} is empty")
     while at < window.num_bytes:
@@ -59,7 +60,8 @@ def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[File
             raise SourceError(
                 f"{place} {what}: the CRC32C of its length does not agree; the file is damaged"
             )
-        start, end = at + _HEAD.size, at + _HEAD.size + length
+        start = at + _HEAD.size
+        end = at + _HEAD.size + length
         if end + _U32.size > window.num_bytes:
             raise SourceError(
                 f"{place} is cut off: it ends at {end + _U32.size}, the file has {window.num_bytes} bytes"
@@ -75,7 +77,8 @@ def records(window: FileWindow, *, whole: bool, payloads: bool) -> Iterator[File
         if whole:
             window.at(start, length)
         yield FileRecord(number, start, end)
-        at, number = end + _U32.size, number + 1
+        at = end + _U32.size
+        number = number + 1
 
 
 def masked(crc: int) -> int:

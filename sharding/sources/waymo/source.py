@@ -157,7 +157,9 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         offsets: list[tuple[float, float, float]] = []
         span: tuple[int, int] | None = None
         with opened(self.files, name) as window:
-            context, first, place = None, "", window.where
+            context = None
+            first = ""
+            place = window.where
             cameras: dict[str, Image] = {}
             stats: dict[str, str] = {}
             for record in records(window, whole=at_url, payloads=self.given.payload_crc):
@@ -171,8 +173,11 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                             raise SourceError(
                                 f"{place}: record {record.number} is of {segment}, those before of {first}"
                             )
-                        first, context = segment, head.context
-                    frames.append(self._frame(name, record, head, cameras, stats))
+                        first = segment
+                        context = head.context
+                    frames.append(
+                        self._frame(name, record=record, head=head, cameras=cameras, stats=stats)
+                    )
                     labels.append(head.labels)
                     offsets.append(head.map_offset)
                     span = span or head.map_span
@@ -227,12 +232,12 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                 raise ValueError(
                     f"the camera {image.name} has no calibration; the context has {', '.join(cameras)}"
                 )
-            ref, pose = (
-                f"{file}#{image.offset}+{image.num_bytes}",
-                np.array(image.pose).reshape(4, 4),
-            )
+            ref = f"{file}#{image.offset}+{image.num_bytes}"
+            pose = np.array(image.pose).reshape(4, 4)
             times = (image.shutter, image.trigger, image.done)
-            images[channel(image.name)] = image_of(found, ref, pose, image.pose_timestamp, times)
+            images[channel(image.name)] = image_of(
+                found, ref=ref, pose=pose, pose_timestamp=image.pose_timestamp, shutter_times=times
+            )
         sweep = Sweep(
             ref=f"{file}#{record.start}+{record.end - record.start}",
             timestamp_ns=head.timestamp_us * 1000,
@@ -257,7 +262,8 @@ def channel(camera: str) -> str:
 
 def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
     """Return values of the columns; ``night`` and ``rain`` where the dataset states time of day and weather."""
-    time, weather = stats.get("time_of_day"), stats.get("weather")
+    time = stats.get("time_of_day")
+    weather = stats.get("weather")
     return {
         **stats,
         "night": None if time is None else time.lower() == "night",

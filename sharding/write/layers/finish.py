@@ -96,7 +96,7 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
         # A new folder: files in tmp may be second names of others, which would be written.
         temporary = Path(tempfile.mkdtemp(dir=out.work / "tmp"))
         try:
-            manifest = _write(out, temporary, base, run, segments)
+            manifest = _write(out, temporary=temporary, base=base, run=run, segments=segments)
         except (
             FileNotFoundError
         ):  # at a URL another machine may have finished the layer, and removed the segments
@@ -132,7 +132,7 @@ def _write(
 
         def written() -> Iterator[IndexRow]:
             for count, (position, found, row) in enumerate(shards):
-                _check_row(out, base, codecs, position, found)
+                _check_row(out, base=base, codecs=codecs, position=position, row=found)
                 attributes.add(row, found.attributes)
                 rows[position] = count
                 yield row
@@ -166,7 +166,14 @@ def _write(
     )
     num_clips = len(np.unique(base.index.clip_numbers()[np.flatnonzero(rows != NO_ROW)]))
     published = publish_rows(out, temporary, rows)
-    return publish_tables(out, temporary, entries, {LAYER_SPLIT: num_clips}, make, published)
+    return publish_tables(
+        out,
+        folder=temporary,
+        shards=entries,
+        clips_by_split={LAYER_SPLIT: num_clips},
+        make=make,
+        published=published,
+    )
 
 
 def _check_row(
@@ -211,10 +218,13 @@ def _write_shards(
 
     A shard gets its name when it is full.
     """
-    found, first = segments.rows(), 0
+    found = segments.rows()
+    first = 0
     following = next(found, None)
     while following is not None:
-        name, digest, offset = shard_name(LAYER_SPLIT, len(entries)), hashlib.sha256(), 0
+        name = shard_name(LAYER_SPLIT, len(entries))
+        digest = hashlib.sha256()
+        offset = 0
         rows: list[IndexRow] = []
         with out.publish(name) as file:
             while following is not None:
@@ -230,7 +240,14 @@ def _write_shards(
             file.write(END_OF_ARCHIVE)
             digest.update(END_OF_ARCHIVE)
         num_bytes = offset + len(END_OF_ARCHIVE)
-        entry = ShardEntry(name, LAYER_SPLIT, first, len(rows), num_bytes, digest.hexdigest())
+        entry = ShardEntry(
+            name=name,
+            split=LAYER_SPLIT,
+            first_sample=first,
+            num_samples=len(rows),
+            bytes=num_bytes,
+            sha256=digest.hexdigest(),
+        )
         entries.append(publish_listing(out, entry, dali_index(rows)))
         first += len(rows)
 

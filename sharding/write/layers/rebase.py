@@ -76,7 +76,8 @@ def rebase_layer(
         raise ConfigError(
             f"layer '{old.location}' is at a URL: copy it to a folder first, its files are linked"
         )
-    new_base, manifest = open_dataset(base), old.manifest
+    new_base = open_dataset(base)
+    manifest = old.manifest
     assert isinstance(manifest, LayerManifest)
     own = [file for file in manifest.files if file.name != ROWS_FILE]
     shards = [

@@ -76,7 +76,8 @@ class Segments:
 
     def __init__(self, out: Output, num_samples: int) -> None:
         """Take the number of the base's positions (``num_samples``)."""
-        self._out, self._num_samples = out, num_samples
+        self._out = out
+        self._num_samples = num_samples
         self._names: list[str] = []
         self._whole: set[int] = set()
         self._known: set[str] = set()
@@ -124,7 +125,8 @@ class Segments:
         at = np.concatenate([np.empty(0, np.int64), *(np.arange(count) for count in counts)])
         last: tuple[int, SegmentRow, int] | None = None
         for number in np.argsort(positions, kind="stable").tolist():
-            position, segment = int(positions[number]), int(owner[number])
+            position = int(positions[number])
+            segment = int(owner[number])
             row = self._row(segment, int(at[number]))
             if last is not None and last[0] == position:
                 if last[1].span != row.span:

@@ -127,7 +127,9 @@ class LayerWriter:
                 f"channel '{taken[0]}' is a number for each sample, so a column of attributes.parquet, which has "
                 f"{', '.join(INDEXED)} of its own: give it another name"
             )
-        self._buffer, self._blobs, self._held = ReadBuffer(), dict[int, Blob](), 0
+        self._buffer = ReadBuffer()
+        self._blobs = dict[int, Blob]()
+        self._held = 0
         check_out(self._out)
         self.is_finished = self._out.size(MANIFEST_FILE) is not None
         self._check_run()
@@ -159,7 +161,9 @@ class LayerWriter:
         row = self._base.index.row(position)
         encoded = self._encoded(row.key, values)
         file = io.BytesIO()
-        packer = ShardPacker(file, 0, DEFAULT_ZSTD_LEVEL, None, self._buffer)
+        packer = ShardPacker(
+            file=file, number=0, level=DEFAULT_ZSTD_LEVEL, dictionary=None, buffer=self._buffer
+        )
         length = packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, encoded)
         own = packer.close().rows[0]
         attributes = tuple(
@@ -272,7 +276,12 @@ class LayerWriter:
             }
             zstd = manifest.recipe.get("zstd", "")
             found = LayerRun(
-                manifest.name, manifest.base, manifest.channels, manifest.view, zstd, recipe
+                name=manifest.name,
+                base=manifest.base,
+                channels=manifest.channels,
+                view=manifest.view,
+                zstd=zstd,
+                recipe=recipe,
             )
         if found != self._run:
             there, here = (

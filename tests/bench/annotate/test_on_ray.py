@@ -82,7 +82,8 @@ def on_ray(base, out, cluster, model="teacher:mean", **changes):
 
 
 def test_processes_and_a_node_that_die_do_not_show(base, kills, expected, cluster, tmp_path):
-    out, done = tmp_path / "ray" / "teacher", threading.Event()
+    out = tmp_path / "ray" / "teacher"
+    done = threading.Event()
     for row in (0, 8, 20, 30):  # the first one while the table is inferred
         (kills / str(row)).touch()
 

@@ -25,7 +25,9 @@ from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
 from support.datasets import build_dataset
 from support.layers import digests
 
-NUM, LENGTH, SIZE = 11, 6, 300
+NUM = 11
+LENGTH = 6
+SIZE = 300
 SMALL = {"image": {"height": 32, "width": 64}}
 
 
@@ -83,7 +85,8 @@ def test_draws_are_each_tokens_share_in_the_mean_over_keys_and_not_of_the_order(
     run(base, tmp_path / "two", store="sampled:20", batch_size=5)
     assert digests(tmp_path / "one")["index.arrow"] == digests(tmp_path / "two")["index.arrow"]
     channel = open_layer_data(tmp_path / "one").manifest.channels[0]
-    reduce, logits = Reduction(), Speaker().table[0].detach()
+    reduce = Reduction()
+    logits = Speaker().table[0].detach()
     wanted = np.sort(reduce(logits, channel, "clip-0000-000000").indices)
     np.testing.assert_array_equal(rows(tmp_path / "one")[0].indices, wanted)
     counts = np.zeros((LENGTH, SIZE))

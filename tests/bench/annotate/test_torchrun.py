@@ -57,7 +57,9 @@ def test_two_ranks_write_the_layer_of_one(tmp_path, monkeypatch, capfd) -> None:
         [*command, *words("torchrun/teacher")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    decoder, ranks, text = json.JSONDecoder(), [], done.stdout.strip()
+    decoder = json.JSONDecoder()
+    ranks = []
+    text = done.stdout.strip()
     while text:
         report, end = decoder.raw_decode(text)
         ranks.append(report)

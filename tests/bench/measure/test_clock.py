@@ -23,7 +23,8 @@ def test_a_deadline_that_has_passed_is_late_by_what_has_passed():
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=50))
 def test_a_summary_lies_within_its_durations(durations_ns):
     summary = summarise_ns(durations_ns)
-    low, high = min(durations_ns) / 1e6, max(durations_ns) / 1e6
+    low = min(durations_ns) / 1e6
+    high = max(durations_ns) / 1e6
     assert low <= summary.p50_ms <= summary.p99_ms <= summary.max_ms == high
     assert low <= summary.mean_ms * (1 + 1e-12) and summary.mean_ms <= high * (1 + 1e-12)
     assert summary.count == len(durations_ns)

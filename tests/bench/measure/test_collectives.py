@@ -7,7 +7,9 @@ import torch
 
 from fuelrail.bench.measure.collectives import collective_of
 
-TENSOR, LARGE, GROUP = torch.zeros(100), torch.zeros(400), object()
+TENSOR = torch.zeros(100)
+LARGE = torch.zeros(400)
+GROUP = object()
 
 
 @pytest.mark.parametrize(

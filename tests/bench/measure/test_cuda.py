@@ -39,8 +39,10 @@ def test_a_transformers_arithmetic_is_that_of_the_formula(layers, width, tokens,
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            self.qkv = nn.Linear(width, 3 * width)
+            self.out = nn.Linear(width, width)
+            self.up = nn.Linear(width, 4 * width)
+            self.down = nn.Linear(4 * width, width)
 
         def forward(self, x):
             q, k, v = (

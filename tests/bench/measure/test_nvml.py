@@ -15,7 +15,8 @@ class Card:
 
     def __init__(self, *, jpeg: bool = True, driver: bool = True) -> None:
         self.calls: list[str] = []
-        self._jpeg, self._driver = jpeg, driver
+        self._jpeg = jpeg
+        self._driver = driver
 
     def nvmlInit(self):  # noqa: N802
         if not self._driver:

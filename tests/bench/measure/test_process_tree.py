@@ -24,7 +24,8 @@ _CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_GRAND
 
 
 def test_grandchildren_are_counted():
-    cpu_s, memory = tree_cpu_s(os.getpid()), tree_memory_bytes(os.getpid())
+    cpu_s = tree_cpu_s(os.getpid())
+    memory = tree_memory_bytes(os.getpid())
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -8,7 +8,8 @@ from fuelrail.bench.measure.rates import Rate, measure_rate, median_rates
 
 
 def test_every_thread_works_and_numbers_are_not_repeated():
-    seen, threads = [], set()
+    seen = []
+    threads = set()
 
     def work(number):
         seen.append(number)

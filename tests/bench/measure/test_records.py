@@ -22,7 +22,20 @@ END = RankEnd(parameters_xxh3="00", peak_rss_bytes=5, peak_device_bytes=None)
 
 def test_what_is_written_comes_back(tmp_path):
     records = steps(2, wait_ms=3)
-    stages = StageSnapshot(stages=[StageClock("decode", 2, 10, 1.0, 2.0, 3.0, 4, 5)])
+    stages = StageSnapshot(
+        stages=[
+            StageClock(
+                name="decode",
+                num_threads=2,
+                items=10,
+                busy_s=1.0,
+                starved_s=2.0,
+                blocked_s=3.0,
+                waiting=4,
+                capacity=5,
+            )
+        ]
+    )
     failure = RankFailure(kind="refused", message="no", at_ns=9)
     with RankWriter(rank_path(tmp_path, 0)) as writer:
         for record in (HEADER, INPUT, records[0], stages, records[1], END, failure):

@@ -9,7 +9,8 @@ def paces(*ranks):
 
 
 def test_the_rank_that_comes_last_is_named_with_the_phase_that_costs_it():
-    fast, slow = steps(30, wait_ms=1, reduce_ms=9), steps(30, wait_ms=10)
+    fast = steps(30, wait_ms=1, reduce_ms=9)
+    slow = steps(30, wait_ms=10)
     first, second, third = paces(fast, slow, fast)
     assert not first.is_slow
     assert not third.is_slow
@@ -21,7 +22,8 @@ def test_the_rank_that_comes_last_is_named_with_the_phase_that_costs_it():
 
 def test_ranks_that_take_turns_are_not_slow():
     # Each is 10 ms behind in every second step.
-    one, other = steps(30, wait_ms=0), steps(30, wait_ms=10)
+    one = steps(30, wait_ms=0)
+    other = steps(30, wait_ms=10)
     mixed = [a if number % 2 else b for number, (a, b) in enumerate(zip(one, other, strict=True))]
     inverse = [b if number % 2 else a for number, (a, b) in enumerate(zip(one, other, strict=True))]
     assert not any(pace.is_slow for pace in paces(mixed, inverse))

@@ -42,7 +42,8 @@ def test_the_figures_are_of_the_same_lengths():
 def test_the_dearest_rank_is_that_of_its_definition():
     packs = [[3], *[[1, 1]] * 62, [1], *[[2]] * 64]
     in_turn = dearest(packs, 2, is_dealt=False)
-    tokens, attention = sum(map(sum, packs)) / 64, (9 + 2 * 62 + 1 + 4 * 64) / 64
+    tokens = sum(map(sum, packs)) / 64
+    attention = (9 + 2 * 62 + 1 + 4 * 64) / 64
     assert in_turn.tokens == pytest.approx(5 / tokens)  # of the first rank
     assert in_turn.attention == pytest.approx(11 / attention)
     dealt = dearest(packs, 2, is_dealt=True)  # the dearest with the cheapest: three and one

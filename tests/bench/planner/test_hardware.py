@@ -10,7 +10,8 @@ from fuelrail.pipeline.errors import ConfigError
 
 def test_a_group_across_nodes_has_its_members_ports():
     cluster = load_cluster("8x8-h100")
-    port, inside = 48e9, 370e9
+    port = 48e9
+    inside = 370e9
     assert cluster.num_devices == 64
     assert cluster.bytes_per_s(8) == inside
     assert cluster.bytes_per_s(64) == inside  # eight ports are faster than a ring of NVLink

@@ -71,7 +71,9 @@ def test_against_an_event_by_event_simulation():
 
     draw = np.random.default_rng(9)
     clock = free = 0.0
-    waiting, taken, ends = [], [], []
+    waiting = []
+    taken = []
+    ends = []
     for step in range(4000):
         # The loader begins its next batch when it is done with the last and there is room for one more.
         begun = max(clock, taken[step - 2] if step >= 2 else 0.0)

@@ -96,7 +96,8 @@ def test_sharded_ranks_gather_all_weights_twice_and_reduce_them_once():
 
 
 def test_tensor_parallel_divides_computing_and_reports_its_axis():
-    alone, found = shape("gpt-tiny"), shape("gpt-tiny", 4, rank=3, mesh="dp_shard=2,tp=2")
+    alone = shape("gpt-tiny")
+    found = shape("gpt-tiny", 4, rank=3, mesh="dp_shard=2,tp=2")
     assert found.flop == alone.flop / 2
     assert {one.axis for one in found.collectives} == {"dp_shard", "tp"}
     # Gather and scatter around attention and perceptron of four blocks, forward and backward, and at the ends.
@@ -133,7 +134,13 @@ def test_a_teacher_costs_its_forward_pass():
     assert found.weights_bytes == 4 * sum(p.numel() for p in teacher.parameters()) // 8
     assert peak < found.pass_bytes < 4 * peak
     degrees = Degrees(dp_replicate=8)
-    (alone,) = stages(MODELS["bev-tiny"], ParallelSettings(), degrees, INPUTS, "fp32")
+    (alone,) = stages(
+        MODELS["bev-tiny"],
+        settings=ParallelSettings(),
+        degrees=degrees,
+        inputs=INPUTS,
+        precision="fp32",
+    )
     (beside,) = beside_teacher(asked, degrees, INPUTS, [alone])
     assert beside.flop == alone.flop + found.flop
     assert beside.peak_bytes == alone.peak_bytes + found.weights_bytes + max(
@@ -156,7 +163,8 @@ def test_copies_send_their_gradients():
 
 
 def test_a_sharded_optimiser_sends_the_parameters_that_its_ranks_changed():
-    copies, found = shape("gpt-tiny", 8, strategy="ddp"), shape("gpt-tiny", 8, strategy="zero1")
+    copies = shape("gpt-tiny", 8, strategy="ddp")
+    found = shape("gpt-tiny", 8, strategy="zero1")
     assert found.memory["moments"] == copies.memory["moments"] / 8
     reduced, changed = found.collectives
     assert [reduced] == copies.collectives
@@ -191,10 +199,8 @@ def test_stages_hold_what_the_schedule_leaves_in_flight():
 @pytest.mark.parametrize(("rank", "stage", "in_flight"), [(128, 1, 7), (896, 7, 1)])
 def test_a_rank_of_1024_has_the_blocks_of_its_stage(rank, stage, in_flight):
     settings = ParallelSettings(mesh="pp=8,dp_shard=16,tp=8", micro_batches=8)
-    inputs, few = (
-        Inputs(micro_batch=1, micro_batches=8),
-        msgspec.structs.replace(MODELS["gpt-100b"], depth=16),
-    )
+    inputs = Inputs(micro_batch=1, micro_batches=8)
+    few = msgspec.structs.replace(MODELS["gpt-100b"], depth=16)
     found = shape_of(few, settings, degrees_of(settings, 1024), inputs, rank=rank, precision="bf16")
     assert (found.stage, found.in_flight) == (stage, in_flight)
     if stage == 1:
@@ -224,7 +230,7 @@ def test_a_shape_from_small_runs_is_the_whole_models(world, parallel, rows, coun
     # Runs of two and three blocks stand for stages of four; stages of two are run whole, with other shards.
     gpt = GPT if degrees.pp > 1 else model("gpt-tiny")
     inputs = Inputs(micro_batch=rows, micro_batches=count)
-    found = stages(gpt, parallel, degrees, inputs, "fp32")
+    found = stages(gpt, settings=parallel, degrees=degrees, inputs=inputs, precision="fp32")
     assert len(found) == degrees.pp
     for quick in (found[0], *found[-2:]):
         exact = shape_of(gpt, parallel, degrees, inputs, rank=quick.rank)
@@ -254,20 +260,20 @@ def test_plans_share_runs():
             settings = ParallelSettings(**options)
             stages(
                 GPT,
-                settings,
-                degrees_of(settings, world),
-                Inputs(micro_batch=rows, micro_batches=4),
-                "fp32",
+                settings=settings,
+                degrees=degrees_of(settings, world),
+                inputs=Inputs(micro_batch=rows, micro_batches=4),
+                precision="fp32",
             )
     assert run_rank.cache_info().misses == 2, "of 2 and of 3 blocks"
     for mesh, world in (("dp_shard=8", 8), ("dp_shard=4", 4), ("dp_replicate=2,dp_shard=2", 4)):
         settings = ParallelSettings(mesh=mesh)
         stages(
             GPT,
-            settings,
-            degrees_of(settings, world),
-            Inputs(micro_batch=1, micro_batches=2),
-            "fp32",
+            settings=settings,
+            degrees=degrees_of(settings, world),
+            inputs=Inputs(micro_batch=1, micro_batches=2),
+            precision="fp32",
         )
     assert run_rank.cache_info().misses == 4
 

@@ -30,10 +30,20 @@ def test_state_is_sixteen_bytes_a_parameter_divided_by_the_shards():
 
 def test_a_hundred_billion_parameters_fit_on_enough_gpus():
     check_memory(
-        "gpt-100b", ParallelSettings(), Degrees(dp_shard=64), "bf16", 80 * 2**30, alone=True
+        "gpt-100b",
+        settings=ParallelSettings(),
+        degrees=Degrees(dp_shard=64),
+        precision="bf16",
+        available=80 * 2**30,
+        alone=True,
     )
     check_memory(
-        "gpt-100b", ParallelSettings(), Degrees(pp=8, tp=8), "bf16", 80 * 2**30, alone=True
+        "gpt-100b",
+        settings=ParallelSettings(),
+        degrees=Degrees(pp=8, tp=8),
+        precision="bf16",
+        available=80 * 2**30,
+        alone=True,
     )
 
 
@@ -42,7 +52,8 @@ def test_zero2_holds_its_shards_beside_what_it_gathered():
     size = MODELS["gpt2"]
     parameters = least_bytes(size, ParallelSettings(), Degrees(), "fp32") / 16
     for ranks, precision, copy in ((2, "fp32", 4), (8, "fp32", 4), (8, "bf16", 2)):
-        settings, degrees = ParallelSettings(strategy="zero2"), Degrees(dp_shard=ranks)
+        settings = ParallelSettings(strategy="zero2")
+        degrees = Degrees(dp_shard=ranks)
         assert state_bytes(size, settings, degrees, precision) == parameters * (copy + 16 / ranks)
 
 
@@ -50,11 +61,42 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would():
     with pytest.raises(
         ConfigError, match=r"at least 2\.4 GiB .* fit with dp_shard=2 or model gpt-tiny"
     ):
-        check_memory("gpt2", ParallelSettings(), Degrees(), "fp32", 2**31, alone=True)
+        check_memory(
+            "gpt2",
+            settings=ParallelSettings(),
+            degrees=Degrees(),
+            precision="fp32",
+            available=2**31,
+            alone=True,
+        )
     with pytest.raises(ConfigError, match="no degree of sharding makes it fit here"):
-        check_memory("gpt-tiny", ParallelSettings(), Degrees(), "fp32", 1000, alone=False)
-    check_memory("gpt2", ParallelSettings(), Degrees(), "fp32", 2**32, alone=True)
-    offloaded, shards = ParallelSettings(offload=True), Degrees(dp_shard=2)
-    check_memory("gpt2", offloaded, shards, "fp32", 2**30, alone=True)
+        check_memory(
+            "gpt-tiny",
+            settings=ParallelSettings(),
+            degrees=Degrees(),
+            precision="fp32",
+            available=1000,
+            alone=False,
+        )
+    check_memory(
+        "gpt2",
+        settings=ParallelSettings(),
+        degrees=Degrees(),
+        precision="fp32",
+        available=2**32,
+        alone=True,
+    )
+    offloaded = ParallelSettings(offload=True)
+    shards = Degrees(dp_shard=2)
+    check_memory(
+        "gpt2", settings=offloaded, degrees=shards, precision="fp32", available=2**30, alone=True
+    )
     with pytest.raises(ConfigError, match=r"at least 1\.3 GiB"):  # offloaded to the same memory
-        check_memory("gpt2", offloaded, shards, "fp32", 2**30, alone=False)
+        check_memory(
+            "gpt2",
+            settings=offloaded,
+            degrees=shards,
+            precision="fp32",
+            available=2**30,
+            alone=False,
+        )

@@ -51,7 +51,8 @@ def test_parts_add_up():
 def test_every_message_takes_the_links_latency():
     """Of layers and stages as of gradients: 3,872 gathers at 20 us are 77 ms, however small they are."""
     cluster = load_cluster("8x8-h100")
-    inside, between = 20e-6, 50e-6
+    inside = 20e-6
+    between = 50e-6
     work = StepWork(
         flop=0.0,
         activation_bytes=0.0,
@@ -123,12 +124,30 @@ def test_a_sharded_optimiser_takes_longer_than_copies_by_the_parameters_it_sends
     """A ring passes each of 4 bytes of a billion parameters on once, at eight ports of 48 GB/s below NVLink's rate."""
     copies = ("all_reduce", "dp_replicate", 64, 1, 4 * 10**9)
     sent = ("broadcast", "dp_replicate", 64, 300, 4 * 10**9)
-    degrees, size, blocks = Degrees(dp_replicate=64), 9 * 10**12, 24
+    degrees = Degrees(dp_replicate=64)
+    size = 9 * 10**12
+    blocks = 24
     ddp = seconds(
-        traffic_of(ParallelSettings(), degrees, shape(degrees, [copies]), size, 0, blocks)
+        traffic_of(
+            ParallelSettings(),
+            degrees=degrees,
+            shape=shape(degrees, [copies]),
+            flop=size,
+            teacher_flop=0,
+            blocks=blocks,
+        )
     )
     settings = ParallelSettings(strategy="zero1")
-    zero1 = seconds(traffic_of(settings, degrees, shape(degrees, [copies, sent]), size, 0, blocks))
+    zero1 = seconds(
+        traffic_of(
+            settings,
+            degrees=degrees,
+            shape=shape(degrees, [copies, sent]),
+            flop=size,
+            teacher_flop=0,
+            blocks=blocks,
+        )
+    )
     more = 4e9 / min(8 * 48e9, 370e9) + 300 * 50e-6
     assert zero1[0] - ddp[0] == pytest.approx(more)
     assert zero1[1] - ddp[1] == pytest.approx(more), "nothing is left to hide behind"
@@ -136,7 +155,8 @@ def test_a_sharded_optimiser_takes_longer_than_copies_by_the_parameters_it_sends
 
 def test_each_axis_of_hybrid_shards_has_its_own_link():
     """Shards within a node send over NVLink; copies across nodes send a shard's gradients through one port each."""
-    degrees, whole = Degrees(dp_replicate=8, dp_shard=8), 4 * 10**9
+    degrees = Degrees(dp_replicate=8, dp_shard=8)
+    whole = 4 * 10**9
     sent = [
         ("all_gather", "dp_shard", 8, 200, 8 * whole),
         ("reduce_scatter", "dp_shard", 8, 25, whole),
@@ -144,7 +164,14 @@ def test_each_axis_of_hybrid_shards_has_its_own_link():
     ]
     ahead = [("all_gather", "dp_shard", 8, 100, 4 * whole)]
     parts = list(
-        traffic_of(ParallelSettings(), degrees, shape(degrees, sent, ahead), 9 * 10**12, 0, 24)
+        traffic_of(
+            ParallelSettings(),
+            degrees=degrees,
+            shape=shape(degrees, sent, ahead),
+            flop=9 * 10**12,
+            teacher_flop=0,
+            blocks=24,
+        )
     )
     total, exposed = seconds(parts)
     inside = 9 * whole * 7 / 8 / 370e9 + 225 * 20e-6
@@ -154,7 +181,14 @@ def test_each_axis_of_hybrid_shards_has_its_own_link():
     ahead = [("all_gather", "dp_shard", 64, 100, 4 * whole)]
     degrees = Degrees(dp_shard=64)
     one, _ = seconds(
-        traffic_of(ParallelSettings(), degrees, shape(degrees, flat, ahead), 9 * 10**12, 0, 24)
+        traffic_of(
+            ParallelSettings(),
+            degrees=degrees,
+            shape=shape(degrees, flat, ahead),
+            flop=9 * 10**12,
+            teacher_flop=0,
+            blocks=24,
+        )
     )
     assert one == pytest.approx(9 * whole * 63 / 64 / 370e9 + 225 * 50e-6)
 
@@ -162,16 +196,28 @@ def test_each_axis_of_hybrid_shards_has_its_own_link():
 @pytest.mark.parametrize("stages", [1, 4])
 def test_sharded_traffic_hides_as_far_as_something_is_computed_meanwhile(stages):
     """However fast the link: of each pass one block of 24, and what is in none, computes beside nothing."""
-    degrees, whole, count = Degrees(pp=stages, dp_shard=8), 4 * 10**9, 4
+    degrees = Degrees(pp=stages, dp_shard=8)
+    whole = 4 * 10**9
+    count = 4
     sent = [
         ("all_gather", "dp_shard", 8, 200, 8 * whole),
         ("reduce_scatter", "dp_shard", 8, 25, whole),
     ]
     ahead = [("all_gather", "dp_shard", 8, 100, 4 * whole)]
     made = shape(degrees, sent, ahead)
-    parts = list(traffic_of(ParallelSettings(), degrees, made, made.flop, 0, 24))
+    parts = list(
+        traffic_of(
+            ParallelSettings(),
+            degrees=degrees,
+            shape=made,
+            flop=made.flop,
+            teacher_flop=0,
+            blocks=24,
+        )
+    )
     total, exposed = seconds(parts, flop=1e30)  # computing lasts for ever
-    rate, latency = 370e9, 20e-6
+    rate = 370e9
+    latency = 20e-6
     gather, reduce = (
         size * 7 / 8 / rate + number * latency for number, size in ((25, whole), (25, whole))
     )
@@ -213,7 +259,8 @@ def test_attention_stays_in_16_bits():
 
 
 def test_a_fit_finds_what_made_its_steps_and_says_what_they_do_not_determine():
-    cluster, truth = load_cluster("1x8-h100"), Efficiency(products=0.35, passes=20)
+    cluster = load_cluster("1x8-h100")
+    truth = Efficiency(products=0.35, passes=20)
     works = [StepWork(flop=1e14, activation_bytes=1e10), StepWork(flop=1e13, activation_bytes=1e11)]
     cases = [
         (work, cluster, "bf16", step_time(work, cluster, "bf16", truth).total) for work in works

@@ -111,7 +111,8 @@ def readme() -> Iterator[str]:
 
 
 def compared() -> Iterator[str]:
-    report, (rates, times, _) = load_compare_report(RESULTS / "compare.json"), loaders()
+    report = load_compare_report(RESULTS / "compare.json")
+    (rates, times, _) = loaders()
     yield markdown_table(HEADER, list(rows(report)))
     yield from (f"> {warning}" for warning in report.warnings)
     for fast, cited in (("grain:thr-cv2fast", "grain:thr-sjfast"), ("wds:cv2fast", "wds:sjfast")):
@@ -195,7 +196,8 @@ def sharded() -> Iterator[str]:
     assert [case.num_frames for case in CASES.values()] == [480, 340, 1440, 480]
     with_digests = ("floor: with SHA-256", "floor: with SHA-256 and XXH3")
     found = [ratios_to(floor, ("webdataset.ShardWriter",)) for floor in with_digests]
-    low, high = min(found)[0], max(high for _, high in found)
+    low = min(found)[0]
+    high = max(high for _, high in found)
     yield f"It is {low:.1f} to {high:.1f} times one `webdataset.ShardWriter`"
     yield "are {:.1f} to {:.1f} times it".format(
         *ratios_to("floor: reading and writing alone", ("webdataset.ShardWriter",))
@@ -214,10 +216,8 @@ def sharding_page() -> Iterator[str]:
     def ranged(words: str, low: float, high: float, joined: str = "to") -> str:
         return f"| {words} | {low:.2f} {joined} {high:.2f} times |"
 
-    full, (with_low, with_high) = (
-        ratios_to(OWN, ("GNU tar",), (cameras, long)),
-        ratios_to(OWN, ("GNU tar",), (lidar,)),
-    )
+    full = ratios_to(OWN, ("GNU tar",), (cameras, long))
+    (with_low, with_high) = ratios_to(OWN, ("GNU tar",), (lidar,))
     row = ranged("GNU tar, tables as full as those of nuScenes", *full)
     yield row[:-2] + f" (with lidar {with_low:.2f} and {with_high:.2f}) |"
     yield ranged("GNU tar, lean tables", *ratios_to(OWN, ("GNU tar",), (lean,)), "and")
@@ -246,7 +246,8 @@ def sharding_page() -> Iterator[str]:
     yield "Reading, writing and digests alone run at {:.2f} to {:.2f} times the rate of GNU tar".format(
         *floor
     )
-    report, (_, _, figures) = result("sharding"), loaders()
+    report = result("sharding")
+    (_, _, figures) = loaders()
     each_ms = [1e3 * report["num_cpus"] / one["images_per_s"] for one in report["restart"].values()]
     yield f"it takes {min(each_ms):.0f} to {max(each_ms):.0f} ms of a core for each image"
     yield "loads {} times as fast (95 % interval {}".format(*restart_over(None).split("|"))
@@ -263,7 +264,8 @@ def recipes() -> Iterator[str]:
 
 def clusters() -> Iterator[str]:
     """Cluster files and the plans made of them: what one CPU decodes is half of what two do."""
-    rate, cpus = loaders()[0]["fuelrail:turbo"], result("compare")["machine"]["num_cpus"]
+    rate = loaders()[0]["fuelrail:turbo"]
+    cpus = result("compare")["machine"]["num_cpus"]
     yield f"fuelrail:turbo: {rate:.0f} images/s of 1600x900 to 704x256 on {cpus:.0f} CPUs"
     yield f"images_per_cpu_s: {{value: {int(rate / cpus)}, "
     yield from (

@@ -44,7 +44,8 @@ def test_a_killed_run_continues_under_another_strategy(words, tiny_dataset, tmp_
     with pytest.raises(AssertionError, match="ranks ended with"):
         run(example, tmp_path / "cut", "fsdp2", last=4)  # the second save has waited for the first
     rest = run(example, tmp_path / "cut", "ddp")
-    expected, found = losses(whole), losses(rest)
+    expected = losses(whole)
+    found = losses(rest)
     assert sorted(expected) == list(range(6)) and sorted(found) in ([2, 3, 4, 5], [4, 5])
     assert all(loss == pytest.approx(expected[step], rel=2e-6) for step, loss in found.items())
 
@@ -60,7 +61,8 @@ def test_the_detector_finds_boxes_of_perfect_maps_and_the_devkit_says_so(monkeyp
     )
     labels = [torch.tensor([0, 1]), torch.tensor([], dtype=torch.long)]
     batch = {"gt_boxes_3d": [true, true[:0]], "gt_labels_3d": labels}
-    heat, box = torch.full((2, 2, 16, 16), -9.0), torch.zeros(2, 8, 16, 16)
+    heat = torch.full((2, 2, 16, 16), -9.0)
+    box = torch.zeros(2, 8, 16, 16)
     for label, one in enumerate(true):
         x, y = (((one[:2] / 51.2 + 1) * 8).long()).tolist()
         heat[0, label, x, y] = 9
@@ -68,7 +70,8 @@ def test_the_detector_finds_boxes_of_perfect_maps_and_the_devkit_says_so(monkeyp
         box[0, :, x, y] = torch.cat(
             (offset, one[2:3], one[3:6].log(), torch.stack((one[6].sin(), one[6].cos())))
         )
-    perfect, wrong = model.losses(heat, box, batch), model.losses(-heat, box, batch)
+    perfect = model.losses(heat, box, batch)
+    wrong = model.losses(-heat, box, batch)
     assert float(perfect["box"]) < 1e-6 and float(perfect["heat"]) < 0.1 < float(wrong["heat"])
     found = model.decode(heat, box)
     assert torch.allclose(found[0][:2][found[0][:2, 8].argsort(), :7], true, atol=1e-4)

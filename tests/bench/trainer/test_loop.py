@@ -26,7 +26,8 @@ class Slow(nn.Module):
     def __init__(self, clock, forward_ms=0.0):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.clock, self.forward_ms = clock, forward_ms
+        self.clock = clock
+        self.forward_ms = forward_ms
 
     def forward(self, img, cam_valid, intrinsics, cam2ego, target, weight):
         self.clock.pass_ms(self.forward_ms)
@@ -34,7 +35,8 @@ class Slow(nn.Module):
 
 
 def parallel(model):
-    optimiser, inputs = torch.optim.AdamW(model.parameters()), BevOccupancy(MODELS["light"]).inputs
+    optimiser = torch.optim.AdamW(model.parameters())
+    inputs = BevOccupancy(MODELS["light"]).inputs
     return Parallel(
         [model], optimiser, inputs, accelerator=EmulatedAccelerator(PROFILE, model.clock)
     )
@@ -114,7 +116,8 @@ def test_accumulation_joins_batches_and_leaves_out_a_rest():
 
 def test_accumulated_gradients_are_the_mean():
     clock = HandClock()
-    joined, single = Slow(clock), Slow(clock)
+    joined = Slow(clock)
+    single = Slow(clock)
     batches = [batch(0), batch(0)]
     list(train(parallel(joined), batches, clock, accumulation=2))
     list(train(parallel(single), batches[:1], clock))

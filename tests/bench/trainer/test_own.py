@@ -30,7 +30,8 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.words = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
         self.head.weight = self.words.weight
 
 
@@ -120,7 +121,10 @@ def test_accumulated_batches_are_one_larger_batch():
 
 def run(dataset, place, steps):
     """Train to a number of steps; returns losses by step, logged values, and what the evaluations returned."""
-    parallel, found, logged, scores = divided(), {}, {}, []
+    parallel = divided()
+    found = {}
+    logged = {}
+    scores = []
 
     def note(record, losses):
         found[record.step] = losses | {"draw": random.random() + np.random.rand()}
@@ -243,7 +247,8 @@ def test_a_student_learns_from_pairs_of_layers_of_another_module():
 
 
 def test_weights_come_and_go_as_safetensors_with_a_report(tmp_path):
-    parallel, place = divided(seed=1), tmp_path / "weights.safetensors"
+    parallel = divided(seed=1)
+    place = tmp_path / "weights.safetensors"
     fr.save_weights(parallel, place)
     saved = load_file(place)  # safetensors' own
     assert saved.keys() == parallel.models[0].state_dict().keys()
@@ -290,7 +295,8 @@ def test_losses_of_float64_are_not_rounded():
     parallel = fr.parallelise(
         Thirds(2, 1, dtype=torch.float64), optimiser=partial(torch.optim.SGD, lr=1.0)
     )
-    bias, batch = parallel.models[0].bias.detach().clone(), torch.ones(1, 2, dtype=torch.float64)
+    bias = parallel.models[0].bias.detach().clone()
+    batch = torch.ones(1, 2, dtype=torch.float64)
     assert parallel.step([batch] * 3).dtype == torch.float64
     assert torch.allclose(
         parallel.models[0].bias, bias - 2, rtol=0, atol=1e-14

@@ -12,7 +12,8 @@ loader = fr.DataLoader("dataset", batch_size=2, shuffle=True, drop_last=True, tr
 model, optimiser, loader = accelerator.prepare(model, optimiser, loader)
 for _ in range(2):
     for batch in loader:
-        images, labels = batch["img"][:, 0], batch["sign"]
+        images = batch["img"][:, 0]
+        labels = batch["sign"]
         loss = model(images, labels)
         accelerator.backward(loss)
         optimiser.step()

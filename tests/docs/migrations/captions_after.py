@@ -9,7 +9,8 @@ transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48), select=["
 loader = fr.DataLoader("dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms)
 for _ in range(2):
     for batch in loader:
-        images, captions = batch["img"][:, 0], batch["txt"]
+        images = batch["img"][:, 0]
+        captions = batch["txt"]
         loss = model(images, captions)
         loss.backward()
         optimiser.step()

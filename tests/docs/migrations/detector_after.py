@@ -9,7 +9,8 @@ transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48), select=["
 loader = fr.DataLoader("dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms)
 for _ in range(2):
     for batch in loader:
-        images, found = batch["img"][:, 0], batch["boxes2d_image_2"]
+        images = batch["img"][:, 0]
+        found = batch["boxes2d_image_2"]
         boxes = zip(found["label"], found["box"], strict=True)
         labels = [
             [(int(label), *box.tolist()) for label, box in zip(*one, strict=True)] for one in boxes

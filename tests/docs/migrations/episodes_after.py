@@ -12,7 +12,8 @@ loader = fr.DataLoader(
 )
 for _ in range(2):
     for batch in loader:
-        images, actions = batch["img"][:, 0, 0], batch["action"]
+        images = batch["img"][:, 0, 0]
+        actions = batch["action"]
         loss = model(images, actions)
         loss.backward()
         optimiser.step()

@@ -17,7 +17,8 @@ class Classifier(pl.LightningModule):
         )
 
     def training_step(self, batch):
-        images, labels = batch["img"][:, 0], batch["sign"]
+        images = batch["img"][:, 0]
+        labels = batch["sign"]
         return self.model(images, labels)
 
     def configure_optimizers(self):

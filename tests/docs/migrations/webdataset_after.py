@@ -9,7 +9,8 @@ transforms = fr.Transforms(image=fr.ImageAugment(height=32, width=48))
 loader = fr.DataLoader("dataset", batch_size=2, shuffle=True, drop_last=True, transforms=transforms)
 for _ in range(2):
     for batch in loader:
-        images, labels = batch["img"][:, 0], batch["cls"]
+        images = batch["img"][:, 0]
+        labels = batch["cls"]
         loss = model(images, labels)
         loss.backward()
         optimiser.step()

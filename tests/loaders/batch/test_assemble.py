@@ -37,7 +37,15 @@ TOP = LidarEntry(
 def make_sample(number: int, *, labelled: bool = True, lidars: int = 1) -> Sample:
     rng = np.random.default_rng(number)
     raw = _sample(
-        rng, number, f"clip-0-{number:06d}", "train", SIZE, frozenset(), False, ("none", []), None
+        rng,
+        row=number,
+        key=f"clip-0-{number:06d}",
+        split="train",
+        size=SIZE,
+        missing=frozenset(),
+        labelled=False,
+        lens=("none", []),
+        back_size=None,
     )
     geometry = make_geometry(rng, *SIZE, 10**18 + number, (1, number % 2))
     turn = rigid(np.array([1.0, 0.02, -0.01, 0.1]), np.array([0.1, 0.2, 0.0]))
@@ -49,10 +57,20 @@ def make_sample(number: int, *, labelled: bool = True, lidars: int = 1) -> Sampl
     )
     points = {LIDAR: np.full((3 + number, 5), number, np.float32)} if lidars else {}
     boxes = make_boxes(rng, number) if labelled else None
-    return Sample(f"clip-0-{number:06d}", decode_meta(raw[META]), geometry, boxes, {}, points, {})
+    return Sample(
+        key=f"clip-0-{number:06d}",
+        meta=decode_meta(raw[META]),
+        geometry=geometry,
+        boxes=boxes,
+        images={},
+        points=points,
+        extra={},
+    )
 
 
-SOURCE = Source(None, None, 0, 0, None, None, None)
+SOURCE = Source(
+    name=None, dataset=None, first_row=0, base=0, storage=None, reader=None, attributes=None
+)
 
 
 def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[Parsed]:
@@ -63,19 +81,19 @@ def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[Par
     slot = BatchSlot(2, 5, images.reshape(len(samples), len(CAMERAS), 3, OUT[1], OUT[0]), flags)
     return [
         Parsed(
-            Task(
-                slot,
-                at,
-                SOURCE,
-                (FrameTask(100 + at, True, None, None),),
-                0,
-                valid is None or valid[at],
-                at,
+            task=Task(
+                slot=slot,
+                at=at,
+                source=SOURCE,
+                frames=(FrameTask(100 + at, True, None, None),),
+                current=0,
+                valid=valid is None or valid[at],
+                position=at,
             ),
-            (sample,),
-            (AUGMENT.draw(sample.geometry.img_wh.tolist(), seed=1, epoch=2, sample=100 + at),),
-            (),
-            IDENTITY,
+            samples=(sample,),
+            maps=(AUGMENT.draw(sample.geometry.img_wh.tolist(), seed=1, epoch=2, sample=100 + at),),
+            changes=(),
+            bev=IDENTITY,
         )
         for at, sample in enumerate(samples)
     ]
@@ -152,7 +170,8 @@ def test_images_are_the_slots_buffer_not_a_copy() -> None:
 @pytest.mark.parametrize("camera", range(len(CAMERAS)))
 def test_a_point_goes_the_long_way_to_its_output_pixel(at, camera) -> None:
     """ego, global, ego at the exposure, camera, stored pixel, output pixel: one step after the other, in float64."""
-    geometry, image_map = ENTRIES[at].sample.geometry, ENTRIES[at].maps[0][camera]
+    geometry = ENTRIES[at].sample.geometry
+    image_map = ENTRIES[at].maps[0][camera]
     for point in ([12.0, 1.0, 0.5, 1.0], [-9.0, -2.0, 1.0, 1.0], [30.0, 7.0, 2.0, 1.0]):
         in_ego_then = np.linalg.solve(geometry.cam_ego2global[camera], geometry.ego2global @ point)
         in_camera = np.linalg.solve(geometry.cam2ego[camera], in_ego_then)
@@ -179,10 +198,8 @@ def test_the_lidar_is_seen_through_its_own_pose(at) -> None:
     )
     np.testing.assert_allclose(BATCH["lidar2ego"][at].numpy() @ point, in_ego, atol=1e-4)
     for camera in range(len(CAMERAS)):
-        found, expected = (
-            BATCH["lidar2img"][at, camera].numpy() @ point,
-            BATCH["ego2img"][at, camera].numpy() @ in_ego,
-        )
+        found = BATCH["lidar2img"][at, camera].numpy() @ point
+        expected = BATCH["ego2img"][at, camera].numpy() @ in_ego
         np.testing.assert_allclose(found[:2] / found[2], expected[:2] / expected[2], atol=5e-3)
 
 

@@ -30,7 +30,8 @@ def test_a_read_on_another_stream_needs_an_edge(cuda):
 )
 def test_every_kind_of_edge_is_one(cuda, edge):
     tensor = torch.zeros(4, device=DEVICE)
-    made_on, reader = torch.cuda.current_stream(DEVICE), torch.cuda.Stream(DEVICE)
+    made_on = torch.cuda.current_stream(DEVICE)
+    reader = torch.cuda.Stream(DEVICE)
     if edge == "wait_stream":
         reader.wait_stream(made_on)
     elif edge == "wait_event":
@@ -62,7 +63,8 @@ def test_an_event_says_nothing_of_what_is_queued_after_it(cuda):
 
 
 def test_a_write_needs_an_edge_to_the_reads(cuda):
-    tensor, reader = torch.zeros(4, device=DEVICE), torch.cuda.Stream(DEVICE)
+    tensor = torch.zeros(4, device=DEVICE)
+    reader = torch.cuda.Stream(DEVICE)
     reader.wait_stream(torch.cuda.current_stream(DEVICE))
     with torch.cuda.stream(reader):
         tensor.sum()
@@ -72,7 +74,8 @@ def test_a_write_needs_an_edge_to_the_reads(cuda):
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_memory_that_is_freed_under_a_reader_is_found(cuda, recorded):
-    tensor, reader = torch.zeros(4, device=DEVICE), torch.cuda.Stream(DEVICE)
+    tensor = torch.zeros(4, device=DEVICE)
+    reader = torch.cuda.Stream(DEVICE)
     reader.wait_stream(torch.cuda.current_stream(DEVICE))
     with torch.cuda.stream(reader):
         tensor.sum()

@@ -83,7 +83,8 @@ def test_settings() -> None:
         Normalize(std=(1.0, 0.0, 1.0))
 
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 @pytest.mark.parametrize(

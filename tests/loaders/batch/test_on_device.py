@@ -41,7 +41,8 @@ def test_leaving_out_the_decoding_takes_the_decoders_memory(dataset, cuda) -> No
 def test_the_users_functions_run_on_streams_of_their_own_and_are_waited_for(
     dataset, cuda, decoder, monkeypatch
 ):
-    used, waited = [], set()
+    used = []
+    waited = set()
     record = FakeEvent.record
     monkeypatch.setattr(
         FakeEvent,

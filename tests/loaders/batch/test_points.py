@@ -63,7 +63,8 @@ def test_clouds_are_the_devkits(made, dataset, num_sweeps: int, min_distance_m: 
     ours = clouds(dataset, PointSweeps(num_sweeps=num_sweeps, min_distance_m=min_distance_m))
     num_compared = 0
     for scene in nusc.scene:
-        token, frame = scene["first_sample_token"], 0
+        token = scene["first_sample_token"]
+        frame = 0
         while token:
             record = nusc.get("sample", token)
             stored = min(
@@ -78,7 +79,8 @@ def test_clouds_are_the_devkits(made, dataset, num_sweeps: int, min_distance_m: 
             np.testing.assert_array_equal(found[:, 3], cloud.points[3])
             np.testing.assert_allclose(found[:, 4], lag_s[0], atol=1e-6)
             num_compared += len(np.unique(lag_s))
-            token, frame = record["next"], frame + 1
+            token = record["next"]
+            frame = frame + 1
     assert num_compared >= 5 * min(num_sweeps, 2) - 2
 
 
@@ -110,7 +112,8 @@ def test_windows_of_accumulated_sweeps_in_an_augmented_ego_frame(dataset, choose
         key2global = reader.sample(int(batch["global_index"])).geometry.ego2global
         for t, row in enumerate(batch["frame_global_index"][0].tolist()):
             sample = reader.sample(row)
-            geometry, earlier = sample.geometry, sample.sweeps.get("lidar_top")
+            geometry = sample.geometry
+            earlier = sample.sweeps.get("lidar_top")
             lidar2global = geometry.lidar_ego2global[0] @ geometry.lidar2ego[0]
             lidar2ego = np.linalg.solve(geometry.ego2global, lidar2global)
             parts = [(sample.points["lidar_top"], np.eye(4), 0.0)]
@@ -169,7 +172,8 @@ def test_a_sample_without_earlier_sweeps_may_repeat_its_own(dataset) -> None:
 
 
 def test_without_accumulation_points_are_the_own_sweep(dataset) -> None:
-    own, one = clouds(dataset, True), clouds(dataset, PointSweeps(num_sweeps=1))
+    own = clouds(dataset, True)
+    one = clouds(dataset, PointSweeps(num_sweeps=1))
     for key in own:
         np.testing.assert_array_equal(own[key][:, :4], one[key][:, :4])
         assert own[key][:, 4].any()  # rings
@@ -182,10 +186,10 @@ def test_the_dataset_is_sound_and_can_be_made_again(dataset, tmp_path) -> None:
         out = tmp_path / str(points)
         shard(
             SourceSpec("fuelrail", str(dataset), {"points": points}),
-            out,
-            make_recipe(seed=7),
-            1,
-            Quiet(),
+            out=out,
+            recipe=make_recipe(seed=7),
+            num_workers=1,
+            progress=Quiet(),
         )
         if points:
             again, before = (clouds(folder, PointSweeps(num_sweeps=3)) for folder in (out, dataset))

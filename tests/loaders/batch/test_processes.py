@@ -90,7 +90,8 @@ def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_worker(tiny):
                 next(iter(loader))
             return caught.value
 
-    there, here = error_of(1, "process"), error_of(1, "thread")
+    there = error_of(1, "process")
+    here = error_of(1, "thread")
     assert str(there) == str(here)
     assert "ValueError: no clip-0000-000001" in str(there)
     assert "support/transforms.py" in str(there)

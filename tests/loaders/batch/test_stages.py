@@ -62,7 +62,9 @@ def test_batches_are_those_of_decoding_one_by_one(dataset, drop_last: bool, wind
 def test_on_a_device_three_lanes_take_batches_in_turns(
     dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together, calls = threading.Barrier(3), itertools.count()  # broken where there are fewer lanes
+    # broken where there are fewer lanes
+    together = threading.Barrier(3)
+    calls = itertools.count()
 
     class Elsewhere(BatchedTurbo):
         """Says that it is on another device; its memory is the host's."""
@@ -153,10 +155,8 @@ def test_pixels_on_a_device_are_refused() -> None:
 )
 def test_dali_decodes_into_the_memory_of_the_gpu(dataset) -> None:
     options = {"pixels": PixelAugment(), "points": True}
-    host, device = (
-        decoded(dataset, "dali", **options),
-        decoded(dataset, "dali", device="cuda", **options),
-    )
+    host = decoded(dataset, "dali", **options)
+    device = decoded(dataset, "dali", device="cuda", **options)
     for a, b in zip(host, device, strict=True):
         assert a["sample_key"] == b["sample_key"]
         assert b["img"].device.type == "cuda"

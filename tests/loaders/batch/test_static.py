@@ -113,7 +113,8 @@ def test_what_has_no_fixed_shape_is_refused() -> None:
 
 
 def test_tokens_of_packs_come_at_fixed_places_from_an_arena_too() -> None:
-    fixed, places = FixedBuffers(1), set()
+    fixed = FixedBuffers(1)
+    places = set()
     for number in range(2):
         made = Packed._make((torch.arange(6) + number, torch.tensor([0, 2 + number, 6])))
         block = pack_block(list(made), pageable)

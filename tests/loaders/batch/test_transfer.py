@@ -75,7 +75,8 @@ def test_a_batch_on_cuda_is_equal_and_its_number_is_checked():
 
 
 def test_a_transfer_keeps_the_device_that_was_current_when_it_was_made(monkeypatch):
-    current, recorded = [1], []
+    current = [1]
+    recorded = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])

@@ -78,7 +78,8 @@ def outcome(results: dict[str, np.ndarray | str]) -> str:
 def test_every_file_has_its_stated_outcome(corpus: str) -> None:
     stated = json.loads(Path(__file__).with_name("corpus_outcomes.json").read_text())[corpus]
     decoders = {backend: make_decoder(backend) for backend in ("turbo", "pillow")}
-    root, found = shared_data(corpus), {}
+    root = shared_data(corpus)
+    found = {}
     for file in pictures(corpus):
         encoded = file.read_bytes()
         results = {
@@ -96,11 +97,13 @@ def test_every_file_has_its_stated_outcome(corpus: str) -> None:
 
 @pytest.mark.parametrize("corpus", CORPORA)
 def test_backends_agree_on_what_both_take(corpus: str) -> None:
-    turbo, pillow = make_decoder("turbo"), make_decoder("pillow")
+    turbo = make_decoder("turbo")
+    pillow = make_decoder("pillow")
     taken = 0
     for file in pictures(corpus):
         encoded = file.read_bytes()
-        a, b = decode_or_refuse(turbo, encoded), decode_or_refuse(pillow, encoded)
+        a = decode_or_refuse(turbo, encoded)
+        b = decode_or_refuse(pillow, encoded)
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
             taken += 1
             assert np.abs(a.astype(int) - b).max() <= 3, file.name

@@ -85,10 +85,9 @@ def test_the_graph_of_a_gpu_decodes_whole_images_by_hardware(
 
 @pytest.mark.parametrize("name", ALL_MAPS)
 def test_both_graphs_agree(name: str, as_on_gpu: Callable[..., dali.DaliDecoder]) -> None:
-    image_map, interpolation = (
-        ALL_MAPS[name],
-        ("bicubic", "bilinear")[[*ALL_MAPS].index(name) % 2],
-    )  # the suite's other
+    # the suite's other
+    image_map = ALL_MAPS[name]
+    interpolation = ("bicubic", "bilinear")[[*ALL_MAPS].index(name) % 2]
     width, height = image_map.out_wh
     pictures = []
     for decoder in (make_decoder("dali"), as_on_gpu()):

@@ -58,7 +58,13 @@ def test_errors_about_images_are_known_and_no_others_are() -> None:
     ],
 )
 def test_a_failure_is_one_sentence_that_says_what_to_do(text, expected, monkeypatch) -> None:
-    found = InstalledDali("nvidia-dali-cuda130", "2.4.0", [], "13.3.2.43", "0.9.0.20")
+    found = InstalledDali(
+        package="nvidia-dali-cuda130",
+        version="2.4.0",
+        missing=[],
+        nvjpeg="13.3.2.43",
+        nvimgcodec="0.9.0.20",
+    )
     monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
     monkeypatch.setattr(dali_install, "driver_version", lambda: "570.10")
     message = explain_failure(text)
@@ -83,7 +89,13 @@ def test_versions_below_the_floor_are_a_problem() -> None:
         ("2.2.0", True),
         ("2.10", True),
     ):
-        found = InstalledDali("nvidia-dali-cuda120", version, [], "12.4.0.76", "0.8.0")
+        found = InstalledDali(
+            package="nvidia-dali-cuda120",
+            version=version,
+            missing=[],
+            nvjpeg="12.4.0.76",
+            nvimgcodec="0.8.0",
+        )
         assert (found.problem == "") == is_usable, version
 
 

@@ -103,7 +103,8 @@ def test_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.MonkeyPat
     runs = Runs(monkeypatch, lambda fed: None)
     encoded, maps = batch(6, EVALUATION)
     damaged = encode(natural(320, 180))[:-300]
-    files, shown = [*encoded, damaged] * 2, [*maps, maps[0]] * 2
+    files = [*encoded, damaged] * 2
+    shown = [*maps, maps[0]] * 2
     out = empty(14)
     errors = make_decoder("dali").decode_batch(files, shown, out)
     assert runs.sizes == [6]
@@ -305,7 +306,13 @@ print("built", len(decoder._local.state.pipelines))
 
 
 def test_a_dali_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = InstalledDali("nvidia-dali-cuda120", "2.1.1", [], "12.4.0.76", "0.7.0")
+    found = InstalledDali(
+        package="nvidia-dali-cuda120",
+        version="2.1.1",
+        missing=[],
+        nvjpeg="12.4.0.76",
+        nvimgcodec="0.7.0",
+    )
     monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
     with pytest.raises(
         ConfigError,

@@ -43,14 +43,17 @@ DALI_PAIRS = [pytest.param(("dali", other), marks=needs_dali) for other in ("tur
 def project(lens: Lens, rectified: np.ndarray) -> np.ndarray:
     """Rectified pixels (n, 2) to stored ones, by OpenCV's projection of the rays that they see."""
     rays = np.c_[rectified, np.ones(len(rectified))] @ np.linalg.inv(np.array(lens.rectified)).T
-    camera, dist, zero = np.array(lens.stored), np.array(lens.coefficients), np.zeros(3)
+    camera = np.array(lens.stored)
+    dist = np.array(lens.coefficients)
+    zero = np.zeros(3)
     if lens.kind == "fisheye":
         return cv2.fisheye.projectPoints(rays[None], zero, zero, camera, dist)[0][0]
     return cv2.projectPoints(rays, zero, zero, camera, dist)[0][:, 0]
 
 
 def straightened(lens: Lens, picture: np.ndarray) -> np.ndarray:
-    camera, dist = np.array(lens.stored), np.array(lens.coefficients)
+    camera = np.array(lens.stored)
+    dist = np.array(lens.coefficients)
     if lens.kind == "fisheye":
         return cv2.fisheye.undistortImage(picture, camera, dist, Knew=np.array(lens.rectified))
     return cv2.undistort(picture, camera, dist, newCameraMatrix=np.array(lens.rectified))
@@ -72,11 +75,14 @@ def straightened_picture(lens: Lens) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def board(name: str) -> bytes:
     """What the lens makes of a checkerboard whose corners lie at multiples of `SQUARE` in the rectified image."""
-    lens, (width, height) = LENSES[name], NUSCENES_WH
+    lens = LENSES[name]
+    (width, height) = NUSCENES_WH
     grid = np.stack(
         np.meshgrid(np.arange(width, dtype=float), np.arange(height, dtype=float)), -1
     ).reshape(-1, 1, 2)
-    camera, dist, to = np.array(lens.stored), np.array(lens.coefficients), np.array(lens.rectified)
+    camera = np.array(lens.stored)
+    dist = np.array(lens.coefficients)
+    to = np.array(lens.rectified)
     criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 30, 1e-7)
     if lens.kind == "fisheye":
         places = cv2.fisheye.undistortPoints(grid, camera, dist, P=to, criteria=criteria)
@@ -153,7 +159,8 @@ def test_at_full_size_it_is_opencvs_undistortion(
 @pytest.mark.parametrize("preset", ["bevdet", "eval"])
 def test_f_theta_shows_what_the_fisheye_shows(backend: str, preset: str) -> None:
     k1, k2, _, _ = LENSES["fisheye"].coefficients
-    fisheye, image_map = Lens("fisheye", (k1, k2, 0.0, 0.0), WIDE, WIDE), preset_map(preset)
+    fisheye = Lens("fisheye", (k1, k2, 0.0, 0.0), WIDE, WIDE)
+    image_map = preset_map(preset)
     own = Lens("ftheta", (0.0, 1.0, 0.0, k1, 0.0, k2), WIDE, WIDE)
     one, other = (
         decode(backend, photograph(), with_lens(image_map, lens)) for lens in (own, fisheye)
@@ -245,7 +252,8 @@ def test_compiled_code_decodes_enough_rows(
 def test_two_views_are_one_decode_and_equal_those_of_two(backend: str, monkeypatch) -> None:
     if backend == "turbo without native":
         monkeypatch.setattr(turbo, "load_native", lambda: "not this time")
-    decoder, decoded = make_decoder(backend.partition(" ")[0]), []
+    decoder = make_decoder(backend.partition(" ")[0])
+    decoded = []
     module = importlib.import_module(
         f"fuelrail.loaders.decode.{'pillow' if backend == 'pillow' else 'turbo'}"
     )

@@ -66,7 +66,8 @@ def decode(library: CameraJpeg, encoded: bytes, factor: int) -> np.ndarray | Non
 
 def by_libjpeg(encoded: bytes, factor: int) -> np.ndarray:
     info = probe(encoded)
-    height, width = scaled_size(info.height, 1, factor), scaled_size(info.width, 1, factor)
+    height = scaled_size(info.height, 1, factor)
+    width = scaled_size(info.width, 1, factor)
     return simplejpeg.decode_jpeg(encoded, "RGB", min_height=height, min_width=width)
 
 
@@ -98,7 +99,8 @@ class TestPixels:
     def test_rows_are_those_of_the_whole(self, camera_jpeg) -> None:
         for rows in ({}, {"restart_marker_rows": 1}):
             encoded = encode(natural(320, 400), subsampling="4:2:0", **rows)
-            info, whole = probe(encoded), decode(camera_jpeg, encoded, 2)
+            info = probe(encoded)
+            whole = decode(camera_jpeg, encoded, 2)
             for first, last in ((0, 1), (77, 130), (199, 200), (96, 104)):
                 part = camera_jpeg.picture(encoded, info, 2, (first, last), Scratch())
                 assert part is not None
@@ -107,15 +109,16 @@ class TestPixels:
     @pytest.mark.costly
     @pytest.mark.parametrize("name", ALL_MAPS)
     def test_the_resize_is_bilinear_interpolation(self, camera_jpeg, portable, name: str) -> None:
-        image_map, encoded = (
-            ALL_MAPS[name],
-            encode(natural(1600, 900), subsampling="4:2:0", quality=92),
-        )
+        image_map = ALL_MAPS[name]
+        encoded = encode(natural(1600, 900), subsampling="4:2:0", quality=92)
         for factor in (2, 4):
-            scaled, info = image_map.of_scaled(factor), probe(encoded)
+            scaled = image_map.of_scaled(factor)
+            info = probe(encoded)
             width, height = image_map.out_wh
             out, same = np.full((2, 3, height, width), 7, np.uint8)
-            image = native.ScaledImage(encoded, info, factor, scaled, out)
+            image = native.ScaledImage(
+                encoded=encoded, info=info, factor=factor, image_map=scaled, out=out
+            )
             (taken,) = camera_jpeg.resize([image], Scratch())
             assert [taken] == portable.resize([image._replace(out=same)], Scratch())
             assert np.array_equal(out, same)
@@ -134,7 +137,8 @@ class TestPixels:
         image_map = ALL_MAPS[name]
         shape = (3, image_map.out_wh[1], image_map.out_wh[0])
         for file in sorted(shared_data("nuscenes-mini").glob("samples/CAM_*/*.jpg"))[::7]:
-            first, second = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
+            first = np.empty(shape, np.uint8)
+            second = np.empty(shape, np.uint8)
             TurboDecoder().decode_into(file.read_bytes(), image_map, first)
             TurboDecoder(native=False).decode_into(file.read_bytes(), image_map, second)
             assert psnr_db(first, second) > 48.0
@@ -147,9 +151,12 @@ def bilinear(picture: np.ndarray, image_map: ImageMap) -> np.ndarray:
     width, height = image_map.out_wh
     x = np.clip((np.arange(width) + 0.5 - tx) / a - 0.5, 0, picture.shape[1] - 1)
     y = np.clip((np.arange(height) + 0.5 - ty) / d - 0.5, 0, picture.shape[0] - 1)
-    x0, y0 = x.astype(int), y.astype(int)
-    x1, y1 = np.minimum(x0 + 1, picture.shape[1] - 1), np.minimum(y0 + 1, picture.shape[0] - 1)
-    wx, wy = (x - x0)[None, :, None], (y - y0)[:, None, None]
+    x0 = x.astype(int)
+    y0 = y.astype(int)
+    x1 = np.minimum(x0 + 1, picture.shape[1] - 1)
+    y1 = np.minimum(y0 + 1, picture.shape[0] - 1)
+    wx = (x - x0)[None, :, None]
+    wy = (y - y0)[:, None, None]
     planes = picture.astype(float)
     above = planes[y0][:, x0] * (1 - wx) + planes[y0][:, x1] * wx
     below = planes[y1][:, x0] * (1 - wx) + planes[y1][:, x1] * wx
@@ -182,9 +189,11 @@ class TestDeclined:
         self, camera_jpeg, rows
     ) -> None:
         encoded = encode(natural(160, 96), subsampling="4:2:0", **rows)
-        rng, info = np.random.default_rng(7), probe(encoded)
+        rng = np.random.default_rng(7)
+        info = probe(encoded)
         image_map = ImageMap.identity((160, 96)).resize(80, 48)
-        decoder, out = TurboDecoder(), np.empty((3, 48, 80), np.uint8)
+        decoder = TurboDecoder()
+        out = np.empty((3, 48, 80), np.uint8)
         outcomes = set()
         for _ in range(600):
             damaged = bytearray(encoded)
@@ -192,7 +201,9 @@ class TestDeclined:
                 damaged[rng.integers(2, len(damaged))] = rng.integers(256)
             damaged = damaged[: rng.integers(200, len(damaged))] if rng.random() < 0.1 else damaged
             out[:] = 7
-            image = native.ScaledImage(damaged, info, 2, image_map.of_scaled(2), out)
+            image = native.ScaledImage(
+                encoded=damaged, info=info, factor=2, image_map=image_map.of_scaled(2), out=out
+            )
             (taken,) = camera_jpeg.resize([image], Scratch())
             outcomes.add(taken)
             if not taken:
@@ -236,7 +247,8 @@ class TestDeclined:
             at for at in range(scan, len(encoded)) if encoded[at] == 0xFF and encoded[at + 1] != 0
         ]
         assert len(markers) == 400 // 16
-        with_it, without = TurboDecoder(native=camera_jpeg), TurboDecoder(native=False)
+        with_it = TurboDecoder(native=camera_jpeg)
+        without = TurboDecoder(native=False)
         augment = ImageAugment(
             height=64,
             width=128,

@@ -22,7 +22,8 @@ class TestPillow(DecoderSuite):
 
 
 def test_two_views_are_one_decode_and_equal_those_of_two(monkeypatch) -> None:
-    decoder, decoded = make_decoder("pillow"), []
+    decoder = make_decoder("pillow")
+    decoded = []
     true = pillow.decode_jpeg
     monkeypatch.setattr(
         pillow, "decode_jpeg", lambda *a: decoded.append(picture := true(*a)) or picture
@@ -67,12 +68,12 @@ def rendered(picture: np.ndarray, image_map) -> np.ndarray:
     planes = down @ planes @ triangle_weights(left, right, width, planes.shape[2]).T
     a, b, tx, c, d, ty = steps.to_resized
     x, y = np.meshgrid(np.arange(image_map.out_wh[0]) + 0.5, np.arange(image_map.out_wh[1]) + 0.5)
-    u, v = (
-        np.clip(a * x + b * y + tx - 0.5, 0, width - 1.001),
-        np.clip(c * x + d * y + ty - 0.5, 0, height - 1.001),
-    )
-    u0, v0 = u.astype(int), v.astype(int)
-    wu, wv = u - u0, v - v0
+    u = np.clip(a * x + b * y + tx - 0.5, 0, width - 1.001)
+    v = np.clip(c * x + d * y + ty - 0.5, 0, height - 1.001)
+    u0 = u.astype(int)
+    v0 = v.astype(int)
+    wu = u - u0
+    wv = v - v0
     above = planes[:, v0, u0] * (1 - wu) + planes[:, v0, u0 + 1] * wu
     below = planes[:, v0 + 1, u0] * (1 - wu) + planes[:, v0 + 1, u0 + 1] * wu
     return above * (1 - wv) + below * wv

@@ -71,11 +71,14 @@ def trainers_draw(
         "sparsedrive-704x256": (0.40, 0.47),
     }
     camera = 0 if name.startswith("bev") else ALL_CAMERAS
-    u_resize, u_x, u_y, u_flip, u_rotate = uniforms(0, 0, sample, (camera,), STREAM, 5)[0]
+    u_resize, u_x, u_y, u_flip, u_rotate = uniforms(
+        0, epoch=0, sample=sample, cameras=(camera,), stream=STREAM, count=5
+    )[0]
     final_width, final_height = map(int, name.rpartition("-")[2].split("x"))
     low, high = ranges[name]
     resize = low + (high - low) * u_resize
-    new_width, new_height = int(1600 * resize), int(900 * resize)
+    new_width = int(1600 * resize)
+    new_height = int(900 * resize)
     crop_h = int((1 - 0.0 * u_y) * new_height) - final_height
     crop_w = int(u_x * max(0, new_width - final_width))
     crop = (crop_w, crop_h, crop_w + final_width, crop_h + final_height)
@@ -92,8 +95,10 @@ def trainers_evaluation(
     resize = {"bevdet": by_width, "bevfusion": 0.48}.get(
         name.split("-")[0], max(final_height / 900, by_width)
     )
-    new_width, new_height = int(1600 * resize), int(900 * resize)
-    crop_h, crop_w = int(1.0 * new_height) - final_height, int(max(0, new_width - final_width) / 2)
+    new_width = int(1600 * resize)
+    new_height = int(900 * resize)
+    crop_h = int(1.0 * new_height) - final_height
+    crop_w = int(max(0, new_width - final_width) / 2)
     return (
         resize,
         (new_width, new_height),
@@ -112,14 +117,19 @@ def test_random_presets_have_the_trainers_matrices(name: str) -> None:
     for sample in range(20):
         resize, dims, crop, flip, rotate = trainers_draw(name, sample)
         # `img_transform` of the same code bases: post_rot and post_tran, on centre-origin pixels, by the drawn factor.
-        post_rot, post_tran = np.eye(2) * resize, -np.array(crop[:2], float)
+        post_rot = np.eye(2) * resize
+        post_tran = -np.array(crop[:2], float)
         size = np.array((crop[2] - crop[0], crop[3] - crop[1]), float)
         if flip:
-            a, b = np.diag([-1.0, 1.0]), np.array([size[0], 0.0])
-            post_rot, post_tran = a @ post_rot, a @ post_tran + b
+            a = np.diag([-1.0, 1.0])
+            b = np.array([size[0], 0.0])
+            post_rot = a @ post_rot
+            post_tran = a @ post_tran + b
         h = np.radians(rotate)
-        a, b = np.array([[np.cos(h), np.sin(h)], [-np.sin(h), np.cos(h)]]), size / 2
-        post_rot, post_tran = a @ post_rot, a @ (post_tran - b) + b
+        a = np.array([[np.cos(h), np.sin(h)], [-np.sin(h), np.cos(h)]])
+        b = size / 2
+        post_rot = a @ post_rot
+        post_tran = a @ (post_tran - b) + b
         legacy = msgspec.structs.replace(augment, geometry="legacy_mmdet3d")
         (published,) = legacy.draw([STORED_WH], seed=0, epoch=0, sample=sample)
         np.testing.assert_allclose(published.centre_matrix()[:2, :2], post_rot, atol=1e-9)

@@ -86,7 +86,8 @@ def test_the_backend_gives_the_same_bytes_as_without(
         pytest.skip("blocks that are averaged beyond 1/8 start at the first row that is there")
     encoded = with_restarts(*NUSCENES_WH, quality=90)
     width, height = image_map.out_wh
-    first, second = np.empty((3, height, width), np.uint8), np.empty((3, height, width), np.uint8)
+    first = np.empty((3, height, width), np.uint8)
+    second = np.empty((3, height, width), np.uint8)
     decoder = turbo.TurboDecoder(native=False)
     decoder.decode_into(encoded, image_map, first, filter_)
     monkeypatch.setattr(turbo, "splice_rows", lambda *arguments: None)
@@ -123,14 +124,16 @@ def test_scaled_decoding_of_the_rows_is_that_of_the_whole(subsampling: str, fact
         encoded, "RGB", min_height=-(-411 // factor), min_width=-(-325 // factor)
     )
     for top, bottom in ((200, 411), (161, 250), (0, 100), (176, 208)):
-        spliced = splice_rows(encoded, probe(encoded), top, bottom, factor)
+        spliced = splice_rows(encoded, info=probe(encoded), top=top, bottom=bottom, factor=factor)
         part = simplejpeg.decode_jpeg(
             spliced.encoded,
             "RGB",
             min_height=-(-spliced.height // factor),
             min_width=-(-325 // factor),
         )
-        first, last, offset = top // factor, -(-bottom // factor), spliced.top // factor
+        first = top // factor
+        last = -(-bottom // factor)
+        offset = spliced.top // factor
         assert np.array_equal(part[first - offset : last - offset], whole[first:last])
 
 
@@ -237,7 +240,8 @@ def test_real_pictures_prepared_by_jpegtran() -> None:
             height=256, width=704, train=True, resize_range=(0.38, 0.55), rotate_deg=(-5, 5)
         )
         (image_map,) = augment.draw([NUSCENES_WH], seed=0, epoch=0, sample=sample)
-        first, second = np.empty((3, 256, 704), np.uint8), np.empty((3, 256, 704), np.uint8)
+        first = np.empty((3, 256, 704), np.uint8)
+        second = np.empty((3, 256, 704), np.uint8)
         decoder.decode_into(plain, image_map, first)
         decoder.decode_into(prepared, image_map, second)
         assert np.array_equal(first, second)
@@ -245,7 +249,8 @@ def test_real_pictures_prepared_by_jpegtran() -> None:
 
 @pytest.mark.parametrize("name", ["eval", "bevdet", "streampetr", "padded"])
 def test_dali_is_fed_only_what_a_crop_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded, image_map = with_restarts(*NUSCENES_WH, quality=90), ALL_MAPS[name]
+    encoded = with_restarts(*NUSCENES_WH, quality=90)
+    image_map = ALL_MAPS[name]
     (job,) = prepare([encoded], [image_map], Scratch(), None).jobs
     rows = probe(job.encoded).height
     assert (rows < 800) == (name != "padded")

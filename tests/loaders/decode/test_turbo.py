@@ -41,7 +41,8 @@ def test_opencv_has_one_thread_while_a_decoder_lives_and_its_own_number_after(mo
     cv2.setNumThreads(2)
     try:
         chosen = cv2.getNumThreads()
-        first, second = make_decoder("turbo"), make_decoder("turbo")
+        first = make_decoder("turbo")
+        second = make_decoder("turbo")
         assert cv2.getNumThreads() == 1
         del first
         gc.collect()
@@ -64,7 +65,8 @@ def test_the_fast_path_equals_the_general_one(
         .resize(round(1600 * scale), round(900 * scale))
         .crop(37, 21, 300, 170)
     )
-    fast, general = np.empty((3, 170, 300), np.uint8), np.empty((3, 170, 300), np.uint8)
+    fast = np.empty((3, 170, 300), np.uint8)
+    general = np.empty((3, 170, 300), np.uint8)
     decoder.decode_into(encoded, image_map, fast)
     monkeypatch.setattr(turbo, "resize_grid", lambda *arguments: None)
     decoder.decode_into(encoded, image_map, general)
@@ -126,7 +128,8 @@ def test_views_of_a_png_and_of_an_unscaled_jpeg_are_those_of_one() -> None:
     decoder = TurboDecoder()
     maps = [ImageMap.identity((96, 64)).crop(x, 3, 40, 30) for x in (0, 20)]
     for encoded in (encode(natural(96, 64), "png"), encode(natural(96, 64))):
-        both, alone = np.empty((2, 3, 30, 40), np.uint8), np.empty((2, 3, 30, 40), np.uint8)
+        both = np.empty((2, 3, 30, 40), np.uint8)
+        alone = np.empty((2, 3, 30, 40), np.uint8)
         decoder.decode_views(encoded, maps, list(both))
         for image_map, out in zip(maps, alone, strict=True):
             decoder.decode_into(encoded, image_map, out)
@@ -142,10 +145,8 @@ def test_several_images_are_decoded_as_each_alone_in_one_call(
     decoder = TurboDecoder(native=is_native)
     camera = encode(natural(320, 192), subsampling="4:2:0", quality=92)
     whole = ImageMap.identity((320, 192))
-    half, turned = (
-        whole.resize(160, 96).crop(3, 5, 120, 80),
-        whole.resize(160, 96).crop(3, 5, 120, 80).rotate(4.0),
-    )
+    half = whole.resize(160, 96).crop(3, 5, 120, 80)
+    turned = whole.resize(160, 96).crop(3, 5, 120, 80).rotate(4.0)
     given = [
         (camera, half),
         (encode(natural(320, 192), "png"), half),
@@ -163,7 +164,8 @@ def test_several_images_are_decoded_as_each_alone_in_one_call(
             expected.append(None)
         except ImageError as error:
             expected.append(str(error))
-    calls, resize = [], native.CameraJpeg.resize
+    calls = []
+    resize = native.CameraJpeg.resize
     monkeypatch.setattr(
         native.CameraJpeg, "resize", lambda *a: calls.append(len(a[1])) or resize(*a)
     )

@@ -33,7 +33,8 @@ def root(tmp_path_factory):
 
 @pytest.mark.parametrize("alpha", [None, 0.0])
 def test_pixels_and_matrices_are_those_of_the_rectified_camera(root, alpha) -> None:
-    plain, straight = batch_of(root), batch_of(root, undistort=Undistort(alpha=alpha))
+    plain = batch_of(root)
+    straight = batch_of(root, undistort=Undistort(alpha=alpha))
     dataset = open_dataset(root)
     reader = SampleReader(dataset)
     for at in range(4):
@@ -73,7 +74,8 @@ def test_augmentation_and_undistortion_draw_the_same(root) -> None:
         make_loader(root, 4, image=image, seed=3, num_workers=2) as plain,
         make_loader(root, 4, image=image, seed=3, num_workers=2, undistort=Undistort()) as straight,
     ):
-        one, other = next(iter(plain)), next(iter(straight))
+        one = next(iter(plain))
+        other = next(iter(straight))
     assert one["sample_key"] == other["sample_key"]
     for name in ("ida_mat", "intrinsics", "ego2img"):
         assert (one[name] == other[name]).all()

@@ -32,7 +32,8 @@ def test_torchs_loader_gives_the_same_batches_with_any_number_of_worker_processe
     tiny, num_processes, batch_size
 ):
     """Also with more processes than steps."""
-    view, plain = IterableView(load(tiny, batch_size)), load(tiny, batch_size)
+    view = IterableView(load(tiny, batch_size))
+    plain = load(tiny, batch_size)
     outer = TorchLoader(view, batch_size=None, num_workers=num_processes)
     assert len(outer) == 21 // batch_size
     for epoch in range(2):
@@ -43,7 +44,8 @@ def test_torchs_loader_gives_the_same_batches_with_any_number_of_worker_processe
 @pytest.mark.parametrize("num_processes", [0, 2])
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_each_iteration_is_an_epoch_of_its_own_in_new_workers_too(tiny, num_processes, method):
-    view, plain = IterableView(load(tiny, 4)), load(tiny, 4)
+    view = IterableView(load(tiny, 4))
+    plain = load(tiny, 4)
     context = None if num_processes == 0 else warm() if method == "forkserver" else method
     outer = TorchLoader(
         view, batch_size=None, num_workers=num_processes, multiprocessing_context=context
@@ -135,7 +137,8 @@ class TestPickle:
         assert unlike(list(pickle.loads(pickle.dumps(loader))), list(loader)) == []
 
     def test_a_restored_position_travels(self, tiny):
-        loader, whole = load(tiny), keys(load(tiny))
+        loader = load(tiny)
+        whole = keys(load(tiny))
         loader.load_state_dict(loader.state_dict() | {"samples_consumed": 6})
         assert keys(pickle.loads(pickle.dumps(loader))) == whole[2:]
 

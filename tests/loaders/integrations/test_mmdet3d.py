@@ -80,10 +80,8 @@ def test_boxes_stand_on_their_bottom(root, box_frame) -> None:
     assert [image.shape for image in data["inputs"]["img"]] == [batch["img"].shape[1:]] * 5
     total = 0
     for at, sample in enumerate(data["data_samples"]):
-        boxes, keep = (
-            sample["gt_bboxes_3d"],
-            (batch["gt_labels_3d"][at] >= 0) & batch["gt_valid"][at],
-        )
+        boxes = sample["gt_bboxes_3d"]
+        keep = (batch["gt_labels_3d"][at] >= 0) & batch["gt_valid"][at]
         own = batch["gt_boxes_3d"][at][keep]
         torch.testing.assert_close(boxes[:, 2] + boxes[:, 5] / 2, own[:, 2])
         torch.testing.assert_close(boxes[:, [0, 1, 3, 4, 5]], own[:, [0, 1, 3, 4, 5]])
@@ -100,7 +98,8 @@ def test_boxes_stand_on_their_bottom(root, box_frame) -> None:
 
 
 def test_points_come_in_the_frame_of_the_boxes(root) -> None:
-    lidar, ego = batch_of(root, "lidar", points=True), batch_of(root, points=True)
+    lidar = batch_of(root, "lidar", points=True)
+    ego = batch_of(root, points=True)
     in_lidar = mmdet3d_samples(lidar)["inputs"]["points"]
     in_ego = mmdet3d_samples(ego, box_frame="ego")["inputs"]["points"]
     for at in range(5):

@@ -107,7 +107,8 @@ KINDS = {
 
 def make(name, keys, world=None, **changes):
     given = KINDS[name] | {"global_batch": G, "world": world or World()} | changes
-    data, spec = given.pop("data"), given.pop("spec")
+    data = given.pop("data")
+    spec = given.pop("spec")
     if spec.subset:
         spec = fr.OrderSpec(subset=keys)
     return BatchSampler(data, spec, **given)
@@ -139,7 +140,8 @@ def test_the_order_is_that_of_a_dataset_of_ours(name, keys_file, stored):
     else:
         spec = OrderSpec(subset=keys_file) if spec.subset else spec
         order = compile_order(spec, stored, global_batch=G, window=window)
-        orders, length = [order.epoch(epoch) for epoch in range(2)], order.epoch_length
+        orders = [order.epoch(epoch) for epoch in range(2)]
+        length = order.epoch_length
     steps = -(-length // G) if name == "padded" else length // G
     assert len(sampler) == steps > 1
     expected = [
@@ -158,7 +160,9 @@ def test_stops_on_any_number_of_ranks_leave_the_batches_as_they_are(name, keys_f
     ranks = {
         size: [make(name, keys_file, World(rank, size)) for rank in range(size)] for size in WORLDS
     }
-    whole, step, state = make(name, keys_file), 0, None
+    whole = make(name, keys_file)
+    step = 0
+    state = None
     for _ in range(42):
         size = draw.choice(WORLDS)
         num_steps = draw.randrange(1, 2 * len(whole) // 3 + 2)
@@ -177,7 +181,8 @@ def test_stops_on_any_number_of_ranks_leave_the_batches_as_they_are(name, keys_f
             assert [*chain.from_iterable(one[at] for one in received)] == whole[step + at]
         states = [json.dumps(sampler.state_dict()) for sampler in ranks[size]]
         assert len(set(states)) == 1
-        state, step = json.loads(draw.choice(states)), step + num_steps
+        state = json.loads(draw.choice(states))
+        step = step + num_steps
     assert step > 3 * len(whole)
 
 
@@ -219,7 +224,8 @@ def test_counts_are_the_exact_rational_shares_at_every_block_end(size):
         weights=(fr.AttributeWeights(attribute="w"),), stages=stages, epoch_length=1600
     )
     rows = rows_on(size, 100, columns, spec)
-    of, at = columns["of"][rows], np.arange(1, 6401)
+    of = columns["of"][rows]
+    at = np.arange(1, 6401)
     ramp = np.clip(at - 1600, 0, 3200)
     assert (np.cumsum(of == 0) == np.minimum(at, 1600)).all()
     assert (np.cumsum(of == 2) == ramp**2 // 6400 + np.maximum(at - 4800, 0)).all()
@@ -252,7 +258,8 @@ def test_a_run_gets_further_stages_but_no_other_past():
             COLUMNS, OrderSpec(stages=stages, **options), global_batch=G, world=World()
         )
 
-    begun, extended = of(first), of(*last)
+    begun = of(first)
+    extended = of(*last)
     received = list(islice(iter_run(begun.count()), 20))
     state = json.loads(json.dumps(begun.state_dict()))
     extended.load_state_dict(state)
@@ -316,7 +323,9 @@ def test_a_loader_with_workers_stops_at_what_was_received(kind, workers):
         return sampler.count(DataLoader(Rows(500), **how, **workers))
 
     reference = BatchSampler(500, OrderSpec(seed=2), global_batch=12, world=World())
-    draw, state, step = random.Random(1), None, 0
+    draw = random.Random(1)
+    state = None
+    step = 0
     for world in (World(), World(1, 2), World(2, 3), World(0, 12)):
         loader = make_loader(world)
         if state is not None:
@@ -416,16 +425,15 @@ def test_a_stateful_loader_has_the_state_of_what_was_received():
         sampler = fr.order.StatefulSampler(500, OrderSpec(seed=2), global_batch=12, world=world)
         return StatefulDataLoader(Rows(500), batch_sampler=sampler, num_workers=workers, **options)
 
-    reference, draw = (
-        BatchSampler(500, OrderSpec(seed=2), global_batch=12, world=World()),
-        random.Random(0),
-    )
+    reference = BatchSampler(500, OrderSpec(seed=2), global_batch=12, world=World())
+    draw = random.Random(0)
     for stops, workers, options in (
         (40, 0, {}),
         (3, 2, {"prefetch_factor": 3}),
         (2, 2, {"persistent_workers": True, "snapshot_every_n_steps": 4}),
     ):
-        state, step = None, 0
+        state = None
+        step = 0
         for stop in range(stops):
             size = draw.choice([1, 2, 3, 4, 6, 12])
             world = World(draw.randrange(size), size)
@@ -440,7 +448,8 @@ def test_a_stateful_loader_has_the_state_of_what_was_received():
             assert [batch.tolist() for batch in found] == [
                 reference[step + k][part] for k in range(num_steps)
             ]
-            state, step = loader.state_dict(), step + num_steps
+            state = loader.state_dict()
+            step = step + num_steps
     sampler = fr.order.StatefulSampler(100, global_batch=10)
     assert [next(iter(sampler)), next(iter(sampler))] == [sampler[0], sampler[0]], (
         "the pass that was left comes again"
@@ -452,7 +461,8 @@ def test_a_stateful_loader_has_the_state_of_what_was_received():
 def test_one_sampler_has_one_position():
     sampler = BatchSampler(100, global_batch=10)
     loader = sampler.count(DataLoader(Rows(100), batch_sampler=sampler))
-    older, newer = iter(loader), iter(loader)
+    older = iter(loader)
+    newer = iter(loader)
     assert next(older).tolist() == sampler[0]
     assert next(newer).tolist() == sampler[1]  # one was received
     with pytest.raises(fr.OrderError, match="is not the newest"):

@@ -197,7 +197,8 @@ def test_accelerate_leaves_the_loader_as_it_is_and_restores_it(tiny, tmp_path):
         "accelerate", reason="accelerate is not installed: pip install -e '.[trainers]'"
     )
     whole = epochs_of(tiny, 3)
-    accelerator, loader = accelerate.Accelerator(cpu=True), load(tiny, 2, seed=7, image=TINY)
+    accelerator = accelerate.Accelerator(cpu=True)
+    loader = load(tiny, 2, seed=7, image=TINY)
     assert accelerator.prepare(loader) is loader
     for refused in (accelerator.prepare_data_loader, accelerator.skip_first_batches):
         with pytest.raises(AttributeError, match=r"no `prepare_data_loader`, no skipped batches"):
@@ -284,7 +285,8 @@ def test_mmengine_with_limited_batches_takes_another_epoch_each_time(tiny, tmp_p
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_trainers_are_given_the_loader_itself(tiny, tmp_path):
     """What takes a loader gets its batches; what would index it gets an error that names the way."""
-    seen, whole = [], epochs_of(tiny, 1)[0]
+    seen = []
+    whole = epochs_of(tiny, 1)[0]
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -344,7 +346,8 @@ class _Calls:
     """An object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function, *arguments):
-        self.function, self.arguments = function, arguments
+        self.function = function
+        self.arguments = arguments
 
     def __reduce__(self):
         return self.function, self.arguments

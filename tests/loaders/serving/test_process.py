@@ -129,7 +129,8 @@ def test_a_mix_and_a_ramp_are_the_same(tiny, made):
 def test_a_killed_process_is_replaced_and_no_batch_is_lost_or_changed(tiny):
     with load(tiny, 1, image=TINY) as loader:
         expected = [copied(batch) for _ in range(3) for batch in loader]
-    found, pids = [], set()
+    found = []
+    pids = set()
     with away(tiny, 1, image=TINY) as loader:
         for _ in range(3):
             for at, batch in enumerate(loader):
@@ -170,7 +171,8 @@ def test_an_error_is_that_of_a_thread_with_the_traceback_of_the_process(tiny):
                 next(iter(loader))
             return caught.value
 
-    there, here = error_of(1, "process"), error_of(1, None)
+    there = error_of(1, "process")
+    here = error_of(1, None)
     assert (type(there), str(there)) == (type(here), str(here))
     assert 'raise ValueError(f"no {sample' in str(there.__cause__)
     assert (type(error_of(2, "process")), str(error_of(2, "process"))) == (
@@ -296,7 +298,8 @@ def test_the_process_ends_with_its_trainer_however_that_ends(tiny, tmp_path):
 
 
 def test_a_batch_of_any_content_comes_as_it_was():
-    memory, mapped = SharedMemory(1 << 20), MappedMemory(pinned=False)
+    memory = SharedMemory(1 << 20)
+    mapped = MappedMemory(pinned=False)
     image = torch.from_numpy(memory.new(24)).view(2, 3, 4)
     image.copy_(torch.arange(24, dtype=torch.uint8).view(2, 3, 4))
     batch = {

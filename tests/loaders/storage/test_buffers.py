@@ -108,7 +108,8 @@ def test_a_view_in_another_thread_keeps_the_buffer() -> None:
     buffers = pool()
     lent = buffers.take()
     where = address(lent)
-    started, go = threading.Event(), threading.Event()
+    started = threading.Event()
+    go = threading.Event()
 
     def write(out: np.ndarray) -> None:
         started.set()

@@ -113,7 +113,8 @@ class TestS3:
         import boto3
 
         dataset = open_dataset(bucket[0], cache_dir=tmp_path)
-        s3, shard = boto3.client("s3"), {"Bucket": "datasets", "Key": "dataset/val-000000.tar"}
+        s3 = boto3.client("s3")
+        shard = {"Bucket": "datasets", "Key": "dataset/val-000000.tar"}
         kept = s3.get_object(**shard)["Body"].read()
         try:
             s3.put_object(**shard, Body=bytes(len(kept)))

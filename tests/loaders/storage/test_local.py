@@ -75,7 +75,8 @@ class TestPread(StorageSuite):
     def test_pages_of_neighbours_do_not_pass_for_a_samples_own(self, tmp_path):
         root = tmp_path / "large"
         build_dataset(root, {"train": (60, 60)}, size=(320, 192))
-        dataset, expected = open_dataset(root), spans_of(root)
+        dataset = open_dataset(root)
+        expected = spans_of(root)
         rows = rows_of(dataset)
         assert min(row.length for _, row in rows) > 3 * PAGE
         drop_from_memory(root)

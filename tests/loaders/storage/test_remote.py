@@ -440,7 +440,10 @@ def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(tmp_path
         dataset = make_dataset(tmp_path / str(number), samples, 20, scale=0.3)
         longest = max(dataset.index.column("length"))
         storage = LayeredStorage(open_storage(dataset, "remote"))
-        coming = (Scheduled(0, at, 0, at, (at * 7 % samples,), True) for at in range(samples))
+        coming = (
+            Scheduled(epoch=0, step=at, at=0, position=at, rows=(at * 7 % samples,), valid=True)
+            for at in range(samples)
+        )
         asked = prefetch(
             coming,
             [RequestStream(SampleReader(dataset, storage=storage), storage.session())],

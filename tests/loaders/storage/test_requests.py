@@ -111,7 +111,8 @@ def test_quantiles_are_those_of_the_recent_latencies(latencies, part):
 
 class TestRetries:
     def test_faults_are_tried_again_and_counted(self):
-        made, server = requester(), Server(OSError("a"), TimeoutError(), ConnectionResetError())
+        made = requester()
+        server = Server(OSError("a"), TimeoutError(), ConnectionResetError())
         assert fetch(made, server) == [DATA]
         assert (made.requests, made.request_bytes, made.retries) == (1, len(DATA), 3)
 
@@ -140,7 +141,8 @@ class TestRetries:
         patient = RetryPolicy(
             deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9
         )
-        made, server = requester(patient), Server(OSError("x"))
+        made = requester(patient)
+        server = Server(OSError("x"))
         assert fetch(made, server) == [DATA]
         (error,) = fetch(made, Server(OSError("x"), OSError("y")))
         assert error.num_attempts == 2
@@ -154,7 +156,8 @@ class TestRetries:
 
     @on_that_loop
     async def test_a_retry_keeps_its_place(self):
-        made, answered = requester(places=1), []
+        made = requester(places=1)
+        answered = []
 
         async def one(name, server):
             await server.fetched(made)
@@ -226,7 +229,8 @@ class TestHedging:
         made = requester(places=8)
         made._extra = -1e9
         await get_used_to(made)
-        stalled, busy = Server(None), Server(*[0.1] * 7)
+        stalled = Server(None)
+        busy = Server(*[0.1] * 7)
         one = asyncio.create_task(stalled.fetched(made))
         await asyncio.gather(*(busy.fetched(made) for _ in range(7)))
         calls = stalled.calls
@@ -257,7 +261,8 @@ def slow_down():
 
 class TestLimit:
     def test_no_more_at_once_than_there_are_places(self):
-        made, server = requester(min_hedge_s=NEVER, places=3), Server(*[0.002] * 40)
+        made = requester(min_hedge_s=NEVER, places=3)
+        server = Server(*[0.002] * 40)
         assert len(fetch(made, server, 40)) == 40
         assert server.most_at_once == 3
 

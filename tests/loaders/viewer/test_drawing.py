@@ -83,7 +83,8 @@ def box_at(*rows):
 
 def test_a_box_behind_another_is_not_seen_through_it():
     images = np.full((1, 3, 200, 320), 90, np.uint8)
-    near, far = box_at((9, 0, 0.0)), box_at((9, 0, 0.0), (30, 0, 0.0))
+    near = box_at((9, 0, 0.0))
+    far = box_at((9, 0, 0.0), (30, 0, 0.0))
     sheets = [sheet_of(images, boxes, ["car", "bus"])[:200] for boxes in (near, far)]
     np.testing.assert_array_equal(*sheets)
     beside = sheet_of(images, box_at((9, 0, 0.0), (30, 9, 0.0)), ["car", "bus"])[:200]
@@ -91,11 +92,10 @@ def test_a_box_behind_another_is_not_seen_through_it():
 
 
 def test_a_camera_that_the_clip_lacks_has_no_boxes():
-    images, matrices = (
-        np.zeros((2, 3, 200, 320), np.uint8),
-        np.stack([EGO2IMG, np.full((4, 4), np.nan)]),
-    )
-    cameras, boxes = ["cam_front", "cam_back"], box_at((9, 0, 0.0))
+    images = np.zeros((2, 3, 200, 320), np.uint8)
+    matrices = np.stack([EGO2IMG, np.full((4, 4), np.nan)])
+    cameras = ["cam_front", "cam_back"]
+    boxes = box_at((9, 0, 0.0))
     with_boxes, without = (
         contact_sheet([DrawnFrame(images, matrices, given)], cameras, ["car"])[:208]
         for given in (drawn(boxes), None)

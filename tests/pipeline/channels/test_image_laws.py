@@ -49,7 +49,8 @@ def output_centres(image_map: ImageMap) -> tuple[np.ndarray[Any, Any], np.ndarra
     inverse = np.linalg.inv(image_map.centre_matrix())
     places = np.stack([u, v, np.ones_like(u)], -1) @ inverse.T
     left, top, right, bottom = image_map.visible
-    x, y = places[..., 0] + 0.5, places[..., 1] + 0.5
+    x = places[..., 0] + 0.5
+    y = places[..., 1] + 0.5
     if left >= right or top >= bottom:
         return places[..., :2], np.zeros((height, width), bool)
     return places[..., :2], (x >= left) & (x <= right) & (y >= top) & (y <= bottom)
@@ -57,7 +58,8 @@ def output_centres(image_map: ImageMap) -> tuple[np.ndarray[Any, Any], np.ndarra
 
 def border_distance(image_map: ImageMap, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     left, top, right, bottom = image_map.visible
-    x, y = places[..., 0] + 0.5, places[..., 1] + 0.5
+    x = places[..., 0] + 0.5
+    y = places[..., 1] + 0.5
     return np.minimum.reduce([abs(x - left), abs(x - right), abs(y - top), abs(y - bottom)])
 
 
@@ -97,7 +99,8 @@ def test_depth_of_a_plane_is_that_of_the_plane_in_the_augmented_image(image_map,
 @given(image_maps(), st.sampled_from([2, 3, 8]))
 @settings(max_examples=30, deadline=None)
 def test_a_raster_at_a_fraction_lies_where_the_whole_one_does(image_map, fraction) -> None:
-    height, width = -(-SIZE[1] // fraction), -(-SIZE[0] // fraction)
+    height = -(-SIZE[1] // fraction)
+    width = -(-SIZE[0] // fraction)
     small = np.arange(height * width, dtype=np.int32).reshape(height, width)
     whole = small.repeat(fraction, 0).repeat(fraction, 1)[: SIZE[1], : SIZE[0]]
     images = {"cam": image_map}

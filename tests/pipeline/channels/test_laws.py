@@ -32,11 +32,14 @@ RADAR = channel(
 @given(seeds)
 @settings(max_examples=60, deadline=None)
 def test_radar_points_and_velocities_are_those_of_the_augmented_world(seed) -> None:
-    rng, ego = np.random.default_rng(seed), ego_map(seed)
+    rng = np.random.default_rng(seed)
+    ego = ego_map(seed)
     yaw = rng.uniform(-np.pi, np.pi)
     radar2ego = rigid(np.array([math.cos(yaw / 2), 0, 0, math.sin(yaw / 2)]), rng.uniform(-3, 3, 3))
-    where, velocity = rng.uniform(-60, 60, (30, 3)), rng.uniform(-20, 20, (30, 3)) * (1, 1, 0)
-    rotation, place = radar2ego[:3, :3], radar2ego[:3, 3]
+    where = rng.uniform(-60, 60, (30, 3))
+    velocity = rng.uniform(-20, 20, (30, 3)) * (1, 1, 0)
+    rotation = radar2ego[:3, :3]
+    place = radar2ego[:3, 3]
 
     def measured(
         points: np.ndarray[Any, Any], speeds: np.ndarray[Any, Any]
@@ -74,8 +77,11 @@ def sorted_rows(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @given(seeds)
 @settings(max_examples=60, deadline=None)
 def test_boxes_hold_the_corners_of_the_augmented_world(seed) -> None:
-    rng, ego = np.random.default_rng(seed), ego_map(seed)
-    yaw, size, centre = rng.uniform(-np.pi, np.pi), rng.uniform(1, 9, 3), rng.uniform(-40, 40, 3)
+    rng = np.random.default_rng(seed)
+    ego = ego_map(seed)
+    yaw = rng.uniform(-np.pi, np.pi)
+    size = rng.uniform(1, 9, 3)
+    centre = rng.uniform(-40, 40, 3)
     q = np.array([math.cos(yaw / 2), 0.0, 0.0, math.sin(yaw / 2)])
     velocity = rng.uniform(-9, 9, 3)
     value = {
@@ -87,7 +93,8 @@ def test_boxes_hold_the_corners_of_the_augmented_world(seed) -> None:
     matrix = ego.matrix
     corners = (CORNERS * size) @ rotation_matrices(q).T + centre
     wanted = corners @ matrix[:3, :3].T + matrix[:3, 3]
-    box, turned = moved["b"][0], rotation_matrices(moved["q"][0])
+    box = moved["b"][0]
+    turned = rotation_matrices(moved["q"][0])
     of_box = (CORNERS * box[3:6]) @ turned.T + box[:3]
     pairs = np.linalg.norm(of_box[:, None] - wanted[None], axis=-1)
     assert pairs.min(0).max() < 1e-3
@@ -102,7 +109,8 @@ def test_boxes_hold_the_corners_of_the_augmented_world(seed) -> None:
 @given(seeds)
 @settings(max_examples=60, deadline=None)
 def test_trajectories_and_poses_are_those_of_the_augmented_world(seed) -> None:
-    rng, ego = np.random.default_rng(seed), ego_map(seed)
+    rng = np.random.default_rng(seed)
+    ego = ego_map(seed)
     matrix = ego.matrix
     q = rng.normal(size=(2, 5, 4))
     poses = rigid(q / np.linalg.norm(q, axis=-1, keepdims=True), rng.uniform(-30, 30, (2, 5, 3)))
@@ -158,11 +166,10 @@ def depth_inside(points: np.ndarray[Any, Any], boxes: np.ndarray[Any, Any]) -> n
     deepest = np.full(points.shape[:-1], -np.inf)
     for x, y, z, length, width, height, yaw in boxes:
         offset = points - (x, y, z)
-        c, s = math.cos(yaw), math.sin(yaw)
-        along, left = (
-            c * offset[..., 0] + s * offset[..., 1],
-            c * offset[..., 1] - s * offset[..., 0],
-        )
+        c = math.cos(yaw)
+        s = math.sin(yaw)
+        along = c * offset[..., 0] + s * offset[..., 1]
+        left = c * offset[..., 1] - s * offset[..., 0]
         sides = [length / 2 - abs(along), width / 2 - abs(left), height / 2 - abs(offset[..., 2])]
         inner = np.minimum.reduce(sides)
         outer = -np.sqrt(sum(np.minimum(side, 0.0) ** 2 for side in sides))
@@ -173,7 +180,8 @@ def depth_inside(points: np.ndarray[Any, Any], boxes: np.ndarray[Any, Any]) -> n
 @given(seeds)
 @settings(max_examples=25, deadline=None)
 def test_occupancy_is_that_of_the_augmented_boxes_but_for_half_a_cell(seed) -> None:
-    rng, ego = np.random.default_rng(seed), ego_map(seed)
+    rng = np.random.default_rng(seed)
+    ego = ego_map(seed)
     boxes = np.c_[
         rng.uniform(-20, 20, (6, 2)),
         rng.uniform(-1, 3, 6),
@@ -217,7 +225,8 @@ def test_quarter_turns_flips_and_whole_cells_move_a_grid_exactly(quarter, flips)
 @given(seeds)
 @settings(max_examples=40, deadline=None)
 def test_a_linear_field_and_its_flow_stay_one(seed) -> None:
-    rng, ego = np.random.default_rng(seed), ego_map(seed)
+    rng = np.random.default_rng(seed)
+    ego = ego_map(seed)
     slope = rng.uniform(-1, 1, 3)
     centres = cell_centres()
     linear = move(occupancy_channel("linear"), centres @ slope, ego=ego)
@@ -243,10 +252,8 @@ def test_a_linear_field_and_its_flow_stay_one(seed) -> None:
 def test_cells_outside_the_extent_of_a_grid_of_vectors_are_filled_and_the_fill_is_not_turned(
     interpolation,
 ) -> None:
-    rng, ego = (
-        np.random.default_rng(0),
-        BevMap(rotation_rad=0.7, scale=1.1, flip_y=True, translation_m=(6.0, -4.0, 0.0)),
-    )
+    rng = np.random.default_rng(0)
+    ego = BevMap(rotation_rad=0.7, scale=1.1, flip_y=True, translation_m=(6.0, -4.0, 0.0))
     law = Law(
         "ego_grid",
         interpolation=interpolation,
@@ -271,7 +278,8 @@ def test_cells_outside_the_extent_of_a_grid_of_vectors_are_filled_and_the_fill_i
 
 
 def test_axes_in_another_order_and_extents_downwards_are_the_same_world() -> None:
-    ego, grid = ego_map(3), np.random.default_rng(1).integers(0, 9, CELLS).astype(np.uint8)
+    ego = ego_map(3)
+    grid = np.random.default_rng(1).integers(0, 9, CELLS).astype(np.uint8)
     moved = move(occupancy_channel(), grid, ego=ego)
     turned = move(occupancy_channel(axes=("z", "y", "x")), grid.transpose(2, 1, 0), ego=ego)
     np.testing.assert_array_equal(turned.transpose(2, 1, 0), moved)

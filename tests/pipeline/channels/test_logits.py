@@ -53,10 +53,8 @@ def entropy_bits(k: int, size: int) -> float:
 @given(st.data())
 def test_tokens_come_back_in_order_with_their_probabilities(data) -> None:
     size = data.draw(st.integers(1, 5000) | st.sampled_from([128_256, 1 << 24]), "vocabulary")
-    k, length = (
-        data.draw(st.integers(1, min(size, 80)), "k"),
-        data.draw(st.integers(0, 6), "positions"),
-    )
+    k = data.draw(st.integers(1, min(size, 80)), "k")
+    length = data.draw(st.integers(0, 6), "positions")
     dtype = data.draw(st.sampled_from(["uint8", "float16"]), "dtype")
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     indices = np.stack(
@@ -113,7 +111,8 @@ def test_the_bytes_are_those_of_the_document() -> None:
     value = Logits(
         [[7, 3], [0, 0], [1, 9]], [[0.25, 0.5], [0, 0], [0.5, 0.5]], known=[True, False, True]
     )
-    half, third = struct.pack("<e", math.log(2) / 255), struct.pack("<e", math.log(1 / 3))
+    half = struct.pack("<e", math.log(2) / 255)
+    third = struct.pack("<e", math.log(1 / 3))
     wanted = bytes.fromhex("03000000 02000000 05")
     wanted += bytes.fromhex("0f 05 00 ff") + half + third
     wanted += bytes.fromhex("05 09 00 00") + struct.pack("<ee", 0, -math.inf)
@@ -136,7 +135,8 @@ def test_bytes_a_token(size, k, kind, wanted) -> None:
     assert len(data) == 8 + 100 * wanted
 
 
-TOPK, DRAWS = channel("logits_topk", 2, 10, 2), channel("logits_sampled", 2, 10)
+TOPK = channel("logits_topk", 2, 10, 2)
+DRAWS = channel("logits_sampled", 2, 10)
 HALVES = [[0.5, 0.5], [0.5, 0.25]]
 GOOD = Logits([[1, 2], [3, 4]], HALVES)
 
@@ -283,7 +283,8 @@ def test_bits_behind_the_last_position_and_the_last_token_are_refused() -> None:
 def test_the_limit_is_of_the_arrays_and_not_of_what_is_stored() -> None:
     """Positions that are not stored take a bit, and 37 bytes of arrays."""
     entry = channel("logits_topk", 4, 10)
-    kind, most = KINDS["logits_topk"], LOGITS.most // 37
+    kind = KINDS["logits_topk"]
+    most = LOGITS.most // 37
 
     def member(positions: int) -> bytes:
         return np.array([positions, 0], "<u4").tobytes() + bytes(-(-positions // 8))

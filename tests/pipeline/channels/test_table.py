@@ -389,7 +389,8 @@ def test_images_of_other_bits_colours_and_formats_are_refused() -> None:
     deep = cv2.imencode(".png", np.zeros((4, 6), np.uint16))[1].tobytes()
     colour = cv2.imencode(".png", np.zeros((4, 6, 3), np.uint16))[1].tobytes()
     jpeg = cv2.imencode(".jpg", np.zeros((4, 6), np.uint8))[1].tobytes()
-    kind, mask = KINDS["image"], channel(MASK)
+    kind = KINDS["image"]
+    mask = channel(MASK)
     kind.check(deep, mask)
     for data, entry, says in (
         (gray, mask, "PNG of 8 bits"),
@@ -433,7 +434,8 @@ def collate(entry: Channel, values: list[Any], shape: tuple[int, ...] = ()) -> A
 
 
 def test_batches_are_stacked_packed_or_lists_by_kind_and_missing_values_are_distinguished() -> None:
-    one, two = np.ones((2, 3), np.int16), np.full((2, 3), 2, np.int16)
+    one = np.ones((2, 3), np.int16)
+    two = np.full((2, 3), 2, np.int16)
     stacked = collate(channel(ARRAY), [one, None, two])
     np.testing.assert_array_equal(stacked, np.stack([one, 0 * one, two]))
     assert collate(channel(ARRAY), [None, None]).shape == (2, 2, 3)
@@ -458,13 +460,13 @@ def test_batches_are_stacked_packed_or_lists_by_kind_and_missing_values_are_dist
 
 
 voxels = Kind(
-    ("npy",),
-    KINDS["points"].broken,
-    KINDS["points"].encode,
-    KINDS["points"].decode,
-    KINDS["points"].check,
-    KINDS["points"].collate,
-    KINDS["points"].row_bytes,
+    extensions=("npy",),
+    broken=KINDS["points"].broken,
+    encode=KINDS["points"].encode,
+    decode=KINDS["points"].decode,
+    check=KINDS["points"].check,
+    collate=KINDS["points"].collate,
+    row_bytes=KINDS["points"].row_bytes,
 )
 backwards = LawCode(lambda _, __: iter(()), lambda value, _, __: value[::-1])
 

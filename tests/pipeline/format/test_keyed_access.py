@@ -58,7 +58,8 @@ def test_any_channels_of_any_sample(built, data) -> None:
     dataset = open_dataset(root)
     number = data.draw(st.integers(-7, 6))
     channels = data.draw(st.none() | st.lists(st.sampled_from(ALL), unique=True))
-    sample, found = dataset[number], dataset.read(number, channels)
+    sample = dataset[number]
+    found = dataset.read(number, channels)
     wanted = {
         "meta": sample.meta,
         "geometry": sample.geometry,
@@ -189,8 +190,10 @@ def test_two_round_trips_for_a_key_of_which_nothing_is_here(
     root = tiny_dataset({"train": (8, 8)}, size=(64, 48)).root
     front = open_dataset(root).read(5, ["cam_front"])
     with FaultServer(root) as server:
-        together, waits = threading.Barrier(2, timeout=60), list[str]()
-        fetched, read = fetch.RemoteFolder.read, dataset_module._read
+        together = threading.Barrier(2, timeout=60)
+        waits = list[str]()
+        fetched = fetch.RemoteFolder.read
+        read = dataset_module._read
 
         def fetch_with_the_other(self, name, first, end):
             if name == "index.arrow" and waits:

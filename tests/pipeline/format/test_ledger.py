@@ -21,12 +21,25 @@ from fuelrail.pipeline.format.ledger import (
 )
 from fuelrail.pipeline.limits import UNTYPED
 
-SETUP = RunSetup(1, {"dataset": "f", "split": "train"}, 100, None, "turbo", {"python": "3"})
+SETUP = RunSetup(
+    version=1,
+    identity={"dataset": "f", "split": "train"},
+    epoch_length=100,
+    loader=None,
+    decoder="turbo",
+    versions={"python": "3"},
+)
 
 
 def start(epoch, samples, *, restored=True, place=None):
     state = (epoch, samples) if restored else None
-    return SegmentStart(place or (epoch, samples), 4, 1, state, "2026-01-01T00:00:00+00:00")
+    return SegmentStart(
+        place=place or (epoch, samples),
+        global_batch=4,
+        ranks=1,
+        restored=state,
+        time="2026-01-01T00:00:00+00:00",
+    )
 
 
 def reached(epoch, samples, why="state"):
@@ -41,7 +54,9 @@ def path(tmp_path):
     for place in range(4, 100, 16):
         file.append(reached(0, place))
     file.append(start(0, 52))
-    file.append(SampleReplaced((0, 52), 0, 0, 57, "bad", "good"))
+    file.append(
+        SampleReplaced(since=(0, 52), rank=0, epoch=0, position=57, key="bad", replaced_by="good")
+    )
     file.append(reached(1, 0, "epoch"))
     file.append(start(1, 0))
     return file.path
@@ -60,12 +75,14 @@ def wrong_record(path, data, valid):
 
 @pytest.mark.parametrize("num", [500, pytest.param(10_000, marks=pytest.mark.long)])
 def test_every_edit_is_refused_with_the_record_that_is_wrong(path, num):
-    valid, draw = path.read_bytes(), random.Random(0)
+    valid = path.read_bytes()
+    draw = random.Random(0)
     lines = valid.splitlines(keepends=True)
     ends = [sum(map(len, lines[: number + 1])) for number in range(len(lines))]
     refused = 0
     for _ in range(num):
-        kind, at = draw.randrange(5), draw.randrange(len(valid))
+        kind = draw.randrange(5)
+        at = draw.randrange(len(valid))
         number = next(number for number, end in enumerate(ends) if at < end)
         if kind == 0:  # another byte
             data = valid[:at] + bytes([valid[at] ^ draw.randrange(1, 256)]) + valid[at + 1 :]
@@ -117,7 +134,8 @@ def test_another_file_is_not_called_a_damaged_ledger(tmp_path, text, open_end):
 
 
 def test_two_writers_are_noticed(path):
-    one, other = LedgerFile(path), LedgerFile(path)
+    one = LedgerFile(path)
+    other = LedgerFile(path)
     one.append(reached(1, 8))
     assert not other.is_newest()
     with pytest.raises(LedgerError, match="was written to by another loader"):
@@ -148,7 +166,8 @@ def test_a_whole_record_in_the_place_of_a_cut_one_is_another_writers(path):
     one.append(reached(1, 8))
     size_of_record = path.stat().st_size - len(whole)
     path.write_bytes(whole + b"x" * size_of_record)
-    one, other = LedgerFile(path), LedgerFile(path)
+    one = LedgerFile(path)
+    other = LedgerFile(path)
     one.append(reached(1, 8))
     assert path.stat().st_size == len(whole) + size_of_record
     with pytest.raises(LedgerError, match="was written to by another loader"):
@@ -179,7 +198,14 @@ def test_a_link_is_followed_within_the_folder_and_no_file_is_made_outside(path, 
 def test_setups_are_limited_by_what_they_decode_to(tmp_path, monkeypatch):
     """Two bytes of JSON become a list of 64."""
     monkeypatch.setattr(ledger, "UNTYPED", UNTYPED._replace(most=5000))
-    large = RunSetup(1, {"lists": [[]] * 700}, 100, None, None, {})
+    large = RunSetup(
+        version=1,
+        identity={"lists": [[]] * 700},
+        epoch_length=100,
+        loader=None,
+        decoder=None,
+        versions={},
+    )
     file = LedgerFile(tmp_path / "a.ledger")
     for _ in range(3):
         file.append(large, start(0, 0))
@@ -204,7 +230,12 @@ def test_a_ledger_of_many_digests_is_read_in_linear_time_and_little_memory(tmp_p
         ([reached(0, 4)], "record 0 is the first one, and must be a setup"),
         ([SETUP, reached(0, 4)], "record 1 follows a setup, and must be a start"),
         (
-            [RunSetup(2, {}, 1, None, None, {}), start(0, 0)],
+            [
+                RunSetup(
+                    version=2, identity={}, epoch_length=1, loader=None, decoder=None, versions={}
+                ),
+                start(0, 0),
+            ],
             "record 0 has version 2; this Fuelrail reads 1",
         ),
         (

@@ -172,7 +172,8 @@ def test_fingerprint_covers_what_a_training_run_depends_on_and_nothing_else() ->
 
 def test_digest_is_what_plain_python_computes() -> None:
     found = json.loads(GOOD)
-    stated, found["digest"] = found["digest"], ""
+    stated = found["digest"]
+    found["digest"] = ""
     canonical = json.dumps(
         found, sort_keys=True, separators=(",", ":"), ensure_ascii=False
     ).encode()
@@ -245,7 +246,14 @@ REFUSED = [
     ),
     (signed(num_samples=10), "the splits hold 9 samples, stated are 10"),
     (
-        signed(splits=manifest().splits | {"val": SplitEntry(7, 3, 2, 1, 1)}),
+        signed(
+            splits=manifest().splits
+            | {
+                "val": SplitEntry(
+                    first_sample=7, num_samples=3, first_shard=2, num_shards=1, num_clips=1
+                )
+            }
+        ),
         "10 samples, stated are 9",
     ),
     (of_train(1, 7, 0, 2, 2), "'train' does not continue at"),
@@ -381,7 +389,8 @@ def named(number: int) -> str:
 
 def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
     one, two, three = map(named, (1, 2, 3))
-    first, second = manifest(name="a", fingerprint=one), manifest(name="b", fingerprint=two)
+    first = manifest(name="a", fingerprint=one)
+    second = manifest(name="b", fingerprint=two)
     both = manifest(name="ab", fingerprint=three, lineage=Lineage.of([first, second]))
     found = Lineage.of([both, first])
     assert found.parents == (three, one)

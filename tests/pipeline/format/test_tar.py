@@ -129,7 +129,8 @@ def without_device(block: bytes) -> bytes:
 @pytest.mark.parametrize("length", [5, 99, 100])
 def test_headers_are_those_that_tarfile_writes(length, size) -> None:
     info = tarfile.TarInfo("n" * length)
-    info.size, info.mode = size, 0o644
+    info.size = size
+    info.mode = 0o644
     assert without_device(member_header("n" * length, size)) == without_device(
         info.tobuf(tarfile.USTAR_FORMAT)
     )
@@ -295,20 +296,25 @@ def test_reserved_names_of_webdataset_cannot_be_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [1, 5, 90, 92, 93, 99, 100, 101, 300])
 def test_members_are_known_by_their_headers(length) -> None:
-    key, fields, sizes = "k" * length, ("meta.json", "cam_front.jpg.zst"), [0o1234567, 0]
+    key = "k" * length
+    fields = ("meta.json", "cam_front.jpg.zst")
+    sizes = [0o1234567, 0]
     packed = pack_sample(
         key, [StoredMember(field, bytes(size)) for field, size in zip(fields, sizes, strict=True)]
     )
-    span, offsets = memoryview(b"".join(packed.pieces)), packed.offsets
-    assert are_members(span, key, fields, offsets, sizes)
-    assert are_members(span, key, fields[1:], offsets[1:], sizes[1:])
-    assert are_members(span, key, (), [], [])
-    assert not are_members(span, key, fields, offsets[::-1], sizes)
-    assert not are_members(span, key, fields, offsets, sizes[::-1])
-    assert not are_members(span, key, fields, offsets, [sizes[0], -1])
-    assert not are_members(span, key, fields, [offsets[0], len(span) + 512], sizes)
-    assert not are_members(span, "j" + key[1:], fields, offsets, sizes)
+    span = memoryview(b"".join(packed.pieces))
+    offsets = packed.offsets
+    assert are_members(span, key=key, fields=fields, offsets=offsets, sizes=sizes)
+    assert are_members(span, key=key, fields=fields[1:], offsets=offsets[1:], sizes=sizes[1:])
+    assert are_members(span, key=key, fields=(), offsets=[], sizes=[])
+    assert not are_members(span, key=key, fields=fields, offsets=offsets[::-1], sizes=sizes)
+    assert not are_members(span, key=key, fields=fields, offsets=offsets, sizes=sizes[::-1])
+    assert not are_members(span, key=key, fields=fields, offsets=offsets, sizes=[sizes[0], -1])
+    assert not are_members(
+        span, key=key, fields=fields, offsets=[offsets[0], len(span) + 512], sizes=sizes
+    )
+    assert not are_members(span, key="j" + key[1:], fields=fields, offsets=offsets, sizes=sizes)
     if length < 99:  # of longer names the rest is not compared
-        assert not are_members(span, key, fields[::-1], offsets, sizes)
+        assert not are_members(span, key=key, fields=fields[::-1], offsets=offsets, sizes=sizes)
         for other in (key[1:], key + "k", "", "%d", "\u00e9" + key):
-            assert not are_members(span, other, fields, offsets, sizes)
+            assert not are_members(span, key=other, fields=fields, offsets=offsets, sizes=sizes)

@@ -37,7 +37,9 @@ FIELDS = st.dictionaries(
 
 def build(samples):
     """A frame shard of samples (key to fields) and its rows of the index."""
-    data, rows, sizes = bytearray(), [], []
+    data = bytearray()
+    rows = []
+    sizes = []
     for key, members in samples.items():
         packed = pack_sample(
             key, [StoredMember(name, content) for name, content in members.items()]
@@ -45,11 +47,28 @@ def build(samples):
         frame = zstd_frames.encode_frame(b"".join(packed.pieces), 3)
         entries = tuple(
             MemberEntry(
-                name, at, len(content), len(content), "raw", xxhash.xxh3_64_intdigest(content)
+                name=name,
+                offset=at,
+                stored_bytes=len(content),
+                raw_bytes=len(content),
+                codec="raw",
+                xxh3=xxhash.xxh3_64_intdigest(content),
             )
             for (name, content), at in zip(members.items(), packed.offsets, strict=True)
         )
-        rows.append(IndexRow(key, "clip", 0, 0, 0, len(data), len(frame), 0, entries))
+        rows.append(
+            IndexRow(
+                key=key,
+                clip_id="clip",
+                frame=0,
+                timestamp_ns=0,
+                shard=0,
+                offset=len(data),
+                length=len(frame),
+                xxh3=0,
+                members=entries,
+            )
+        )
         sizes.append((len(frame), packed.length))
         data += frame
     end = zstd_frames.encode_frame(END_OF_ARCHIVE, 3)

@@ -60,7 +60,8 @@ def test_re_batched_any_number_of_times_each_sample_comes_once(
     n, phases, last_size, last_rank_batch
 ):
     """A run that changes ranks and global batch again and again still covers the epoch exactly."""
-    cursor, seen = Cursor(2), []
+    cursor = Cursor(2)
+    seen = []
     for size, rank_batch, num_steps in phases:
         whole = Batching(n, size * rank_batch, World(0, 1), drop_last=False)
         rest = cursor.rest(whole)
@@ -106,11 +107,13 @@ def test_a_cursor_advanced_in_two_parts_stands_where_one_does(
 @given(st.integers(1, 300), st.integers(1, 40), st.booleans(), st.integers(0, 60))
 def test_a_cursor_crosses_epoch_ends_as_iterating_does(n, global_batch, drop_last, num_steps):
     whole = Batching(n + global_batch * drop_last, global_batch, World(), drop_last=drop_last)
-    epoch, step = 0, 0
+    epoch = 0
+    step = 0
     for _ in range(num_steps):
         step += 1
         if step == whole.num_steps:
-            epoch, step = epoch + 1, 0
+            epoch = epoch + 1
+            step = 0
     assert advanced(Cursor(), whole, num_steps) == Cursor(epoch, whole.consumed(step))
 
 
@@ -130,13 +133,12 @@ def test_a_walk_takes_the_steps_that_iterating_takes(
     global_batch = size * rank_batch
     n += global_batch * drop_last
     whole = Batching(n, global_batch, World(0, size), drop_last=drop_last)
-    start, share = (
-        Cursor(2, data.draw(st.integers(0, n))),
-        WorkerShard(data.draw(st.integers(0, of - 1)), of),
-    )
+    start = Cursor(2, data.draw(st.integers(0, n)))
+    share = WorkerShard(data.draw(st.integers(0, of - 1)), of)
     walk = Walk(start, whole, share)
     ranks = range(data.draw(st.integers(0, size - 1)), size)
-    expected, number = [], 0
+    expected = []
+    number = 0
     for epoch in range(2, 9):
         rest = (start if epoch == 2 else Cursor(epoch)).rest(whole)
         assert walk.batches(epoch) == rest

@@ -38,7 +38,9 @@ BUCKET = Bucket(by="tokens", bounds=BOUNDS, window=64)
 
 def by_the_letter(samples, values, bounds, window, size, seed, epoch):
     """Section 10 of ORDER.md, in plain lists: batches of (sample, valid)."""
-    found, waiting, made = [], {bound: [] for bound in bounds}, {bound: [] for bound in bounds}
+    found = []
+    waiting = {bound: [] for bound in bounds}
+    made = {bound: [] for bound in bounds}
     num_windows = -(-len(samples) // window)
     for number in range(num_windows):
         for sample in samples[number * window : (number + 1) * window]:
@@ -81,7 +83,9 @@ def test_an_epoch_in_buckets_is_that_of_the_letter(values, window, size, has_bou
     samples = position_map(OrderSpec(seed=seed), [len(values)], epoch)(
         np.arange(len(values))
     ).tolist()
-    expected = by_the_letter(samples, values, bounds, window, size, seed, epoch)
+    expected = by_the_letter(
+        samples, values=values, bounds=bounds, window=window, size=size, seed=seed, epoch=epoch
+    )
     found = order.epoch(epoch)
     entries = found.entries(np.arange(len(found)))
     pairs = list(zip(entries.samples.tolist(), entries.valid.tolist(), strict=True))
@@ -93,7 +97,8 @@ def test_an_epoch_in_buckets_is_that_of_the_letter(values, window, size, has_bou
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_the_buckets_of_the_vectors(case):
     bucket = Bucket(by="v", bounds=tuple(case["bounds"]), window=case["window"])
-    spec, size = OrderSpec(seed=case["seed"], bucket=bucket), case["global_batch"]
+    spec = OrderSpec(seed=case["seed"], bucket=bucket)
+    size = case["global_batch"]
     epoch = BatchSampler({"v": case["values"]}, spec, global_batch=size)._rows.order.epoch(
         case["epoch"]
     )
@@ -145,9 +150,11 @@ def test_the_same_batches_of_one_bucket_come_on_any_ranks(name):
             for step, batch in enumerate(batches, epoch * len(alone)):
                 parts = [sampler[step] for sampler in worlds]
                 assert {len(part) for part in parts} == {24 // size}
-                found, expected = [entry for part in parts for entry in part], list(batch)
+                found = [entry for part in parts for entry in part]
+                expected = list(batch)
                 if name == "balanced":
-                    found, expected = sorted(found), sorted(expected)
+                    found = sorted(found)
+                    expected = sorted(expected)
                 assert found == expected
         for batch in batches:
             assert (
@@ -195,7 +202,10 @@ def test_datasets_of_a_mix_share_their_buckets():
 
 def stops_and_changes(spec, num_stops, seed):
     """Train with stops at random steps, each time on other ranks; compare with no stop."""
-    draw, rows, state, epochs = random.Random(seed), [], None, 0
+    draw = random.Random(seed)
+    rows = []
+    state = None
+    epochs = 0
     for _ in range(num_stops):
         worlds = [
             sampler.count() for sampler in ranks_of(spec, draw.choice([1, 2, 3, 4, 6, 8, 12, 24]))

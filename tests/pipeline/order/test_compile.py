@@ -215,8 +215,10 @@ def test_lanes_follow_clips_of_the_selection(dataset):
     assert np.array_equal(
         np.sort(entries.samples[entries.valid]), np.flatnonzero(attribute(dataset, "night"))
     )
-    frames, clips = dataset.index.column("frame"), dataset.index.clip_numbers()
-    samples, exists = entries.samples.reshape(-1, 4), entries.flags["prev_exists"].reshape(-1, 4)
+    frames = dataset.index.column("frame")
+    clips = dataset.index.clip_numbers()
+    samples = entries.samples.reshape(-1, 4)
+    exists = entries.flags["prev_exists"].reshape(-1, 4)
     assert (frames[samples[1:]] == frames[samples[:-1]] + 1)[exists[1:]].all()
     assert (clips[samples[1:]] == clips[samples[:-1]])[exists[1:]].all()
 
@@ -398,7 +400,8 @@ def test_all_orders_answer_one_protocol(dataset, spec, shape):
     order = compile_order(spec, dataset, global_batch=4)
     epoch = order.epoch(1)
     positions = np.random.default_rng(shape).integers(0, len(epoch), shape)
-    entries, whole = epoch.entries(positions), epoch.entries(np.arange(len(epoch)))
+    entries = epoch.entries(positions)
+    whole = epoch.entries(np.arange(len(epoch)))
     for name in whole.flags:
         assert np.array_equal(entries.flags[name], whole.flags[name][positions])
     for part, whole_part in zip(entries[:3], whole[:3], strict=True):

@@ -48,7 +48,15 @@ MIXES = {"ratios": {"a": 2, "b": 1, "c": 5}, "stages": STAGES}
 
 
 def rows(data, spec, blocks=None, mix=None, global_batch=4):
-    return OrderedRows(data, spec, blocks, mix, None, global_batch, entries=False).order
+    return OrderedRows(
+        data=data,
+        spec=spec,
+        blocks=blocks,
+        mix=mix,
+        window=None,
+        global_batch=global_batch,
+        entries=False,
+    ).order
 
 
 def check(order, epoch, sizes):

@@ -16,7 +16,8 @@ def make(lengths, shuffle_seed=None):
     frames = np.concatenate([np.arange(length) for length in lengths])
     if shuffle_seed is not None:
         shuffled = np.random.default_rng(shuffle_seed).permutation(len(clips))
-        clips, frames = clips[shuffled], frames[shuffled]
+        clips = clips[shuffled]
+        frames = frames[shuffled]
     return ClipTable.build(clips, frames), clips, frames
 
 

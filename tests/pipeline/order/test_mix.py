@@ -93,7 +93,8 @@ def stages_of(ratios, lengths, ramps):
     st.lists(st.booleans(), min_size=3, max_size=3),
 )
 def test_counts_of_a_schedule_are_the_exact_shares_at_every_block_end(ratios, lengths, ramps):
-    lengths, ramps = lengths[: len(ratios) - 1], ramps[: len(ratios) - 1]
+    lengths = lengths[: len(ratios) - 1]
+    ramps = ramps[: len(ratios) - 1]
     stages, block = stages_of(ratios, lengths, ramps)
     assume(block <= MAX_BLOCK)
     before, counts = MixSchedule(stages, "abc").blocks(np.arange(sum(lengths) + 20))
@@ -104,7 +105,8 @@ def test_counts_of_a_schedule_are_the_exact_shares_at_every_block_end(ratios, le
     shares = [[Fraction(ratio * block, sum(each)) for ratio in each] for each in ratios]
     at = 0
     for number, length in enumerate([*lengths, 20]):
-        old, new = shares[number], shares[min(number + 1, len(shares) - 1)]
+        old = shares[number]
+        new = shares[min(number + 1, len(shares) - 1)]
         is_ramp = number < len(ramps) and ramps[number]
         for step in range(length):
             for part, (a, b) in enumerate(zip(old, new, strict=True)):
@@ -161,10 +163,8 @@ def test_each_dataset_continues_through_the_stages_of_a_schedule():
 
 
 def test_a_schedule_of_one_stage_is_a_plain_mix():
-    plain, staged = (
-        make_staged({"a": 3, "b": 1, "c": 2}),
-        make_staged([MixStage(ratios={"a": 3, "b": 1, "c": 2})]),
-    )
+    plain = make_staged({"a": 3, "b": 1, "c": 2})
+    staged = make_staged([MixStage(ratios={"a": 3, "b": 1, "c": 2})])
     for name in ("parts", "samples"):
         both = [
             getattr(mix.epoch(2).entries(np.arange(mix.epoch_length)), name).tolist()

@@ -288,7 +288,10 @@ def test_micro_batches_cost_about_the_same():
 
 def stops_and_changes(spec, num_stops, seed):
     """Train with stops at random steps, each time on other ranks and a batch that divides; compare with no stop."""
-    draw, rows, state, epochs = random.Random(seed), [], None, 0
+    draw = random.Random(seed)
+    rows = []
+    state = None
+    epochs = 0
     for _ in range(num_stops):
         ranks, batch = draw.choice([(1, 16), (2, 16), (4, 16), (16, 16), (2, 8), (1, 4)])
         counted = []

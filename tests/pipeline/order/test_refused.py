@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SMALL = (3, 1, 4, 2, 5)
-BY_A, MIX_A = (AttributeWeights(attribute="a"),), Mix(attribute="a", ratios={"b": 1})
+BY_A = (AttributeWeights(attribute="a"),)
+MIX_A = Mix(attribute="a", ratios={"b": 1})
 TABLE = pa.table({"n": [1, 0], "none": [0, None], "city": ["a", "b"], "gap": [1.0, None]})
 
 

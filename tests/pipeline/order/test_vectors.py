@@ -119,10 +119,8 @@ def computed(case) -> dict:
             }
         case "lanes":
             clips = case["clip_lengths"]
-            number, frame = (
-                np.repeat(np.arange(len(clips)), clips),
-                np.concatenate([np.arange(n) for n in clips]),
-            )
+            number = np.repeat(np.arange(len(clips)), clips)
+            frame = np.concatenate([np.arange(n) for n in clips])
             order = LaneOrder(
                 ClipTable.build(number, frame),
                 case["global_batch"],
@@ -214,7 +212,11 @@ def computed(case) -> dict:
         case "batch":
             world = World(case["rank"], case["ranks"])
             batching = Batching(
-                case["epoch_length"], case["global_batch"], world, False, case["start"]
+                epoch_length=case["epoch_length"],
+                global_batch=case["global_batch"],
+                world=world,
+                drop_last=False,
+                start=case["start"],
             )
             step = case["step"]
             return {
@@ -234,7 +236,13 @@ def computed(case) -> dict:
                 weights=(AttributeWeights(attribute="any"),) if sampling else (),
             )
             selected = np.array(case["selected"]) if case["selected"] else None
-            order = CompiledOrder(spec, {}, case["shard_lengths"], selected, sampling)
+            order = CompiledOrder(
+                spec=spec,
+                identity={},
+                shard_lengths=case["shard_lengths"],
+                selected=selected,
+                sampling=sampling,
+            )
             assert order.epoch_length == case["epoch_length"]
             if case.get("hidden"):
                 order = ThinnedOrder(order, [np.array(case["hidden"])])

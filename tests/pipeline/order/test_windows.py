@@ -141,7 +141,8 @@ def read_by_time(rows, window, sample):
     """The frames of a sample by looking at all times of its clip, one after the other."""
     clip, _, now = rows[sample]
     known = sorted((time, at) for at, (of, _, time) in enumerate(rows) if of == clip)
-    images, found = window.channels["img"], []
+    images = window.channels["img"]
+    found = []
     for offset in images.offsets_ns:
         wanted = now + offset
         if images.interpolation == "hold":
@@ -201,7 +202,8 @@ def test_windows_in_seconds_are_those_read_by_timestamps(rows, window):
 def test_seconds_and_steps_agree_at_a_constant_rate(hz, length, frames, stride, pad):
     frames = (*frames, 0)
     seconds = tuple(frame * stride / hz for frame in frames)
-    clips, numbers = np.repeat([0, 1], length), np.tile(np.arange(length), 2)
+    clips = np.repeat([0, 1], length)
+    numbers = np.tile(np.arange(length), 2)
     table = ClipTable.build(clips, numbers).at_times(
         np.round(numbers / hz * 1e9).astype(np.int64) + clips * 10**15
     )

@@ -68,7 +68,15 @@ def rows_of(names):
 
 def order_of(fields, without=(), seed=3, global_batch=4, data=COLUMNS, mix=None):
     spec = OrderSpec(seed=seed, without=without, **fields)
-    return OrderedRows(data, spec, blocks(fields), mix, None, global_batch, entries=False).order
+    return OrderedRows(
+        data=data,
+        spec=spec,
+        blocks=blocks(fields),
+        mix=mix,
+        window=None,
+        global_batch=global_batch,
+        entries=False,
+    ).order
 
 
 def groups(order, epoch):
@@ -183,12 +191,15 @@ def sampler(fields, without=(), rank=0, size=1, global_batch=4, drop_last=True, 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_run_that_continues_without_them_is_one_that_never_had_them(name, drop_last):
     """From each state of the whole run: it is refused where a sample was shown, else the tail is the same."""
-    fields, names = ORDERS[name], ("clip 3", COLUMNS["key"][22])
+    fields = ORDERS[name]
+    names = ("clip 3", COLUMNS["key"][22])
     hidden = set(rows_of(names).tolist())
     whole = sampler(fields, drop_last=drop_last).count()
     never = sampler(fields, (names,), drop_last=drop_last)
     expected = [never[step] for step in range(24)]
-    shown, num_clean, run = set(), 0, iter(whole)
+    shown = set()
+    num_clean = 0
+    run = iter(whole)
     for step in range(14):
         state = json.loads(json.dumps(whole.state_dict()))
         tail = sampler(fields, (names,), drop_last=drop_last)
@@ -213,16 +224,23 @@ def test_a_run_that_continues_without_them_is_one_that_never_had_them(name, drop
 
 @pytest.mark.parametrize("name", ["shuffled", "windowed", "weights", "packs", "balance"])
 def test_any_number_of_ranks_continues(name):
-    fields, names = ORDERS[name], ("clip 2",)
+    fields = ORDERS[name]
+    names = ("clip 2",)
     never = sampler(fields, (names,), global_batch=8)
     if "balance" not in fields:
         expected = [never[step] for step in range(3)]
         for size in (2, 4, 8):
-            ranks = [sampler(fields, (names,), rank, size, 8) for rank in range(size)]
+            ranks = [
+                sampler(fields, without=(names,), rank=rank, size=size, global_batch=8)
+                for rank in range(size)
+            ]
             assert [[row for one in ranks for row in one[step]] for step in range(3)] == expected
     state = sampler(fields, global_batch=8).state_dict()
     for size in (1, 2, 8):
-        ranks = [sampler(fields, (names,), rank, size, 8) for rank in range(size)]
+        ranks = [
+            sampler(fields, without=(names,), rank=rank, size=size, global_batch=8)
+            for rank in range(size)
+        ]
         for one in ranks:
             one.load_state_dict(state)
         assert [
@@ -256,7 +274,8 @@ def test_a_window_lacks_the_frames(pad):
     names = (COLUMNS["key"][12], "clip 5")
     hidden = set(rows_of(names).tolist())
     options = {"window": WINDOWS[pad], "entries": True, "global_batch": 1}
-    whole, thin = sampler({}, **options), sampler({}, (names,), **options)
+    whole = sampler({}, **options)
+    thin = sampler({}, (names,), **options)
     found = [one for (one,) in thin]
     expected = [
         one
@@ -271,7 +290,8 @@ def test_a_window_lacks_the_frames(pad):
             before.frames[at] for at in same if before.present[at]
         ]
         assert not any(one.present[at] for at in range(3) if at not in same)
-    counted, dirty = whole.count(), False
+    counted = whole.count()
+    dirty = False
     whole.load_state_dict(sampler({}, **options).state_dict())
     for (entry,) in counted:
         state = whole.state_dict()
@@ -308,7 +328,9 @@ def test_names_from_a_file_and_wrong_ones(tmp_path):
     file = tmp_path / "names.txt"
     file.write_text(f"# a comment\nclip 4\n\n{COLUMNS['key'][2]}\n")
     spec = OrderSpec(without=(str(file), ("clip 1",)))
-    rows = OrderedRows(COLUMNS, spec, None, None, None, 4, entries=False).order
+    rows = OrderedRows(
+        data=COLUMNS, spec=spec, blocks=None, mix=None, window=None, global_batch=4, entries=False
+    ).order
     assert set(rows.selected()) == set(range(NUM)) - set(
         rows_of(["clip 4", "clip 1", COLUMNS["key"][2]])
     )

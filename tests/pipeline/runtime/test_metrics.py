@@ -19,8 +19,26 @@ from fuelrail.pipeline.runtime.stages import StageClock
 
 class Stats(NamedTuple):
     stages: tuple = (
-        StageClock("decode", 2, 12, 1.5, 0.25, 0.125, 3, 8),
-        StageClock("collate", 1, 4, 0.5, 2, 3, 0, 2),
+        StageClock(
+            name="decode",
+            num_threads=2,
+            items=12,
+            busy_s=1.5,
+            starved_s=0.25,
+            blocked_s=0.125,
+            waiting=3,
+            capacity=8,
+        ),
+        StageClock(
+            name="collate",
+            num_threads=1,
+            items=4,
+            busy_s=0.5,
+            starved_s=2,
+            blocked_s=3,
+            waiting=0,
+            capacity=2,
+        ),
     )
     batches: int = 4
     samples: int = 12
@@ -73,7 +91,8 @@ def test_what_is_served_is_read_back(label):
 
 class TestServer:
     def test_it_serves_fresh_figures_until_closed(self):
-        batches, before = iter(range(5, 100)), threading.active_count()
+        batches = iter(range(5, 100))
+        before = threading.active_count()
         with MetricsServer(
             lambda: loader_metrics(Stats(batches=next(batches)), {}), port=0
         ) as server:

@@ -192,7 +192,8 @@ class TestFailures:
             next(pipeline)
 
     def test_a_failure_waits_neither_for_the_rest_of_its_group_nor_for_what_is_under_way(self):
-        reported, in_time = threading.Event(), []
+        reported = threading.Event()
+        in_time = []
         stages = [
             Stage("a", lambda v: refuse(v) if v == 0 else in_time.append(reported.wait(200)), 2, 3),
             Stage("g", list, 1, 2, group=3),
@@ -457,4 +458,7 @@ class TestForeignCode:
         with pytest.raises(
             StageError, match=r"failed on a Mute without a text.*: Mute: a Mute without a text"
         ):
-            run([Mute(), Mute()], Stage("fail", fail, 1, 1, group))
+            run(
+                [Mute(), Mute()],
+                Stage(name="fail", work=fail, num_threads=1, capacity=1, group=group),
+            )

@@ -32,11 +32,36 @@ class Stats(NamedTuple):
 def at(second, waiting):
     """A loader that did 5 batches of 4 samples a second; decoding is busy, collating starved."""
     stages = (
-        StageClock("decode", 2, 20 * second, 1.9 * second, 0.1 * second, 0.0, 6, 8),
-        StageClock("collate", 1, 5 * second, 0.1 * second, 0.9 * second, 0.0, 0, 2),
+        StageClock(
+            name="decode",
+            num_threads=2,
+            items=20 * second,
+            busy_s=1.9 * second,
+            starved_s=0.1 * second,
+            blocked_s=0.0,
+            waiting=6,
+            capacity=8,
+        ),
+        StageClock(
+            name="collate",
+            num_threads=1,
+            items=5 * second,
+            busy_s=0.1 * second,
+            starved_s=0.9 * second,
+            blocked_s=0.0,
+            waiting=0,
+            capacity=2,
+        ),
     )
     return loader_metrics(
-        Stats(stages, 5 * second, 20 * second, 120 * second, waiting * second, second),
+        Stats(
+            stages=stages,
+            batches=5 * second,
+            samples=20 * second,
+            images=120 * second,
+            waited_s=waiting * second,
+            elapsed_s=second,
+        ),
         {"rank": "2"},
     )
 
@@ -88,7 +113,8 @@ def test_the_command_reads_a_real_endpoint(capsys):
 
 @pytest.mark.costly
 def test_the_function_returns_what_the_command_shows():
-    seconds, seen = itertools.count(1), []
+    seconds = itertools.count(1)
+    seen = []
     with MetricsServer(lambda: at(next(seconds), 0.2), port=0) as server:
         (one,) = top.top(server.url, once=True, interval=0.05, progress=seen.append)
     assert seen == [[one]]

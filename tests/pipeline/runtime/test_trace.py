@@ -53,7 +53,8 @@ def test_it_keeps_to_the_trace_event_format(tmp_path):
     trace = json.loads((tmp_path / "trace.json").read_bytes())
     assert set(trace) == {"traceEvents", "displayTimeUnit"}
     assert trace["displayTimeUnit"] in ("ms", "ns")
-    slices, arrows = {}, {}
+    slices = {}
+    arrows = {}
     for event in trace["traceEvents"]:
         kind = event["ph"]
         assert type(event["pid"]) is int

@@ -31,7 +31,8 @@ def test_items_are_taken_as_they_are_needed():
 
 
 def test_an_error_ends_the_rest():
-    started, release = [], threading.Event()
+    started = []
+    release = threading.Event()
 
     def work(number):
         started.append(number)
@@ -47,7 +48,8 @@ def test_an_error_ends_the_rest():
 
 
 def test_a_signal_that_another_thread_gets_waits_for_the_end_too():
-    started, sent = threading.Event(), threading.Event()
+    started = threading.Event()
+    sent = threading.Event()
 
     def another() -> None:
         started.wait(200)

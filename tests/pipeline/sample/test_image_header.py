@@ -67,7 +67,17 @@ def test_jpeg_headers_are_read(options: dict, subsampling: str) -> None:
     encoded = encode(PICTURE, **options)
     info = probe(encoded)
     assert info == ImageInfo(
-        49, 35, "jpeg", 3, 8, subsampling, False, 0, 1, info.frame_at, info.scan_at
+        width=49,
+        height=35,
+        format="jpeg",
+        num_components=3,
+        bits=8,
+        subsampling=subsampling,
+        progressive=False,
+        restart_interval=0,
+        orientation=1,
+        frame_at=info.frame_at,
+        scan_at=info.scan_at,
     )
     assert encoded[info.frame_at : info.frame_at + 2] == b"\xff\xc0"
     assert encoded[info.scan_at - 14 : info.scan_at - 12] == b"\xff\xda"
@@ -123,7 +133,15 @@ def test_broken_exif_counts_as_none(broken: bytes) -> None:
 @pytest.mark.parametrize(("color_type", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
 def test_png_headers_are_read(color_type: int, channels: int) -> None:
     assert probe(png(49, 35, 8, color_type)) == ImageInfo(
-        49, 35, "png", channels, 8, "", False, 0, 1
+        width=49,
+        height=35,
+        format="png",
+        num_components=channels,
+        bits=8,
+        subsampling="",
+        progressive=False,
+        restart_interval=0,
+        orientation=1,
     )
 
 

@@ -39,7 +39,9 @@ finite = st.floats(-1e6, 1e6)
 
 
 def geometry() -> Geometry:
-    return make_geometry(np.random.default_rng(3), 160, 90, 10**18, (1, 1))
+    return make_geometry(
+        np.random.default_rng(3), width=160, height=90, timestamp_ns=10**18, valid=(1, 1)
+    )
 
 
 def boxes(count: int = 4) -> Boxes:
@@ -297,7 +299,8 @@ class TestGeometry:
             Geometry.lidar2keyego,
             Geometry.lidar2img,
         )
-        stacked, windows = Geometry.stack(single), Geometry.stack(single, 2, 3)
+        stacked = Geometry.stack(single)
+        windows = Geometry.stack(single, 2, 3)
         for method in methods:
             expected = np.stack([method(one) for one in single])
             np.testing.assert_array_equal(method(stacked), expected)

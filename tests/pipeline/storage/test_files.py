@@ -205,7 +205,8 @@ def go_through(readers: dict[str, Callable[[], object]], outside: Path) -> None:
         for name, read in readers.items():
             done.write(f"{name}: ")
             done.flush()
-            error, said = "", io.StringIO()
+            error = ""
+            said = io.StringIO()
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 try:
                     read()
@@ -222,11 +223,14 @@ def lines_of(place: Path, readers: dict[str, Callable[[], object]], outside: Pat
     """What :func:`go_through` wrote, in a process that ends when no reader has come to its end for ten seconds."""
     with contextlib.chdir(place):
         pid = fork(partial(go_through, readers, outside))
-    done, before, since_s = place / "done.txt", "", time.monotonic()
+    done = place / "done.txt"
+    before = ""
+    since_s = time.monotonic()
     while not os.waitpid(pid, os.WNOHANG)[0]:
         now = done.read_text() if done.exists() else ""
         if now != before:
-            before, since_s = now, time.monotonic()
+            before = now
+            since_s = time.monotonic()
         elif time.monotonic() - since_s > 10:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -285,7 +289,8 @@ def test_no_command_or_reader_waits_for_or_follows_a_file_that_is_none(
     whole, tmp_path, folder, name, kind
 ) -> None:
     """A link leads to a good copy outside of the folder, and the kernel says whether anybody opened that."""
-    place, outside = tmp_path / "place", tmp_path / "outside"
+    place = tmp_path / "place"
+    outside = tmp_path / "outside"
     shutil.copytree(whole, place)
     (place / "out").mkdir()
     if name == "zstd.dict":

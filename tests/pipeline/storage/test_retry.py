@@ -116,7 +116,8 @@ def test_the_storages_own_code_is_kept_and_says_what_to_do(library, code, status
     if library != "obstore":
         error = botocore.ClientError(stated, "GetObject")
     if library == "s3fs":
-        error, cause = OSError(errno.EIO, "x" * 400), error
+        cause = error
+        error = OSError(errno.EIO, "x" * 400)
         error.__cause__ = cause
     fault = fault_of(error)
     assert (fault.kind, fault.code) == (kind, code)
@@ -163,7 +164,8 @@ class TestCalls:
     POLICY = RetryPolicy(deadline_s=0.2, first_delay_s=0.001, max_delay_s=0.002)
 
     def test_what_fails_now_and_then_comes_through(self):
-        errors, calls = [OSError("a"), TimeoutError("b")], []
+        errors = [OSError("a"), TimeoutError("b")]
+        calls = []
 
         def work() -> int:
             if errors:
@@ -189,7 +191,8 @@ class TestCalls:
         assert [fault.kind for fault in calls] == ["refused"]
 
     def test_the_deadline_ends_it(self, monkeypatch):
-        pauses, now_s = [], [0.0]
+        pauses = []
+        now_s = [0.0]
         clock = SimpleNamespace(
             monotonic=lambda: now_s[0], sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s)
         )

@@ -39,7 +39,10 @@ def homogeneous(points: np.ndarray) -> np.ndarray:
 
 def rigid(yaw: float, pitch: float, place: tuple[float, float, float]) -> np.ndarray:
     matrix = np.eye(4)
-    cy, sy, cp, sp = math.cos(yaw), math.sin(yaw), math.cos(pitch), math.sin(pitch)
+    cy = math.cos(yaw)
+    sy = math.sin(yaw)
+    cp = math.cos(pitch)
+    sp = math.sin(pitch)
     matrix[:3, :3] = np.array([[cy, -sy, 0], [sy, cy, 0], [0, 0, 1]]) @ np.array(
         [[cp, 0, sp], [0, 1, 0], [-sp, 0, cp]]
     )
@@ -49,7 +52,8 @@ def rigid(yaw: float, pitch: float, place: tuple[float, float, float]) -> np.nda
 
 @given(maps)
 def test_the_matrix_is_rotation_then_scale_then_flip_then_translation(bev: BevMap) -> None:
-    cos, sin = math.cos(bev.rotation_rad), math.sin(bev.rotation_rad)
+    cos = math.cos(bev.rotation_rad)
+    sin = math.sin(bev.rotation_rad)
     rotation = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
     flip = np.diag([-1.0 if bev.flip_x else 1.0, -1.0 if bev.flip_y else 1.0, 1.0])
     assert_allclose(bev.matrix[:3, :3], flip @ (bev.scale * np.eye(3)) @ rotation, atol=1e-12)

@@ -34,7 +34,8 @@ def bevdet_reference(wh: tuple[int, int], draws: np.ndarray) -> ImageMap:
     """BEVDet's `sample_augmentation`, as published, fed with our uniforms in the place of numpy's."""
     width, height = wh
     resize = 704 / width + (-0.06 + 0.17 * draws[0])
-    new_width, new_height = int(width * resize), int(height * resize)
+    new_width = int(width * resize)
+    new_height = int(height * resize)
     crop_h = int((1 - 0.0) * new_height) - 256
     crop_w = int(draws[1] * max(0, new_width - 704))
     image_map = ImageMap.identity(wh).resize(new_width, new_height).crop(crop_w, crop_h, 704, 256)
@@ -47,7 +48,7 @@ def bevdet_reference(wh: tuple[int, int], draws: np.ndarray) -> ImageMap:
 @settings(max_examples=50)
 def test_training_draws_are_bevdets(seed: int, epoch: int, sample: int) -> None:
     maps = BEVDET.draw(RIG, seed=seed, epoch=epoch, sample=sample)
-    draws = uniforms(seed, epoch, sample, range(6), STREAM, 5)
+    draws = uniforms(seed, epoch=epoch, sample=sample, cameras=range(6), stream=STREAM, count=5)
     for image_map, row in zip(maps, draws, strict=True):
         expected = bevdet_reference((1600, 900), row)
         assert_allclose(image_map.matrix, expected.matrix, rtol=0, atol=1e-9)
@@ -84,7 +85,7 @@ def test_scope_says_who_shares_a_draw() -> None:
     maps = STREAMPETR.draw(RIG, seed=1, epoch=0, sample=5)
     assert len(set(maps)) == 1
     assert len(set(BEVDET.draw(RIG, seed=1, epoch=0, sample=5))) == 6
-    row = uniforms(1, 0, 5, (ALL_CAMERAS,), STREAM, 5)[0]
+    row = uniforms(1, epoch=0, sample=5, cameras=(ALL_CAMERAS,), stream=STREAM, count=5)[0]
     factor = 0.38 + 0.17 * row[0]
     assert maps[0].matrix[1, 1] == int(900 * factor) / 900
     mixed = STREAMPETR.draw([(1600, 900), (1550, 2048)], seed=1, epoch=0, sample=5)

@@ -42,7 +42,8 @@ def translation(x: float, y: float) -> np.ndarray:
 
 def oracle(wh: tuple[int, int], operations: list[tuple]) -> np.ndarray:
     """The composition of the textbook matrices, edge-origin (3, 3)."""
-    total, (width, height) = np.eye(3), wh
+    total = np.eye(3)
+    (width, height) = wh
     for name, *arguments in operations:
         if name == "resize":
             step = np.diag([arguments[0] / width, arguments[1] / height, 1.0])
@@ -123,7 +124,8 @@ def sees(image_map: ImageMap) -> tuple[np.ndarray, np.ndarray]:
     width, height = image_map.out_wh
     v, u = np.mgrid[:height, :width] + 0.5
     a, b, tx, c, d, ty = image_map.inverse_coefficients()
-    x, y = a * u + b * v + tx, c * u + d * v + ty
+    x = a * u + b * v + tx
+    y = c * u + d * v + ty
     left, top, right, bottom = image_map.visible
     depth = np.minimum.reduce([x - left, right - x, y - top, bottom - y]) * abs(image_map.max_scale)
     return depth > 1e-4, depth < -1e-4
@@ -164,7 +166,8 @@ def test_the_source_region_holds_every_place_sampled(wh, operations, support):
     width, height = image_map.out_wh
     v, u = np.mgrid[:height, :width] + 0.5
     a, b, tx, c, d, ty = image_map.inverse_coefficients()
-    x, y = (a * u + b * v + tx), (c * u + d * v + ty)
+    x = a * u + b * v + tx
+    y = c * u + d * v + ty
     surely, _ = sees(image_map)
     for place, low, high, size in ((x, left, right, wh[0]), (y, top, bottom, wh[1])):
         reached = place[surely]
@@ -216,20 +219,25 @@ def test_impossible_sizes_are_refused():
 
 def test_the_map_is_the_product_that_the_documents_state():
     """Resize, crop, flip u' = W - 1 - u, rotation about ((W - 1) / 2, (H - 1) / 2): pixel centres at whole numbers."""
-    wide, high, left, top = 80, 50, 7, 9
+    wide = 80
+    high = 50
+    left = 7
+    top = 9
     settings = ImageAugment(height=32, width=64)
     found = settings._map(
         (160, 100), (0.5, 0.5), (wide, high), (left, top), flip=True, degrees=30.0
     ).centre_matrix()
-    u, v = 23.0, 41.0
-    u, v = (u + 0.5) * wide / 160 - 0.5 - left, (v + 0.5) * high / 100 - 0.5 - top
+    u = 23.0
+    v = 41.0
+    u = (u + 0.5) * wide / 160 - 0.5 - left
+    v = (v + 0.5) * high / 100 - 0.5 - top
     u = 64 - 1 - u
-    x, y, angle = u - (64 - 1) / 2, v - (32 - 1) / 2, math.radians(30.0)
+    x = u - (64 - 1) / 2
+    y = v - (32 - 1) / 2
+    angle = math.radians(30.0)
     # Counter-clockwise as seen: v points down, so what is right of the pivot comes to lie above it.
-    right, down = (
-        x * math.cos(angle) + y * math.sin(angle),
-        y * math.cos(angle) - x * math.sin(angle),
-    )
+    right = x * math.cos(angle) + y * math.sin(angle)
+    down = y * math.cos(angle) - x * math.sin(angle)
     assert_allclose(
         (found @ (23.0, 41.0, 1.0))[:2], ((64 - 1) / 2 + right, (32 - 1) / 2 + down), atol=1e-9
     )

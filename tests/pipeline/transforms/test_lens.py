@@ -95,7 +95,8 @@ def test_the_centre_and_what_lies_behind_have_places():
 
 
 def test_mei_is_the_projection_from_a_point_above_the_sphere():
-    rng, xi = np.random.default_rng(5), 1.2
+    rng = np.random.default_rng(5)
+    xi = 1.2
     rays = rng.normal(size=(200, 3)) + np.array([0, 0, 2.5])
     rays = rays[rays[:, 2] > 0.2]
     lens = lens_of("mei", xi, *RADTAN)

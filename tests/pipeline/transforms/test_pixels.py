@@ -76,7 +76,13 @@ def test_golden_draw() -> None:
     # Frozen with the random stream.
     (change,) = BEVFORMER.draw(256, seed=7, epoch=3, sample=12345, cameras=(1,))
     assert change == PixelChange(
-        -10.924618453950593, 1.0, 1.0280184916642785, 0.0, False, (0, 1, 2), None
+        brightness=-10.924618453950593,
+        contrast=1.0,
+        saturation=1.0280184916642785,
+        hue_deg=0.0,
+        contrast_first=False,
+        order=(0, 1, 2),
+        holes=None,
     )
 
 

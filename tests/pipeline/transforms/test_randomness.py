@@ -16,7 +16,9 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 
 def test_golden_values() -> None:
     # Frozen: runs in the world resume on these numbers. If this fails, augmentation of every old run changes.
-    got = uniforms(7, 3, 12345, (0, 5, ALL_CAMERAS), "image-augment", 5)
+    got = uniforms(
+        7, epoch=3, sample=12345, cameras=(0, 5, ALL_CAMERAS), stream="image-augment", count=5
+    )
     assert got.tolist() == [
         [
             0.5036406581986539,
@@ -41,10 +43,13 @@ def test_golden_values() -> None:
         ],
     ]
     # The ninth value comes from the second block.
-    assert uniforms(0, 0, 0, (0,), "x", 9)[0, 8] == 0.41058997102063555
-    assert uniforms(-1, 2**63 - 1, -(2**63), (2,), "image-augment", 2).tolist() == [
-        [0.6465054496679133, 0.6923204386626459]
-    ]
+    assert (
+        uniforms(0, epoch=0, sample=0, cameras=(0,), stream="x", count=9)[0, 8]
+        == 0.41058997102063555
+    )
+    assert uniforms(
+        -1, epoch=2**63 - 1, sample=-(2**63), cameras=(2,), stream="image-augment", count=2
+    ).tolist() == [[0.6465054496679133, 0.6923204386626459]]
 
 
 @given(
@@ -56,7 +61,7 @@ def test_golden_values() -> None:
     st.integers(1, 20),
 )
 def test_is_what_the_definition_says(seed, epoch, sample, cameras, stream, count) -> None:
-    got = uniforms(seed, epoch, sample, cameras, stream, count)
+    got = uniforms(seed, epoch=epoch, sample=sample, cameras=cameras, stream=stream, count=count)
     assert (got.shape, got.dtype) == ((len(cameras), count), np.float64)
     for camera, row in zip(cameras, got, strict=True):
         for i, value in enumerate(row):

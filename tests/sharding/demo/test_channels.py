@@ -66,7 +66,8 @@ def cell_of(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def test_every_point_and_box_is_in_the_grid(dataset) -> None:
     for number in range(len(dataset)):
-        sample, grid = dataset[number], grid_of(dataset, number)
+        sample = dataset[number]
+        grid = grid_of(dataset, number)
         lidar2ego = sample.geometry.lidar2keyego(0)
         points = sample.points["lidar_top"][:, :3] @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
         cells, _ = cell_of(points)
@@ -80,7 +81,8 @@ def test_every_point_and_box_is_in_the_grid(dataset) -> None:
 
 
 def test_cells_of_a_class_lie_in_its_boxes(dataset) -> None:
-    grid, boxes = grid_of(dataset, 1), dataset[1].boxes
+    grid = grid_of(dataset, 1)
+    boxes = dataset[1].boxes
     cells = np.argwhere(grid >= FIRST_CLASS)
     places = np.array(EXTENT_M[:3]) + (cells + 0.5) * CELL_M
     turn = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))
@@ -135,7 +137,8 @@ def test_an_augmented_grid_is_that_of_augmented_points_and_boxes(dataset, ego) -
         sample.points["lidar_top"][:, :3].astype(np.float64) @ lidar2ego[:3, :3].T
         + lidar2ego[:3, 3]
     )
-    age_s, boxes = np.zeros(len(points)), sample.boxes
+    age_s = np.zeros(len(points))
+    boxes = sample.boxes
     moved_boxes = dataclasses.replace(
         boxes,
         boxes3d=ego.boxes3d(boxes.boxes3d.astype(np.float64)).astype(np.float32),

@@ -48,7 +48,8 @@ def test_points_lie_on_the_ground_or_on_something(index: int) -> None:
             # Inside the block in unit coordinates, up to the range noise.
             unit = np.c_[places, np.ones(len(places))] @ np.linalg.inv(solid.unit2global()).T
             slack = 0.03 / np.array(solid.size_lwh)
-            low, high = block.low - slack, block.high + slack
+            low = block.low - slack
+            high = block.high + slack
             explained |= ((unit[:, :3] >= low) & (unit[:, :3] <= high)).all(1)
     assert explained.all()
 
@@ -61,7 +62,9 @@ def test_casting_agrees_with_a_ray_at_a_time() -> None:
         distance = np.linalg.norm(point[:3])
         ray = lidar2global[:3, :3] @ point[:3] / distance
         ground = -lidar2global[2, 3] / ray[2] if ray[2] < 0 else np.inf
-        nearest, _ = first_met(lidar2global[:3, 3], ray, solids, 1.0, ground)
+        nearest, _ = first_met(
+            lidar2global[:3, 3], ray=ray, solids=solids, nearest=1.0, farthest=ground
+        )
         assert distance == pytest.approx(nearest, abs=0.02)
 
 

@@ -48,7 +48,8 @@ def _owners(shot: _Shot) -> np.ndarray:
 def _projected_corners(shot: _Shot, solid: Solid) -> np.ndarray | None:
     """Corners (8, 2) by the plain formula K @ [R|t], None where some are not well ahead."""
     length, width, height = solid.size_lwh
-    c, s = np.cos(solid.yaw_rad), np.sin(solid.yaw_rad)
+    c = np.cos(solid.yaw_rad)
+    s = np.sin(solid.yaw_rad)
     x, y, z = np.array(np.meshgrid([-0.5, 0.5], [-0.5, 0.5], [-0.5, 0.5])).reshape(3, 8)
     corners = np.array(
         [c * x * length - s * y * width, s * x * length + c * y * width, z * height, np.zeros(8)]
@@ -70,7 +71,8 @@ def _hull_mask(shot: _Shot, corners: np.ndarray, grow_px: float) -> np.ndarray:
 
 
 def _inside(shot: _Shot, corners: np.ndarray) -> bool:
-    low, high = corners.min(0), corners.max(0)
+    low = corners.min(0)
+    high = corners.max(0)
     return bool((low > 3).all() and (high < np.array(shot.camera.size) - 4).all())
 
 
@@ -110,7 +112,8 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
             continue
         # Alone in the world, so that nothing hides it.
         rows, columns = np.nonzero(_owners(shot._replace(solids=[solid])) == solid.actor)
-        low, high = corners.min(0), corners.max(0)
+        low = corners.min(0)
+        high = corners.max(0)
         size = high - low
         assert rows.min() - low[1] < 2 + 0.13 * size[1], solid.kind
         assert high[1] - rows.max() < 2 + 0.14 * size[1], solid.kind
@@ -159,7 +162,8 @@ def test_what_is_beside_a_camera_is_met_in_its_window_only(channel: str) -> None
 def test_taking_an_object_away_changes_its_box_and_nothing_else() -> None:
     # Independent of who is said to own a pixel: compare two pictures.
     shot = _shot(DUSK, "CAM_FRONT")
-    with_all, shown = render(*shot), _owners(shot)
+    with_all = render(*shot)
+    shown = _owners(shot)
     visible = sorted(
         (solid for solid in shot.solids if solid.actor >= 0 and (shown == solid.actor).sum() > 150),
         key=lambda solid: -int((shown == solid.actor).sum()),

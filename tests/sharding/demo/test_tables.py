@@ -80,9 +80,11 @@ def test_sweeps_point_to_the_keyframe_after_them(tables: Tables) -> None:
 def test_instances_count_their_annotations(tables: Tables) -> None:
     annotations = {row["token"]: row for row in tables["sample_annotation"]}
     for row in tables["instance"]:
-        token, count = row["first_annotation_token"], 1
+        token = row["first_annotation_token"]
+        count = 1
         while annotations[token]["next"]:
-            token, count = annotations[token]["next"], count + 1
+            token = annotations[token]["next"]
+            count = count + 1
         assert (token, count) == (row["last_annotation_token"], row["nbr_annotations"])
     assert sum(row["num_lidar_pts"] > 0 for row in annotations.values()) > 0.7 * len(annotations)
 

@@ -90,7 +90,8 @@ def test_ego_moves_smoothly_and_faces_where_it_goes() -> None:
 
 
 def test_cameras_look_where_their_names_say_and_scale_with_the_image() -> None:
-    full, half = make_rig(3, "a", 1600, 900), make_rig(3, "a", 800, 450)
+    full = make_rig(3, "a", 1600, 900)
+    half = make_rig(3, "a", 800, 450)
     bearings = {}
     for camera in full.cameras:
         forward = camera.sensor2ego[:3, 2]
@@ -118,11 +119,15 @@ def test_cameras_look_where_their_names_say_and_scale_with_the_image() -> None:
 def test_overlap_of_turned_rectangles_agrees_with_sampled_points(
     distance: float, yaw: float
 ) -> None:
-    first = corners(np.zeros(1), np.zeros(1), np.zeros(1), 4.0, 2.0)
-    second = corners(np.full(1, distance), np.zeros(1), np.full(1, yaw), 3.0, 1.0)
+    first = corners(np.zeros(1), y=np.zeros(1), yaw_rad=np.zeros(1), length=4.0, width=2.0)
+    second = corners(
+        np.full(1, distance), y=np.zeros(1), yaw_rad=np.full(1, yaw), length=3.0, width=1.0
+    )
     u, v = np.meshgrid(np.linspace(-0.499, 0.499, 60), np.linspace(-0.499, 0.499, 60))
-    c, s = math.cos(yaw), math.sin(yaw)
-    x, y = distance + c * u * 3.0 - s * v, s * u * 3.0 + c * v
+    c = math.cos(yaw)
+    s = math.sin(yaw)
+    x = distance + c * u * 3.0 - s * v
+    y = s * u * 3.0 + c * v
     sampled = bool(((np.abs(x) < 2.0) & (np.abs(y) < 1.0)).any())
     if sampled:  # samples may miss the very edge, never the other way round
         assert footprints_overlap(first, second)
@@ -133,7 +138,8 @@ def test_overlap_of_turned_rectangles_agrees_with_sampled_points(
 @pytest.mark.costly
 def test_each_pixel_shows_what_its_ray_meets_first() -> None:
     clip = make_clip(SynthOptions(seed=8), 0)
-    solids, camera = clip.solids(clip.start_us), clip.rig.cameras[0]
+    solids = clip.solids(clip.start_us)
+    camera = clip.rig.cameras[0]
     cam2global = clip.ego2global(clip.start_us) @ camera.sensor2ego
     found, _ = owners(camera, cam2global, solids, 160)
     draw = np.random.default_rng(0)
@@ -159,19 +165,34 @@ def _ahead(
     place = np.array([x, y]) + metres * forward[:2] + left * side
     yaw = float(np.arctan2(forward[1], forward[0]))
     return Solid(
-        "vehicle.bus.rigid", actor, (place[0], place[1], size[2] / 2), yaw, size, (9, 9, 9), 0
+        kind="vehicle.bus.rigid",
+        actor=actor,
+        centre=(place[0], place[1], size[2] / 2),
+        yaw_rad=yaw,
+        size_lwh=size,
+        colour=(9, 9, 9),
+        style=0,
     )
 
 
 @pytest.mark.costly
 def test_what_is_hidden_is_not_seen() -> None:
     clip = make_clip(SynthOptions(seed=2), 0)
-    large, small = (8.0, 3.0, 3.0), (2.0, 1.0, 1.0)
-    alone = visible_shares(clip, [_ahead(clip, 30.0, 0.0, 0, small)], clip.start_us)
+    large = (8.0, 3.0, 3.0)
+    small = (2.0, 1.0, 1.0)
+    alone = visible_shares(
+        clip, [_ahead(clip, metres=30.0, left=0.0, actor=0, size=small)], clip.start_us
+    )
     assert alone == {0: 1.0}
-    behind = [_ahead(clip, 30.0, 0.0, 0, small), _ahead(clip, 15.0, 0.0, 1, large)]
+    behind = [
+        _ahead(clip, metres=30.0, left=0.0, actor=0, size=small),
+        _ahead(clip, metres=15.0, left=0.0, actor=1, size=large),
+    ]
     assert visible_shares(clip, behind, clip.start_us) == {0: 0.0, 1: 1.0}
-    half = [_ahead(clip, 30.0, 0.0, 0, large), _ahead(clip, 15.0, 0.8, 1, (2.0, 1.6, 3.0))]
+    half = [
+        _ahead(clip, metres=30.0, left=0.0, actor=0, size=large),
+        _ahead(clip, metres=15.0, left=0.8, actor=1, size=(2.0, 1.6, 3.0)),
+    ]
     assert 0.3 < visible_shares(clip, half, clip.start_us)[0] < 0.7
     assert visible_shares(clip, half[::-1], clip.start_us) == pytest.approx(
         visible_shares(clip, half, clip.start_us)

@@ -127,7 +127,8 @@ def test_a_driver_that_is_killed_continues_with_the_same_command(
 
 
 def test_what_is_wrong_with_the_source_is_said_once_and_with_the_node(source, cluster, tmp_path):
-    root, out = tmp_path / "source", tmp_path / "out"
+    root = tmp_path / "source"
+    out = tmp_path / "out"
     shutil.copytree(source.root, root)
     victim = sorted((root / "samples" / "CAM_BACK").iterdir())[5]
     victim.write_bytes(victim.read_bytes()[:-9])

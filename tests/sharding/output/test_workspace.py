@@ -30,7 +30,8 @@ def workspace(folder):
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
-    out, final = FolderOutput(str(tmp_path)), tmp_path / "final"
+    out = FolderOutput(str(tmp_path))
+    final = tmp_path / "final"
     with out.publish("final") as file:
         file.write(b"whole")
         assert not final.exists()

@@ -40,7 +40,12 @@ def plan_of(lengths, size=1000, **values):
     clips_by_split = assign_splits(clip_infos(lengths), chosen, None)
     clip, frame, sizes = columns(lengths, size)
     return make_plan(
-        np.arange(len(clip)), clip, frame, sizes, clips_by_split, chosen
+        np.arange(len(clip)),
+        clip=clip,
+        frame=frame,
+        size_bytes=sizes,
+        clips_by_split=clips_by_split,
+        recipe=chosen,
     ), clips_by_split
 
 
@@ -96,7 +101,12 @@ def test_shards_are_as_few_as_the_size_allows_and_of_equal_size(sizes, target):
     size_bytes = np.array(sizes, np.int64)
     rows = np.arange(len(sizes))
     plan = make_plan(
-        rows, clip, frame, size_bytes, {"train": [0]}, make_recipe(shard_size_bytes=target)
+        rows,
+        clip=clip,
+        frame=frame,
+        size_bytes=size_bytes,
+        clips_by_split={"train": [0]},
+        recipe=make_recipe(shard_size_bytes=target),
     )
     taken = [
         int(size_bytes[plan.rows[s.first_sample : s.first_sample + s.num_samples]].sum())
@@ -200,7 +210,14 @@ def test_a_plan_of_some_rows():
     rows = np.array([1, 2, 4, 5, 9])
     chosen = make_recipe(order="window:2", splits={"train": ["clip-0"], "val": ["clip-1"]})
     clips_by_split = assign_splits(clip_infos([5, 5]), chosen, None)
-    plan = make_plan(rows, clip[rows], frame[rows], sizes[rows], clips_by_split, chosen)
+    plan = make_plan(
+        rows,
+        clip=clip[rows],
+        frame=frame[rows],
+        size_bytes=sizes[rows],
+        clips_by_split=clips_by_split,
+        recipe=chosen,
+    )
     assert sorted(plan.rows[:3].tolist()) == [1, 2, 4]
     assert sorted(plan.rows[3:].tolist()) == [5, 9]
     assert selection(plan.rows, 10).tolist() == [n in (1, 2, 4, 5, 9) for n in range(10)]

@@ -105,7 +105,8 @@ def test_values_out_of_range_are_named(values, says):
 
 
 def test_differences_show_both_sides():
-    here, there = make_recipe(seed=7, splits={"train": 0.5, "val": 0.5}), make_recipe(seed=8)
+    here = make_recipe(seed=7, splits={"train": 0.5, "val": 0.5})
+    there = make_recipe(seed=8)
     text = recipe_differences(there, here)
     assert "seed: 8 there, 7 here" in text
     assert 'splits: none there, {"train":0.5,"val":0.5} here' in text
@@ -114,7 +115,8 @@ def test_differences_show_both_sides():
 
 
 def test_codecs_of_fields():
-    member, none = make_recipe(), make_recipe(layout="none")
+    member = make_recipe()
+    none = make_recipe(layout="none")
     fields = {
         "meta.json": "zstd",
         "geometry.safetensors": "zstd",

@@ -173,8 +173,10 @@ def one_log(tmp_path):
     )
 
 
-BOXES, POSES = "annotations.feather", "city_SE3_egovehicle.feather"
-LENSES, MOUNTS = "calibration/intrinsics.feather", "calibration/egovehicle_SE3_sensor.feather"
+BOXES = "annotations.feather"
+POSES = "city_SE3_egovehicle.feather"
+LENSES = "calibration/intrinsics.feather"
+MOUNTS = "calibration/egovehicle_SE3_sensor.feather"
 BAD = {
     "no calibration": (gone("calibration"), r"calibration/intrinsics\.feather"),
     "no images": (gone("sensors/cameras"), r"has no images in sensors/cameras"),
@@ -307,7 +309,8 @@ def test_a_real_log(tmp_path):
         assert (
             np.linalg.norm(sample.geometry.cam_ego2global[at][:3, 3] - matrix(before)[:3, 3]) < 0.1
         )
-        k, row = sample.geometry.intrinsics[at], lenses[name]
+        k = sample.geometry.intrinsics[at]
+        row = lenses[name]
         assert [k[0, 0], k[1, 1], k[0, 2], k[1, 2]] == [
             row["fx_px"],
             row["fy_px"],

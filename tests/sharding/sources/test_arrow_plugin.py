@@ -128,7 +128,8 @@ def shard(root, out, workers=1, **options):
 def by_token(out):
     """Each sample and its attributes, by the source's name."""
     dataset = fr.open(out)
-    table, found = dataset.table.to_pylist(), {}
+    table = dataset.table.to_pylist()
+    found = {}
     for at in range(len(dataset)):
         one = dataset.read(at)
         found[one["meta"].sample_token] = one | {"attributes": table[at]}
@@ -206,7 +207,8 @@ def test_columns_may_be_those_of_a_manifest(tmp_path):
     for form in ("parquet", "stream"):
         write(tmp_path / form, "rows", table(rows, types, {}), form, rows=3)
         shard(tmp_path / form, tmp_path / f"{form}-out", columns=names)
-        dataset, found = fr.open(tmp_path / f"{form}-out"), by_token(tmp_path / f"{form}-out")
+        dataset = fr.open(tmp_path / f"{form}-out")
+        found = by_token(tmp_path / f"{form}-out")
         assert dataset.manifest.time_base == "unix" and set(
             dataset.table["clip_name"].to_pylist()
         ) == {"d0", "d1"}
@@ -308,7 +310,8 @@ def test_damaged_files_are_named(tmp_path, form):
 def test_changed_bytes_end_in_one_sentence_or_in_other_values(tmp_path, form):
     """Offsets, indices and texts of a file are checked before any is used: pyarrow itself would read elsewhere."""
     path = write(tmp_path, "train", table([row(number) for number in range(4)]), form)
-    whole, rng = path.read_bytes(), random.Random(form)
+    whole = path.read_bytes()
+    rng = random.Random(form)
     for _ in range(40):
         data = bytearray(whole)
         for _ in range(rng.choice((1, 3, 20))):
@@ -389,7 +392,8 @@ def test_what_hugging_face_saves_is_read(tmp_path):
         one.to_parquet(tmp_path / "hub" / f"{split}-00000-of-00001.parquet", batch_size=8)
     for folder in ("disk", "hub"):
         shard(tmp_path / folder, tmp_path / f"{folder}-out")
-        dataset, found = fr.open(tmp_path / f"{folder}-out"), by_token(tmp_path / f"{folder}-out")
+        dataset = fr.open(tmp_path / f"{folder}-out")
+        found = by_token(tmp_path / f"{folder}-out")
         assert list(dataset.manifest.classes) == NAMES
         assert {name: one.num_samples for name, one in dataset.splits.items()} == {
             "train": 20,

@@ -169,7 +169,8 @@ def test_a_check_applies_the_rules_of_the_writer(tmp_path):
 
 def test_turned_images_and_foreign_calibrations_are_reported(made: Made):
     with Pillow.open(made.file) as picture:
-        exif, turned = Pillow.Exif(), io.BytesIO()
+        exif = Pillow.Exif()
+        turned = io.BytesIO()
         exif[0x0112] = 6
         picture.save(turned, "jpeg", exif=exif)
     made.file.write_bytes(turned.getvalue())

@@ -119,7 +119,8 @@ def first_line(name, text):
     return content(name, lambda data: text.encode() + data[data.index(b"\n") + 1 :])
 
 
-CAMERAS, VELO = "../calib_cam_to_cam.txt", "../calib_velo_to_cam.txt"
+CAMERAS = "../calib_cam_to_cam.txt"
+VELO = "../calib_velo_to_cam.txt"
 BAD = {
     "no calibration": (gone(CAMERAS), r"drive_0001_sync has no calibration: .*nowhere"),
     "a file of calibration missing": (gone("../calib_imu_to_velo.txt"), r"calib_imu_to_velo\.txt"),

@@ -72,7 +72,8 @@ def write_lerobot(root, episodes, version="v3.0", *, stored=False):
         "timestamp": {"dtype": "float32", "shape": [1]},
         "episode_index": {"dtype": "int64", "shape": [1]},
     }
-    tables, rows = [], []
+    tables = []
+    rows = []
     for number, episode in enumerate(episodes):
         length = len(next(iter(episode.values())))
         at = np.arange(length)
@@ -250,7 +251,8 @@ def test_at_a_lower_rate_of_frames_states_and_actions_keep_their_own(tmp_path):
         options = {"select": ["action", "observation_state", "episode_index"]}
         with load(tmp_path / "out", 1, split=split, window=window, **options) as loader:
             for batch in loader:
-                number, now = int(batch["episode_index"]), int(batch["timestamp_ns"]) * FPS // 10**9
+                number = int(batch["episode_index"])
+                now = int(batch["timestamp_ns"]) * FPS // 10**9
                 seen.append((number, now))
                 rows = [(now + of, 0 <= now + of < lengths[number]) for of in (-1, 0, 1, 2, 3)]
                 assert batch["action_valid"][0].tolist() == [there for _, there in rows]

@@ -169,7 +169,8 @@ def test_nuscenes_camera_distortion(made, tmp_path, stated, model):
     made.write("calibrated_sensor")
     _, info, table = scan(made, tmp_path)
     row = table.row(0)
-    meta, geometry = decode_meta(row.meta), decode_arrays(row.geometry, Geometry)
+    meta = decode_meta(row.meta)
+    geometry = decode_arrays(row.geometry, Geometry)
     assert meta.cameras["cam_front"].dist_model == model
     assert meta.cameras["cam_back"].dist_model == "none"
     assert np.isnan(geometry.dist[1]).all()

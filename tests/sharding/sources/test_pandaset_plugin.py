@@ -139,7 +139,8 @@ def test_the_real_clip(tmp_path):
             rows = json.loads((root / "002" / "camera" / name / "poses.json").read_text())
             stamps = json.loads((root / "002" / "camera" / name / "timestamps.json").read_text())
             row = int(np.argmin(np.abs(np.array(stamps) * 1e9 - geometry.cam_timestamp_ns[at])))
-            heading, position = rows[row]["heading"], rows[row]["position"]
+            heading = rows[row]["heading"]
+            position = rows[row]["position"]
             seen = geometry.cam_ego2global[at] @ geometry.cam2ego[at]
             np.testing.assert_allclose(seen[:3, 3], [position[axis] for axis in "xyz"], atol=1e-6)
             wanted = Rotation.from_quat([heading[part] for part in "xyzw"]).as_matrix()

@@ -30,7 +30,8 @@ FOLDER = Path(__file__).parents[3] / "configs" / "sources" / "physical_ai"
 CAMERAS = ("camera_front_wide_120fov", "camera_rear_tele_30fov")
 FORWARD = [0.0, 32.0, 0.3, -1.5, 0.1]
 CLIPS = {"0a1b2c3d-aaaa": (3, "train"), "1a1b2c3d-bbbb": (3, "val"), "2a1b2c3d-cccc": (4, "train")}
-FRAMES, FPS = 24, 30
+FRAMES = 24
+FPS = 30
 TIMES_US = -33_333 + (np.arange(FRAMES) * 1e6 / FPS).astype(np.int64)
 FIRST_US = 1_000_000
 RADARS = ("radar_front_center_srr_0", "radar_rear_left_mrr_2")
@@ -88,14 +89,13 @@ def mount(camera):
 
 def returns(radar):
     """The returns of a radar in its own axes, as rows; the last one of a scan has no distance."""
-    rng, found = np.random.default_rng(len(radar)), []
+    rng = np.random.default_rng(len(radar))
+    found = []
     for scan, time in enumerate(SCAN_US):
         for at in range(3 + scan % 3):
-            azimuth, elevation, distance = (
-                rng.uniform(-1, 1),
-                rng.uniform(-0.2, 0.2),
-                rng.uniform(1, 90),
-            )
+            azimuth = rng.uniform(-1, 1)
+            elevation = rng.uniform(-0.2, 0.2)
+            distance = rng.uniform(1, 90)
             found.append(
                 {
                     "scan_index": scan,
@@ -316,7 +316,8 @@ def test_radars_are_the_nearest_scans_in_ego(tmp_path):
     report = fr.shard(f"physical_ai:{root}", tmp_path / "out", options=options, workers=1)
     assert not fr.verify(tmp_path / "out", deep=True).faults
     assert not any("lidar" in text for text in report.scan.noted)
-    dataset, num_seen = fr.open(tmp_path / "out"), 0
+    dataset = fr.open(tmp_path / "out")
+    num_seen = 0
     for at in range(len(dataset)):
         sample = dataset.read(at)
         time_us = sample["meta"].timestamp_ns / 1000 - FIRST_US
@@ -376,7 +377,8 @@ def test_spins_are_the_points_of_draco(tmp_path):
     options = {"missing_camera": "mask", "rate": 10.0}
     fr.shard(f"physical_ai:{root}", tmp_path / "out", options=options, workers=1)
     assert not fr.verify(tmp_path / "out", deep=True).faults
-    dataset, num_seen = fr.open(tmp_path / "out"), 0
+    dataset = fr.open(tmp_path / "out")
+    num_seen = 0
     (lidar,) = dataset.manifest.lidars
     assert (lidar.channel, tuple(lidar.columns)) == (
         LIDAR,

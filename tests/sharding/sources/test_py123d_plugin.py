@@ -18,7 +18,9 @@ from support.neutral_source import install_plugin
 from support.source_world import samples_of
 
 FOLDER = Path(__file__).parents[3] / "configs" / "sources" / "py123d"
-START_US, STEP_US, FRAMES = 1_600_000_000_000_000, 100_000, 6
+START_US = 1_600_000_000_000_000
+STEP_US = 100_000
+FRAMES = 6
 pytestmark = pytest.mark.costly
 
 
@@ -82,14 +84,10 @@ def write_logs(root, store="jpeg_binary", **options):
         x, y, z, w = Rotation.from_matrix(matrix[:3, :3]).as_quat()
         return PoseSE3(*matrix[:3, 3].tolist(), w, x, y, z)
 
-    ego_metadata, boxes_metadata = (
-        get_carla_lincoln_mkz_2020_metadata(),
-        BoxDetectionsSE3Metadata(DefaultBoxDetectionLabel),
-    )
-    k, lens = (
-        PinholeIntrinsics(30.0, 31.0, 15.5, 11.5),
-        PinholeDistortion(0.1, -0.02, 0.001, 0.002, 0.003),
-    )
+    ego_metadata = get_carla_lincoln_mkz_2020_metadata()
+    boxes_metadata = BoxDetectionsSE3Metadata(DefaultBoxDetectionLabel)
+    k = PinholeIntrinsics(30.0, 31.0, 15.5, 11.5)
+    lens = PinholeDistortion(0.1, -0.02, 0.001, 0.002, 0.003)
     cameras = [
         PinholeCameraMetadata("front", CameraID.PCAM_F0, k, lens, 32, 24, pose(camera_mount())),
         PinholeCameraMetadata("back", CameraID.PCAM_B0, k, None, 32, 24, pose(camera_mount())),
@@ -130,7 +128,8 @@ def test_cameras_poses_and_boxes_are_those_that_py123d_wrote(tmp_path):
     root = write_logs(tmp_path / "logs")
     fr.shard(f"py123d:{root}", tmp_path / "out", options={"missing_camera": "mask"}, workers=1)
     assert not fr.verify(tmp_path / "out", deep=True).faults
-    dataset, samples = fr.open(tmp_path / "out"), samples_of(tmp_path / "out")
+    dataset = fr.open(tmp_path / "out")
+    samples = samples_of(tmp_path / "out")
     assert {name: one.num_samples for name, one in dataset.splits.items()} == {
         "train": FRAMES,
         "val": FRAMES,

@@ -31,7 +31,14 @@ class TestFuelrail(SourceSuite):
         (root / "neutral").mkdir()
         spec = SourceSpec("neutral", write_neutral(world, root / "neutral"), {})
         recipe = make_recipe(splits={"train": 1.0}, shard_size_bytes=1 << 16)
-        shard(spec, root / "dataset", recipe, 1, Quiet(), LocalEngine(1))
+        shard(
+            spec,
+            out=root / "dataset",
+            recipe=recipe,
+            num_workers=1,
+            progress=Quiet(),
+            engine=LocalEngine(1),
+        )
         shutil.rmtree(root / "neutral")
         return str(root / "dataset")
 

@@ -57,7 +57,8 @@ def questions(rng, token):
 
 def drivelm(samples, strange=()):
     """DriveLM's JSON over every second sample, and over tokens of other datasets."""
-    rng, found = random.Random(7), {}
+    rng = random.Random(7)
+    found = {}
     chosen = [(one["scene_token"], one["token"]) for one in samples[::2]] + [
         ("elsewhere", name) for name in strange
     ]
@@ -118,7 +119,8 @@ def test_questions_and_answers_of_drivelm_are_with_their_samples(texts, base, tm
     printed = capsys.readouterr().out
     assert "1 names of no sample" in printed and "no sample: ffff" in printed
     assert not fr.verify(tmp_path / "qa", deep=True).faults
-    wanted, found = wanted_of(made, samples), loaded(dataset, tmp_path / "qa")
+    wanted = wanted_of(made, samples)
+    found = loaded(dataset, tmp_path / "qa")
     assert found.keys() == wanted.keys() and any(wanted.values()) and not all(wanted.values())
     check(found, wanted)
     scenes = {one["token"]: one["scene_token"] for one in samples}
@@ -162,7 +164,8 @@ def test_texts_follow_their_samples_through_filters_and_reshard(texts, base, tmp
         for token, own in wanted.items()
     }
     order = fr.OrderSpec(seed=7, pack=fr.Pack(budget=max(tokens.values()), cost=cost, window=8))
-    packed, image = [], {"height": 16, "width": 32}
+    packed = []
+    image = {"height": 16, "width": 32}
     with fr.DataLoader(
         dataset,
         1,

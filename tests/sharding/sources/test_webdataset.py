@@ -249,7 +249,8 @@ def test_labels_texts_and_arrays_are_those_that_the_library_decodes(tmp_path, en
     table = dataset.table.to_pylist()
     assert sorted(batch["sample_token"]) == sorted(theirs) and len(theirs) == 6
     for at, key in enumerate(batch["sample_token"]):
-        one, attributes = theirs[key], table[int(batch["global_index"][at])]
+        one = theirs[key]
+        attributes = table[int(batch["global_index"][at])]
         assert batch["cls"][at] == one["cls"]
         assert batch["weights_pth"][at] == one["weights.pth"]
         assert (batch["txt"][at], bool(batch["txt_valid"][at])) == (one.get("txt"), "txt" in one)
@@ -389,7 +390,8 @@ def test_links_and_names_that_lead_out_are_refused(tmp_path):
     ):
         with tarfile.open(tmp_path / "x.tar", "w") as tar:
             info = tarfile.TarInfo(name)
-            info.type, info.linkname = kind, "b"
+            info.type = kind
+            info.linkname = "b"
             tar.addfile(info)
         with pytest.raises(SourceError, match=r"x.tar.*a.jpg"):
             scan(tmp_path)

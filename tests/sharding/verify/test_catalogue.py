@@ -24,7 +24,8 @@ def old(dataroot, sharded):
 
 @pytest.fixture(scope="module")
 def appended(old, dataroot, sharded, tmp_path_factory):
-    new, both = sharded(dataroot("c2"), name="more"), tmp_path_factory.mktemp("catalogue") / "both"
+    new = sharded(dataroot("c2"), name="more")
+    both = tmp_path_factory.mktemp("catalogue") / "both"
     fr.reshard([old, new], both, append=True)
     return new, both
 

@@ -38,7 +38,8 @@ def change_row(out, position, change):
     """Change a row of the index, all digests right; return it as it was."""
     dataset = open_dataset(out)
     rows = [dataset.index.row(at) for at in range(6)]
-    old, rows[position] = rows[position], change(rows[position])
+    old = rows[position]
+    rows[position] = change(rows[position])
     replace_index(out, dataset, rows)
     reseal(out)
     return old

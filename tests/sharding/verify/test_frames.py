@@ -125,10 +125,8 @@ class TestInsiderMistakes:
 
     def test_frames_that_the_index_does_not_know(self, root):
         whole, table = self.frames(root)
-        extra, end = (
-            encode_frame(bytes(512), 3),
-            whole[table[-1].offset :][: table[-1].stored_bytes],
-        )
+        extra = encode_frame(bytes(512), 3)
+        end = whole[table[-1].offset :][: table[-1].stored_bytes]
         sizes = [(frame.stored_bytes, frame.raw_bytes) for frame in table[:-1]]
         table_bytes = encode_seek_table([*sizes, (len(extra), 512), (len(end), 1024)])
         reseal(root, whole[: table[-1].offset] + extra + end + table_bytes)

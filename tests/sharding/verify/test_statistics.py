@@ -45,7 +45,8 @@ def can_times(clip):
 
 
 def can(row):
-    clip, times = row // 4, can_times(row // 4)
+    clip = row // 4
+    times = can_times(row // 4)
     parts = list(parts_of_series(times, times * 1e-9, (np.arange(4) + clip * 4) * RATE_NS))
     return parts[row % 4]
 
@@ -106,10 +107,8 @@ def test_batches_do_not_matter(batches):
     numbers = _Numbers(())
     for batch in batches:
         numbers.add(np.array(batch, np.float64))
-    found, whole = (
-        numbers.result(),
-        np.array([one for batch in batches for one in batch], np.float64),
-    )
+    found = numbers.result()
+    whole = np.array([one for batch in batches for one in batch], np.float64)
     assert found["count"] == np.isfinite(whole).sum()
     if found["count"]:
         for name, value in expected(whole).items():
@@ -120,7 +119,8 @@ def test_batches_do_not_matter(batches):
 
 def test_quantiles_of_many_are_those_of_evenly_spaced_ones(monkeypatch):
     monkeypatch.setattr("fuelrail.sharding.verify.statistics._MOST_KEPT", 1000)
-    numbers, values = _Numbers((1,)), np.random.default_rng(0).normal(size=(20_000, 1))
+    numbers = _Numbers((1,))
+    values = np.random.default_rng(0).normal(size=(20_000, 1))
     for first in range(0, len(values), 777):
         numbers.add(values[first : first + 777])
     assert len(numbers._kept) <= 1000

@@ -102,7 +102,8 @@ def folder(tmp_path_factory):
 
 def members_in(buffer, folder, sizes, draw):
     """Members of files that were read and of bytes from elsewhere, and what their data are."""
-    stored, contents = [], []
+    stored = []
+    contents = []
     for number, (is_file, size) in enumerate(sizes):
         content = draw.randbytes(size)
         path = folder / str(number)
@@ -129,7 +130,8 @@ def members_in(buffer, folder, sizes, draw):
 )
 @settings(max_examples=25)
 def test_joined_pieces_are_the_same_bytes(folder, samples, shuffled, seed):
-    draw, buffer = random.Random(seed), ReadBuffer()
+    draw = random.Random(seed)
+    buffer = ReadBuffer()
     for sizes in samples:
         buffer.clear()
         stored, contents = members_in(buffer, folder, sizes, draw)

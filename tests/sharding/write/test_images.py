@@ -176,7 +176,8 @@ def test_what_may_not(text):
 
 
 def test_sizes_of_what_is_stored():
-    half, fixed = parse_images("resize=0.5"), parse_images("size=800x450")
+    half = parse_images("resize=0.5")
+    fixed = parse_images("size=800x450")
     assert stored_size(half, (1600, 900)) == (800, 450)
     assert stored_size(half, (1555, 901)) == (778, 450)
     assert stored_size(fixed, (1920, 1280)) == (800, 450)
@@ -185,7 +186,10 @@ def test_sizes_of_what_is_stored():
         stored_size(fixed, (640, 480))
     with pytest.raises(ImageError, match="images only shrink"):
         stored_size(parse_images("resize=0.1"), (4, 4))
-    members = (Reference("lidar.npy", "", 5), Reference("cam.jpg", "", 5, 1600, 900))
+    members = (
+        Reference("lidar.npy", "", 5),
+        Reference(name="cam.jpg", ref="", bytes=5, width=1600, height=900),
+    )
     assert stored_share(half, members) == 0.25
     assert stored_share(None, members) == stored_share(half, members[:1]) == 1.0
     assert stored_field("cam.png", half) == "cam.jpg"
@@ -211,7 +215,8 @@ def centroid(image, near, radius):
 @pytest.mark.parametrize("spec", ["resize=0.5", "resize=0.37", "size=160x120", "size=201x97"])
 @pytest.mark.parametrize("extension", ["jpg", "png"])
 def test_pixels_land_where_the_calibration_says(dataroot, tmp_path, spec, extension):
-    width, height = 400, 240
+    width = 400
+    height = 240
     centres = [(60.0, 50.0), (333.0, 61.5), (199.5, 180.0)]
     image = spots(width, height, centres)
     recipe = parse_images(f"{spec},quality=95")

@@ -43,7 +43,9 @@ def pack(samples, *, framed):
     file = io.BytesIO()
     buffer = ReadBuffer()
     packer = (
-        FramedPacker(file, 3, 3, buffer) if framed else ShardPacker(file, 3, 3, DICTIONARY, buffer)
+        FramedPacker(file, 3, 3, buffer)
+        if framed
+        else ShardPacker(file=file, number=3, level=3, dictionary=DICTIONARY, buffer=buffer)
     )
     for number, (key, members) in enumerate(samples.items()):
         packer.add(

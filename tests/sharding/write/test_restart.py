@@ -80,7 +80,8 @@ def test_datasets_hold_the_same_pixels_and_the_same_bytes_each_time(
     assert digests(datasets[1]) == digests(tmp_path / "three")
     plain, prepared = (SampleReader(open_dataset(out)) for out in datasets)
     for row in range(6):
-        a, b = plain.sample(row), prepared.sample(row)
+        a = plain.sample(row)
+        b = prepared.sample(row)
         assert a.key == b.key
         for channel, encoded in a.images.items():
             assert probe(b.images[channel]).restart_interval > 0

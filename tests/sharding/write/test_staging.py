@@ -46,13 +46,21 @@ def source(tmp_path, monkeypatch):
 def run(source: Path, out: Path, num_workers: int = 1, **changes):
     recipe = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0}, **changes)
     spec = SourceSpec("neutral_by_clip", str(source), {"images": "made"})
-    return shard(spec, out, recipe, num_workers, Quiet(), LocalEngine(num_workers, "threads"))
+    return shard(
+        spec,
+        out=out,
+        recipe=recipe,
+        num_workers=num_workers,
+        progress=Quiet(),
+        engine=LocalEngine(num_workers, "threads"),
+    )
 
 
 def kill_at(point: int) -> None:
     """Let this process die at this point from now on: an image is about to be made, or a file is or was renamed."""
     seen = 0
-    replace, make = Path.replace, Neutral.make_images
+    replace = Path.replace
+    make = Neutral.make_images
 
     def count():
         nonlocal seen
@@ -71,7 +79,8 @@ def kill_at(point: int) -> None:
             count()
             yield found
 
-    Path.replace, Neutral.make_images = dying_replace, dying_make
+    Path.replace = dying_replace
+    Neutral.make_images = dying_make
 
 
 def num_made_and_run(source: Path, out: Path) -> None:
@@ -134,8 +143,10 @@ def test_a_disk_without_room_is_refused_before_anything_is_staged(source, tmp_pa
 
 
 def test_staged_members_go_when_their_shards_are_finished(source, tmp_path, monkeypatch):
-    left, on_disk = [], []
-    out, finished = tmp_path / "out", Bands.finished
+    left = []
+    on_disk = []
+    out = tmp_path / "out"
+    finished = Bands.finished
 
     class Watch(Quiet):
         def shard_done(self, shard):
@@ -150,7 +161,7 @@ def test_staged_members_go_when_their_shards_are_finished(source, tmp_path, monk
     monkeypatch.setattr(Bands, "finished", watched)
     spec = SourceSpec("neutral_by_clip", str(source), {"images": "made"})
     recipe = make_recipe(seed=7, shard_size_bytes=1 << 16, splits={"train": 1.0})
-    shard(spec, out, recipe, 1, Watch(), LocalEngine(1))
+    shard(spec, out=out, recipe=recipe, num_workers=1, progress=Watch(), engine=LocalEngine(1))
     assert len(left) > 1
     assert left == sorted(set(left), reverse=True)
     assert not left[-1]
@@ -208,7 +219,8 @@ def test_killed_again_and_again_a_run_resumes(source, tmp_path, expected):
 @pytest.mark.process
 def test_a_command_killed_while_it_stages_video_finishes_when_it_is_given_again(tmp_path):
     """As it happens: deaths at random times of a run whose clips are decoded from video."""
-    root, out = tmp_path / "source", tmp_path / "out"
+    root = tmp_path / "source"
+    out = tmp_path / "out"
     root.mkdir()
     write_wide(make_world(6, 8), root, "jsonl")
     as_video(make_world(6, 8), root, "frames")
@@ -236,7 +248,9 @@ def test_a_command_killed_while_it_stages_video_finishes_when_it_is_given_again(
 
     whole = subprocess.run(command(tmp_path / "whole"), capture_output=True, text=True)
     assert whole.returncode == 0, whole.stderr
-    draw, staging, kept = random.Random(1), out / WORK / "staging", set[str]()
+    draw = random.Random(1)
+    staging = out / WORK / "staging"
+    kept = set[str]()
     for _ in range(3):
         process = subprocess.Popen(
             command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -43,7 +43,8 @@ class BagFile(LogFile):
             raise SourceError(
                 f"{self._where} is a bag, which is not read at a URL: copy it here first"
             )
-        self._path, self._lock = path, threading.Lock()
+        self._path = path
+        self._lock = threading.Lock()
         self._chunk: tuple[int, Buffer] = (-1, b"")
 
     @cached_property
@@ -112,11 +113,12 @@ class BagFile(LogFile):
             record.seek(place.at)
             while (head := Header.read(record)).get_uint8("op") == RecordType.CONNECTION:
                 record.seek(read_uint32(record), io.SEEK_CUR)
-            topic, log_ns = self._topics[head.get_uint32("conn")], head.get_time("time")
+            topic = self._topics[head.get_uint32("conn")]
+            log_ns = head.get_time("time")
             name = topic.type.replace("/", "/msg/")
             store = type_store(name, topic.schema)
             data = bytes(store.ros1_to_cdr(read_bytes(record, read_uint32(record)), name))
-        return Message(topic.name, log_ns, place, data, len(data))
+        return Message(topic=topic.name, log_ns=log_ns, place=place, data=data, length=len(data))
 
     def _read_chunk(self, at: int) -> Buffer:
         """Read and decompress a chunk."""
@@ -126,7 +128,8 @@ class BagFile(LogFile):
             file: Any = self._bag.bio
             file.seek(at)
             head = Header.read(file, RecordType.CHUNK)
-            size, compression = head.get_uint32("size"), head.get_string("compression")
+            size = head.get_uint32("size")
+            compression = head.get_string("compression")
             self._chunk = (
                 at,
                 inflated(read_bytes(file, read_uint32(file)), compression, size, self._where),

@@ -80,8 +80,11 @@ class LogFile:
     """
 
     def __init__(self, files: SourceFiles, name: str, *, is_packed: bool = False) -> None:
-        self._files, self._name, self._where = files, name, f"file '{files.shown}/{name}'"
-        self._is_packed, self.lost = is_packed, Counter[str]()
+        self._files = files
+        self._name = name
+        self._where = f"file '{files.shown}/{name}'"
+        self._is_packed = is_packed
+        self.lost = Counter[str]()
         self.noted = Counter[str]()
 
     @property

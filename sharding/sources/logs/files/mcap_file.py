@@ -73,7 +73,8 @@ class McapFile(LogFile):
         check_all: bool = False,
     ) -> None:
         super().__init__(files, name, is_packed=is_packed)
-        self._skip_damaged, self._check_all = skip_damaged, check_all
+        self._skip_damaged = skip_damaged
+        self._check_all = check_all
         self._channels = Channels(self._where)
         self._chunk: tuple[int, Buffer] = (-1, b"")
         self._lengths: dict[str, int] = {}
@@ -139,7 +140,8 @@ class McapFile(LogFile):
 
     def places(self, topic: str) -> list[Locator]:
         """Return where the messages of a topic are, in the order of recording; an index saves decompression."""
-        summary, found = self._summary, []
+        summary = self._summary
+        found = []
         if summary is None:
             return [
                 message.place for message in self._walk_records(frozenset([topic]), frozenset())
@@ -154,17 +156,27 @@ class McapFile(LogFile):
         with parsing(f"{self._where}: the message at {place.chunk}:{place.at}"):
             if place.chunk < 0:
                 head = self._files.read(self._name, place.at, MESSAGE.size)
-                length, start = RECORD.unpack_from(head)[1] - _HEAD, place.at + MESSAGE.size
+                length = RECORD.unpack_from(head)[1] - _HEAD
+                start = place.at + MESSAGE.size
                 data = self._files.read(
                     self._name, start, length if most is None else min(most, length)
                 )
-                return Message("", 0, place, data, length, start)
+                return Message(
+                    topic="", log_ns=0, place=place, data=data, length=length, offset=start
+                )
             if self._chunk[0] != place.chunk:
                 head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
                 self._whole(self._chunk_at(place.chunk, head))
             chunk = self._chunk[1]
-            length, start = RECORD.unpack_from(chunk, place.at)[1] - _HEAD, place.at + MESSAGE.size
-            return Message("", 0, place, memoryview(chunk)[start : start + length], length)
+            length = RECORD.unpack_from(chunk, place.at)[1] - _HEAD
+            start = place.at + MESSAGE.size
+            return Message(
+                topic="",
+                log_ns=0,
+                place=place,
+                data=memoryview(chunk)[start : start + length],
+                length=length,
+            )
 
     def _of(self, chunk: Chunk) -> str:
         return f"{self._where}: the chunk at byte {chunk.at}"
@@ -178,19 +190,22 @@ class McapFile(LogFile):
         self, window: FileWindow, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
     ) -> Iterator[Message]:
         """Yield the messages of an uncompressed chunk by its message index."""
-        end, data_at = chunk.at + chunk.length, chunk.data_at
+        end = chunk.at + chunk.length
+        data_at = chunk.data_at
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
         for _, offset, topic in message_offsets(
             index, self._channels.topics, wanted, self._of(chunk)
         ):
-            at, name = data_at + offset, topic.name
+            at = data_at + offset
+            name = topic.name
             head = window.at(at, MESSAGE.size + self._lengths.get(name, 0), HEAD_BYTES)
             if len(head) < MESSAGE.size or head[0] != MESSAGE_OP:
                 raise SourceError(
                     f"{self._where}: the index names a message at byte {at}, where there is none"
                 )
             _, size, _, _, log_ns, _ = MESSAGE.unpack_from(head)
-            length, start = size - _HEAD, at + MESSAGE.size
+            length = size - _HEAD
+            start = at + MESSAGE.size
             if start + length > end:
                 raise SourceError(
                     f"{self._where}: the message at byte {at} has {length} bytes, more than its chunk"
@@ -202,7 +217,14 @@ class McapFile(LogFile):
                 self._lengths[name] = min(
                     most, HEAD_BYTES
                 )  # those of a topic are about as long: one look for the next
-            yield Message(name, log_ns, Locator(self._name, -1, at), data, length, start)
+            yield Message(
+                topic=name,
+                log_ns=log_ns,
+                place=Locator(self._name, -1, at),
+                data=data,
+                length=length,
+                offset=start,
+            )
 
     def _walk_chunk(
         self, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
@@ -218,7 +240,8 @@ class McapFile(LogFile):
         position = num_empty = 0
         while position + RECORD.size <= len(data):
             op, size = RECORD.unpack_from(data, position)
-            start, end = position + MESSAGE.size, position + RECORD.size + size
+            start = position + MESSAGE.size
+            end = position + RECORD.size + size
             if end > len(data):
                 break
             if op == MESSAGE_OP:
@@ -231,12 +254,12 @@ class McapFile(LogFile):
                     offset = chunk.data_at + start if chunk.is_plain else -1
                     most = end if topic.name in whole else min(end, start + HEAD_BYTES)
                     yield Message(
-                        topic.name,
-                        log_ns,
-                        self._place(chunk, position),
-                        data[start:most],
-                        end - start,
-                        offset,
+                        topic=topic.name,
+                        log_ns=log_ns,
+                        place=self._place(chunk, position),
+                        data=data[start:most],
+                        length=end - start,
+                        offset=offset,
                     )
             elif op in (SCHEMA_OP, CHANNEL_OP):
                 self._channels.take(op, bytes(data[position + RECORD.size : end]))
@@ -249,7 +272,9 @@ class McapFile(LogFile):
 
     def _walk_records(self, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
         """Yield the messages of a file without a summary, perhaps cut off; note its schemas and channels."""
-        end, num_empty, has_data_end = len(MAGIC), 0, False
+        end = len(MAGIC)
+        num_empty = 0
+        has_data_end = False
         for at, op, length, head in self._records(MESSAGE.size + HEAD_BYTES):
             if op == CHUNK_OP and not CHUNK.unpack_from(head, RECORD.size)[2]:
                 num_empty += 1
@@ -262,13 +287,19 @@ class McapFile(LogFile):
             elif op == MESSAGE_OP:
                 self._check_message(at, length)
                 _, _, channel, _, log_ns, _ = MESSAGE.unpack_from(head)
-                topic, start = self._channels.topics.get(channel), at + MESSAGE.size
+                topic = self._channels.topics.get(channel)
+                start = at + MESSAGE.size
                 if topic is None:
                     self.noted[f"{NOT_DESCRIBED}: messages"] += 1
                 elif topic.name in wanted:
                     data = self._files.read(self._name, start, length - _HEAD)
                     yield Message(
-                        topic.name, log_ns, Locator(self._name, -1, at), data, length - _HEAD, start
+                        topic=topic.name,
+                        log_ns=log_ns,
+                        place=Locator(self._name, -1, at),
+                        data=data,
+                        length=length - _HEAD,
+                        offset=start,
                     )
             elif op in (SCHEMA_OP, CHANNEL_OP):
                 self._channels.take(op, self._files.read(self._name, at + RECORD.size, length))
@@ -291,15 +322,19 @@ class McapFile(LogFile):
 
     def _records(self, num_bytes: int) -> Iterator[tuple[int, int, int, bytes]]:
         """Yield place, kind and length of each whole record, with the first bytes from there on."""
-        position, num_ahead, num_empty = len(MAGIC), num_bytes, 0
-        start, block = 0, b""
+        position = len(MAGIC)
+        num_ahead = num_bytes
+        num_empty = 0
+        start = 0
+        block = b""
         while position < self._size:
             offset = position - start
             if offset + num_bytes > len(block) and start + len(block) < self._size:
                 # Short records are read many at once, long ones by their heads.
                 is_near = offset <= len(block)
                 num_ahead = min(num_ahead * 4, _MOST_AHEAD) if is_near else num_bytes
-                start, offset = position, 0
+                start = position
+                offset = 0
                 block = self._files.read(self._name, position, max(num_ahead, num_bytes))
             if offset + RECORD.size > len(block):
                 return
@@ -332,7 +367,14 @@ class McapFile(LogFile):
         """Return a chunk by the first bytes of its record."""
         size = CHUNK.unpack_from(head, RECORD.size)[4]
         name = head[RECORD.size + CHUNK.size :][:size].decode("utf-8", "replace")
-        return Chunk(0, at, RECORD.size + RECORD.unpack_from(head)[1], name, 0, 0)
+        return Chunk(
+            first_ns=0,
+            at=at,
+            length=RECORD.size + RECORD.unpack_from(head)[1],
+            compression=name,
+            index_at=0,
+            index_length=0,
+        )
 
     def _whole(self, chunk: Chunk) -> Buffer:
         """Return the records of a chunk, decompressed, with the right checksum; keep the last chunk."""

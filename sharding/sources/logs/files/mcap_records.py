@@ -36,7 +36,11 @@ _INDEX: Final = struct.Struct("<BQHI")
 _PAIR: Final = struct.Struct("<QQ")
 _INDEX_OP: Final = 0x07
 _FOOTER: Final = struct.Struct("<BQQQI")
-FOOTER_OP, SCHEMA_OP, CHANNEL_OP, MESSAGE_OP, CHUNK_OP = 0x02, 0x03, 0x04, 0x05, 0x06
+FOOTER_OP = 0x02
+SCHEMA_OP = 0x03
+CHANNEL_OP = 0x04
+MESSAGE_OP = 0x05
+CHUNK_OP = 0x06
 DATA_END_OP: Final = 0x0F
 _DAMAGED: Final = "is damaged (the option damaged=skip leaves it out)"
 
@@ -120,17 +124,28 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
     summary = files.read(name, start, size - start)
     if crc and zlib.crc32(summary[: -len(MAGIC) - 4]) != crc:
         return None
-    channels, chunks, num_messages = Channels(where), [], -1
+    channels = Channels(where)
+    chunks = []
+    num_messages = -1
     of_channels: dict[int, int] = {}
     with parsing(where, "has a damaged summary"):
         for record in StreamReader(io.BytesIO(summary), skip_magic=True).records:
             if isinstance(record, Schema | Channel):
                 channels.add(record)
             elif isinstance(record, ChunkIndex):
-                at, length = record.chunk_start_offset, record.chunk_length
-                first_ns, index_bytes = record.message_start_time, record.message_index_length
+                at = record.chunk_start_offset
+                length = record.chunk_length
+                first_ns = record.message_start_time
+                index_bytes = record.message_index_length
                 chunks.append(
-                    Chunk(first_ns, at, length, record.compression, at + length, index_bytes)
+                    Chunk(
+                        first_ns=first_ns,
+                        at=at,
+                        length=length,
+                        compression=record.compression,
+                        index_at=at + length,
+                        index_length=index_bytes,
+                    )
                 )
             elif isinstance(record, Statistics):
                 num_messages = record.message_count

@@ -64,10 +64,14 @@ class Recordings:
         skip_damaged: bool,
         check_all: bool,
     ) -> None:
-        self._files, self._file, self._suffixes = files, file, suffixes
-        self._skip_damaged, self._check_all = skip_damaged, check_all
+        self._files = files
+        self._file = file
+        self._suffixes = suffixes
+        self._skip_damaged = skip_damaged
+        self._check_all = check_all
         self._packed: set[str] = set()
-        self.noted, self.num_stated = Counter[str](), dict[str, dict[str, int]]()
+        self.noted = Counter[str]()
+        self.num_stated = dict[str, dict[str, int]]()
         self.log_file = cache(self._open)
         """Return the file of a log that has this name; open it once."""
 

@@ -49,7 +49,8 @@ class SqliteFile(LogFile):
             raise SourceError(
                 f"{self._where} is SQLite, which is not read at a URL: copy it here first"
             )
-        self._path, self._lock = Path(path), threading.Lock()
+        self._path = Path(path)
+        self._lock = threading.Lock()
 
     @property
     def reads_in_order(self) -> bool:
@@ -143,7 +144,8 @@ class SqliteFile(LogFile):
         }
         if not most:
             return
-        after, counts = -(1 << 63), Counter[int]()
+        after = -(1 << 63)
+        counts = Counter[int]()
         query = (
             "SELECT timestamp, rowid, topic_id FROM messages "
             "WHERE rowid > ? ORDER BY rowid LIMIT 4096"
@@ -154,7 +156,13 @@ class SqliteFile(LogFile):
                 if topic in most:
                     data, length = self._bytes(row, most[topic])
                     place = Locator(self._name, 0, row)
-                    yield Message(self._ids[topic].name, log_ns, place, data, length)
+                    yield Message(
+                        topic=self._ids[topic].name,
+                        log_ns=log_ns,
+                        place=place,
+                        data=data,
+                        length=length,
+                    )
             after = rows[-1][1]
         num_unknown = sum(count for topic, count in counts.items() if topic not in self._ids)
         if num_unknown:
@@ -180,7 +188,9 @@ class SqliteFile(LogFile):
             )
         ((log_ns, topic),) = rows
         data, length = self._bytes(place.at, most)
-        return Message(self._ids[topic].name, log_ns, place, data, length)
+        return Message(
+            topic=self._ids[topic].name, log_ns=log_ns, place=place, data=data, length=length
+        )
 
     def _bytes(self, row: int, most: int | None) -> tuple[bytes, int]:
         """Read the first bytes of a message, and the length of all; substr() would read the rest too."""

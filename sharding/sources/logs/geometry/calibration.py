@@ -78,10 +78,12 @@ def _model(
         raise SourceError(
             f"{where}: the camera is not calibrated: K is {list(one.k)}; the option cameras leaves it out"
         )
-    dist, model = tuple(one.d), "none"
+    dist = tuple(one.d)
+    model = "none"
     intrinsics = np.array(one.k).reshape(3, 3)
     if is_rectified:
-        dist, p = (), np.array(one.p).reshape(3, 4)
+        dist = ()
+        p = np.array(one.p).reshape(3, 4)
         intrinsics = p[:, :3].copy()
         turned = np.eye(4)
         if len(one.r) == 9 and any(one.r):

@@ -31,7 +31,8 @@ class FrameTree:
 
     def add(self, edges: Edges, *, is_static: bool) -> None:
         """Add transforms; raises SourceError for a frame that gets another parent."""
-        parent, child = edges.parent.lstrip("/"), edges.child.lstrip("/")
+        parent = edges.parent.lstrip("/")
+        child = edges.child.lstrip("/")
         if self._parents.setdefault(child, parent) != parent:
             raise SourceError(
                 f"{self._where}: the frame '{child}' has the parents '{self._parents[child]}' and '{parent}'"

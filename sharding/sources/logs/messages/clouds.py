@@ -74,7 +74,8 @@ class RadarSweep(msgspec.Struct, frozen=True):
 
 def radar_points(cloud: Cloud, made: RadarSweep, where: str) -> NDArray[np.float32]:
     """Return points (P, C) of a :func:`radar_channel`; NaN for a column that the cloud lacks; raise SourceError."""
-    rows, sensor2ego = _rows(cloud, where), np.array(made.sensor2ego).reshape(4, 4)
+    rows = _rows(cloud, where)
+    sensor2ego = np.array(made.sensor2ego).reshape(4, 4)
     found = np.full((len(rows), len(made.columns)), np.nan)
     for at, column in enumerate(made.columns):
         if column in (rows.dtype.names or ()):
@@ -84,7 +85,8 @@ def radar_points(cloud: Cloud, made: RadarSweep, where: str) -> NDArray[np.float
         sensor2ego = sensor2ego @ pose(cloud.pose.wxyz, cloud.pose.xyz, where)
     found[:, :3] = found[:, :3] @ sensor2ego[:3, :3].T + sensor2ego[:3, 3]
     for group in made.vectors:
-        own, size = [made.columns.index(name) for name in group], len(group)
+        own = [made.columns.index(name) for name in group]
+        size = len(group)
         found[:, own] = found[:, own] @ sensor2ego[:size, :size].T
     found[:, -1] = made.dt_s
     return np.asarray(found, np.float32)

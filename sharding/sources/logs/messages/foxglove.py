@@ -51,12 +51,20 @@ class Foxglove:
         """Read a CameraCalibration."""
         one = self._read(data)
         d, k, r, p = (tuple(one.doubles(name)) for name in "DKRP")
-        width, height, model = (
-            one.number("width"),
-            one.number("height"),
-            one.text("distortion_model"),
+        width = one.number("width")
+        height = one.number("height")
+        model = one.text("distortion_model")
+        return CameraInfo(
+            stamp_ns=one.stamp_ns,
+            frame_id=one.text("frame_id"),
+            width=width,
+            height=height,
+            model=model,
+            d=d,
+            k=k,
+            r=r,
+            p=p,
         )
-        return CameraInfo(one.stamp_ns, one.text("frame_id"), width, height, model, d, k, r, p)
 
     def calibrations(self, messages: Sequence[Buffer]) -> Iterator[tuple[int, CameraInfo]]:
         """Yield each calibration with its stamp."""
@@ -67,11 +75,11 @@ class Foxglove:
         one = self._read(data)
         return [
             Edge(
-                edge.text("parent_frame_id"),
-                edge.text("child_frame_id"),
-                edge.stamp_ns,
-                _quaternion(edge.message("rotation")),
-                _vector(edge.message("translation")),
+                parent=edge.text("parent_frame_id"),
+                child=edge.text("child_frame_id"),
+                stamp_ns=edge.stamp_ns,
+                wxyz=_quaternion(edge.message("rotation")),
+                xyz=_vector(edge.message("translation")),
             )
             for edge in (
                 one.messages("transforms")
@@ -91,11 +99,11 @@ class Foxglove:
         one = self._read(data)
         shapes = [
             Shape(
-                shape.stamp_ns,
-                shape.number("type"),
-                [point.double("x") for point in shape.messages("points")],
-                [point.double("y") for point in shape.messages("points")],
-                {pair.text("key"): pair.text("value") for pair in shape.messages("metadata")},
+                stamp_ns=shape.stamp_ns,
+                kind=shape.number("type"),
+                x=[point.double("x") for point in shape.messages("points")],
+                y=[point.double("y") for point in shape.messages("points")],
+                about={pair.text("key"): pair.text("value") for pair in shape.messages("metadata")},
             )
             for shape in one.messages("points")
         ]
@@ -115,17 +123,34 @@ class Foxglove:
     def cloud(self, data: Buffer) -> Cloud:
         """Read a PointCloud."""
         one = self._read(data)
-        pose, frame_id, step = one.message("pose"), one.text("frame_id"), one.number("point_stride")
+        pose = one.message("pose")
+        frame_id = one.text("frame_id")
+        step = one.number("point_stride")
         columns = tuple(
             PointField(field.text("name"), field.number("offset"), _KINDS[field.number("type")])
             for field in one.messages("fields")
         )
         start, length = one.span("data")
-        points, width = memoryview(data)[start : start + length], length // max(step, 1)
-        turn, moved = _quaternion(pose.message("orientation")), _vector(pose.message("position"))
-        edge = Edge(frame_id, frame_id, one.stamp_ns, turn, moved) if any(turn) else None
+        points = memoryview(data)[start : start + length]
+        width = length // max(step, 1)
+        turn = _quaternion(pose.message("orientation"))
+        moved = _vector(pose.message("position"))
+        edge = (
+            Edge(parent=frame_id, child=frame_id, stamp_ns=one.stamp_ns, wxyz=turn, xyz=moved)
+            if any(turn)
+            else None
+        )
         return Cloud(
-            one.stamp_ns, frame_id, 1, width, columns, False, step, width * step, points, edge
+            stamp_ns=one.stamp_ns,
+            frame_id=frame_id,
+            height=1,
+            width=width,
+            fields=columns,
+            big_endian=False,
+            step=step,
+            row_step=width * step,
+            data=points,
+            pose=edge,
         )
 
 

@@ -120,7 +120,9 @@ def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int]
 
     ``levels`` are the values of 16 bits that become 0 and 255.
     """
-    height, width, step = picture.height, picture.width, picture.step
+    height = picture.height
+    width = picture.width
+    step = picture.step
     encoding = _DEEP.get(picture.encoding, picture.encoding)
     colour, channels = _PLAIN.get(encoding, ("RGB", 0))
     code, in_channels = _CONVERTED.get(encoding, (0, channels))

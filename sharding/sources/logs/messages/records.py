@@ -101,12 +101,12 @@ class Edges(NamedTuple):
     def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Edges:
         """Return some of the rows."""
         return Edges(
-            self.parent,
-            self.child,
-            self.row[chosen],
-            self.stamp_ns[chosen],
-            self.wxyz[chosen],
-            self.xyz[chosen],
+            parent=self.parent,
+            child=self.child,
+            row=self.row[chosen],
+            stamp_ns=self.stamp_ns[chosen],
+            wxyz=self.wxyz[chosen],
+            xyz=self.xyz[chosen],
         )
 
     @classmethod

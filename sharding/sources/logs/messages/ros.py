@@ -46,7 +46,8 @@ _STAMP: Final = slice(4, 12)
 _FIRST_STAMP: Final = slice(8, 16)
 """The place of the first stamp in a list."""
 _PADDING: Final = 3
-_MOST_LINES, _MOST_VALUES = 10_000, 1000
+_MOST_LINES = 10_000
+_MOST_VALUES = 1000
 """The limits of a definition: larger ones take the library seconds."""
 _KINDS: Final = dict(enumerate(("i1", "u1", "i2", "u2", "i4", "u4", "f4", "f8"), 1))
 
@@ -70,15 +71,15 @@ class Ros:
         if data[_STAMP.stop : at] == text and data[: _STAMP.start] == order:
             (length,) = _readers(data)[0](data, at)
             return Picture(
-                _stamp_ns(data, _STAMP.start),
-                last.frame_id,
-                last.offset,
-                length,
-                last.encoding,
-                last.width,
-                last.height,
-                last.step,
-                last.big_endian,
+                stamp_ns=_stamp_ns(data, _STAMP.start),
+                frame_id=last.frame_id,
+                offset=last.offset,
+                length=length,
+                encoding=last.encoding,
+                width=last.width,
+                height=last.height,
+                step=last.step,
+                big_endian=last.big_endian,
             )
         found = self._picture(data)
         self._pictured = data[: _STAMP.start], data[_STAMP.stop : found.offset - 4], found
@@ -86,20 +87,38 @@ class Ros:
 
     def _picture(self, data: Buffer) -> Picture:
         cdr = _Cdr(data)
-        stamp_ns, frame_id = cdr.stamp(), cdr.text()
+        stamp_ns = cdr.stamp()
+        frame_id = cdr.text()
         if self._topic.type in RAWS:
-            height, width, encoding = cdr.u32(), cdr.u32(), cdr.text()
+            height = cdr.u32()
+            width = cdr.u32()
+            encoding = cdr.text()
             big_endian = bool(data[cdr.at])
             cdr.at += 1
-            step, length = cdr.u32(), cdr.u32()
+            step = cdr.u32()
+            length = cdr.u32()
             return Picture(
-                stamp_ns, frame_id, cdr.at, length, encoding, width, height, step, big_endian
+                stamp_ns=stamp_ns,
+                frame_id=frame_id,
+                offset=cdr.at,
+                length=length,
+                encoding=encoding,
+                width=width,
+                height=height,
+                step=step,
+                big_endian=big_endian,
             )
         form = b""
         if self._topic.type == "sensor_msgs/CompressedImage":
             form = bytes(cdr.chars()).rstrip(b"\0")  # free text that is often wrong
         length = cdr.u32()
-        return Picture(stamp_ns, frame_id, cdr.at, length, str(form, "utf-8", "replace"))
+        return Picture(
+            stamp_ns=stamp_ns,
+            frame_id=frame_id,
+            offset=cdr.at,
+            length=length,
+            encoding=str(form, "utf-8", "replace"),
+        )
 
     def video_format(self, data: Buffer) -> str:
         """Read the codec of a video."""
@@ -122,7 +141,8 @@ class Ros:
         d, k, r, p = (tuple(map(float, getattr(info, name))) for name in names)
         if is_foxglove:
             return CameraInfo(_time_ns(info.timestamp), info.frame_id, *size, d, k, r, p)
-        binning, roi = (max(info.binning_x, 1), max(info.binning_y, 1)), info.roi
+        binning = (max(info.binning_x, 1), max(info.binning_y, 1))
+        roi = info.roi
         part = (roi.x_offset, roi.y_offset, roi.width, roi.height)
         return CameraInfo(
             _time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part
@@ -141,11 +161,11 @@ class Ros:
         one = self._read(data)
         return [
             Edge(
-                edge.parent_frame_id,
-                edge.child_frame_id,
-                _time_ns(edge.timestamp),
-                _wxyz(edge.rotation),
-                _xyz(edge.translation),
+                parent=edge.parent_frame_id,
+                child=edge.child_frame_id,
+                stamp_ns=_time_ns(edge.timestamp),
+                wxyz=_wxyz(edge.rotation),
+                xyz=_xyz(edge.translation),
             )
             for edge in getattr(one, "transforms", [one])
         ]
@@ -171,7 +191,8 @@ class Ros:
                 loose += [(row, edge) for row in rows for edge in self.transforms(messages[row])]
                 continue
             data = messages[rows[0]]
-            at, order = _last_pose(data), "<" if data[1] & 1 else ">"
+            at = _last_pose(data)
+            order = "<" if data[1] & 1 else ">"
             table = np.frombuffer(b"".join([messages[row] for row in rows]), np.uint8).reshape(
                 len(rows), -1
             )
@@ -187,12 +208,12 @@ class Ros:
             own = np.array(rows)
             found.append(
                 Edges(
-                    edges[0].parent,
-                    edges[0].child,
-                    own,
-                    stamp_ns,
-                    poses[:, [6, 3, 4, 5]],
-                    poses[:, :3],
+                    parent=edges[0].parent,
+                    child=edges[0].child,
+                    row=own,
+                    stamp_ns=stamp_ns,
+                    wxyz=poses[:, [6, 3, 4, 5]],
+                    xyz=poses[:, :3],
                 )
             )
         return Edges.joined([*found, *Edges.of(loose)])
@@ -204,7 +225,11 @@ class Ros:
         child = getattr(one, "child_frame_id", "")
         stamp_ns = _time_ns(one.header.stamp)
         return Edge(
-            one.header.frame_id, child, stamp_ns, _wxyz(pose.orientation), _xyz(pose.position)
+            parent=one.header.frame_id,
+            child=child,
+            stamp_ns=stamp_ns,
+            wxyz=_wxyz(pose.orientation),
+            xyz=_xyz(pose.position),
         )
 
     @functools.cached_property
@@ -241,11 +266,11 @@ class Ros:
         if self._topic.type != "vision_msgs/Detection2DArray":
             shapes = [
                 Shape(
-                    _time_ns(shape.timestamp),
-                    shape.type,
-                    [point.x for point in shape.points],
-                    [point.y for point in shape.points],
-                    {pair.key: pair.value for pair in getattr(shape, "metadata", ())},
+                    stamp_ns=_time_ns(shape.timestamp),
+                    kind=shape.type,
+                    x=[point.x for point in shape.points],
+                    y=[point.y for point in shape.points],
+                    about={pair.key: pair.value for pair in getattr(shape, "metadata", ())},
                 )
                 for shape in one.points
             ]
@@ -255,15 +280,11 @@ class Ros:
             )
         found = Marks(_time_ns(one.header.stamp), [], [], [])
         for detection in one.detections:
-            centre, size = (
-                detection.bbox.center,
-                (detection.bbox.size_x / 2, detection.bbox.size_y / 2),
-            )
-            place, c, s = (
-                getattr(centre, "position", centre),
-                abs(math.cos(centre.theta)),
-                abs(math.sin(centre.theta)),
-            )
+            centre = detection.bbox.center
+            size = (detection.bbox.size_x / 2, detection.bbox.size_y / 2)
+            place = getattr(centre, "position", centre)
+            c = abs(math.cos(centre.theta))
+            s = abs(math.sin(centre.theta))
             half = size[0] * c + size[1] * s, size[0] * s + size[1] * c
             found.box.append(
                 (place.x - half[0], place.y - half[1], place.x + half[0], place.y + half[1])
@@ -289,15 +310,15 @@ class Ros:
             PointField(field.name, field.offset, _KINDS[field.datatype]) for field in one.fields
         )
         return Cloud(
-            _time_ns(one.header.stamp),
-            one.header.frame_id,
-            one.height,
-            one.width,
-            columns,
-            bool(one.is_bigendian),
-            one.point_step,
-            one.row_step,
-            one.data,
+            stamp_ns=_time_ns(one.header.stamp),
+            frame_id=one.header.frame_id,
+            height=one.height,
+            width=one.width,
+            fields=columns,
+            big_endian=bool(one.is_bigendian),
+            step=one.point_step,
+            row_step=one.row_step,
+            data=one.data,
         )
 
 
@@ -325,7 +346,8 @@ def type_store(name: str, schema: bytes) -> Any:
     text = schema.decode()
     if text.count("\n") > _MOST_LINES:
         raise ValueError(f"its definition has over {_MOST_LINES} lines")
-    types, found = get_types_from_msg(text, name), get_typestore(Stores.ROS2_HUMBLE)
+    types = get_types_from_msg(text, name)
+    found = get_typestore(Stores.ROS2_HUMBLE)
     header = types.get("std_msgs/msg/Header", ((), ()))
     if [field for field, _ in header[1]] == [
         "seq",
@@ -366,7 +388,8 @@ class _Cdr:
     """Reads the head of a CDR message; numbers are aligned to their size from byte 4 on."""
 
     def __init__(self, data: Buffer) -> None:
-        self._data, self.at = memoryview(data), 4
+        self._data = memoryview(data)
+        self.at = 4
         self._u32 = _readers(data)[0]
 
     def u32(self) -> int:
@@ -394,11 +417,18 @@ class _Cdr:
         """Read a TransformStamped."""
         stamp_at = self.at + -self.at % 4
         self.at = stamp_at + 8
-        parent, child = self.text(), self.text()
+        parent = self.text()
+        child = self.text()
         at = self.at + (4 - self.at) % 8
         self.at = at + _POSE_BYTES
         x, y, z, qx, qy, qz, w = _readers(self._data)[2](self._data, at)
-        return Edge(parent, child, _stamp_ns(self._data, stamp_at), (w, qx, qy, qz), (x, y, z))
+        return Edge(
+            parent=parent,
+            child=child,
+            stamp_ns=_stamp_ns(self._data, stamp_at),
+            wxyz=(w, qx, qy, qz),
+            xyz=(x, y, z),
+        )
 
 
 def _readers(data: Buffer) -> tuple[Callable[..., tuple[Any, ...]], ...]:

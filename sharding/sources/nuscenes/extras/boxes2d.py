@@ -41,8 +41,10 @@ def image_box_channels(cameras: Sequence[str]) -> tuple[Channel, ...]:
 def image_boxes(rows: SceneRows, at: int, boxes: BoxRows) -> dict[str, ImageBoxRows]:
     """Return the 2-D boxes of one sample by camera; raise SourceError for an image that is not rectified."""
     found: dict[str, ImageBoxRows] = {}
-    ego2global, frame = rows.ego2global[at], np.zeros(len(boxes.category), np.int64)
-    category, track = np.array(boxes.category, object), np.array(boxes.track, object)
+    ego2global = rows.ego2global[at]
+    frame = np.zeros(len(boxes.category), np.int64)
+    category = np.array(boxes.category, object)
+    track = np.array(boxes.track, object)
     columns = in_ego([(0, boxes)], frame, np.zeros(1, np.int64), ego2global[None])
     corners = box_corners(columns["boxes3d"], columns["rotation_wxyz"]).astype(np.float64)
     for camera, image in rows.images[at].items():

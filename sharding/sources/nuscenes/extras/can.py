@@ -118,7 +118,8 @@ class CanBus:
         self, files: SourceFiles, scene: str, times_ns: Sequence[int]
     ) -> tuple[tuple[str, ...], dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]]:
         """Return the files of a scene with samples at these times, and their series; raise SourceError."""
-        found, series = [], {}
+        found = []
+        series = {}
         for message in MESSAGES if self.has_series else ():
             file = f"{FOLDER}/{scene}_{message}.json"
             check_inside(file, f"scene '{scene}'")
@@ -132,7 +133,9 @@ class CanBus:
         """Yield the members of one sample, as far as their files are there; none of series."""
         if self.has_series:
             return
-        keyframes, sample, until_us = rows.keyframes, rows.samples[at], rows.timestamp_us[at]
+        keyframes = rows.keyframes
+        sample = rows.samples[at]
+        until_us = rows.timestamp_us[at]
         before = int(keyframes.joined["sample"].links["prev"][sample])
         after_us = (
             until_us - round(_FIRST_S * 1e6) if before < 0 else int(keyframes.timestamp_us[before])

@@ -98,7 +98,9 @@ class _Elements:
         self._nodes: dict[str, list[str]] = {}
         self.tags: dict[str, dict[str, dict[str, str]]] = {"way": {}, "relation": {}}
         self.members: dict[str, list[tuple[str, str]]] = {}
-        self._element, self._kind, self._name = "", "", ""
+        self._element = ""
+        self._kind = ""
+        self._name = ""
         read_xml(data, where, self, "is not a Lanelet2 map, or it is cut off")
 
     def start(self, element: str, given: dict[str, str]) -> None:
@@ -107,7 +109,8 @@ class _Elements:
             raise ValueError(f"its first element is '{element}', wanted is 'osm'")
         self._element = element
         if element in ("node", "way", "relation"):
-            self._kind, self._name = element, given["id"]
+            self._kind = element
+            self._name = given["id"]
             if given.get("action") == "delete":  # as the editor JOSM leaves it
                 self._kind = ""
             elif element != "node":

@@ -77,7 +77,8 @@ class Maps:
     """The maps of the scenes' locations; scenes of a place without a file have none."""
 
     def __init__(self, windows: MapWindows) -> None:
-        self._windows, self.channels = windows, (windows.channel,)
+        self._windows = windows
+        self.channels = (windows.channel,)
 
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:
         """Yield the window at one sample, as far as the file is there."""
@@ -101,7 +102,8 @@ def parse_map(data: bytes, file: str) -> VectorMap:
         ]
         for polygon in found.polygon
     }
-    lines, layers = [], []
+    lines = []
+    layers = []
     for number, layer in enumerate(LAYERS):
         elements: list[_Element] = getattr(found, layer)
         for element in elements:

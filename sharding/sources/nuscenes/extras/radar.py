@@ -86,7 +86,8 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
         """Return (P, 19): the fields and the age of each point; raise SourceError."""
         parts = []
         for file, dt_s, flat in zip(self.files, self.dt_s, self.sensor2ego, strict=True):
-            points, matrix = parse_pcd(read(file), file), np.array(flat).reshape(3, 4)
+            points = parse_pcd(read(file), file)
+            matrix = np.array(flat).reshape(3, 4)
             if not np.isfinite(points).all():
                 raise SourceError(f"radar file '{file}' has points that are not finite")
             columns = list(FIELDS)
@@ -103,7 +104,9 @@ class Radars:
 
     def __init__(self, tables: Tables, disk: Disk, keyframes: Keyframes, num_sweeps: int) -> None:
         """Take the number of earlier sweeps of each radar that come with a keyframe's own (``num_sweeps``)."""
-        self._sweeps = SensorSweeps(tables, disk, "radar", keyframes, num_sweeps)
+        self._sweeps = SensorSweeps(
+            tables=tables, disk=disk, modality="radar", keyframes=keyframes, num_sweeps=num_sweeps
+        )
         self.channels = tuple(map(radar_channel, keyframes.radars))
 
     def members(self, rows: SceneRows, at: int) -> Iterator[FileMember]:

@@ -47,7 +47,8 @@ class Trajectories:
     """Trajectories of the ego vehicle and, where the tables have annotations, of the boxes."""
 
     def __init__(self, disk: Disk, keyframes: Keyframes, annotations: Annotations) -> None:
-        self._annotations, self._links = annotations, keyframes.joined["sample"].links
+        self._annotations = annotations
+        self._links = keyframes.joined["sample"].links
         self.channels = (EGO, AGENTS) if len(annotations) else (EGO,)
         self._frame: NDArray[np.int32] = disk.filled(-1, len(keyframes.joined["sample"]), np.int32)
         for _, samples in keyframes.scenes():
@@ -66,7 +67,8 @@ class Trajectories:
         return found
 
     def _ego(self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]) -> Reference:
-        keyframes, own = rows.keyframes, rows.samples[at : at + 1]
+        keyframes = rows.keyframes
+        own = rows.samples[at : at + 1]
         past, future = (
             _followed(own, self._links[link], number)
             for link, number in (("prev", PAST), ("next", FUTURE))
@@ -79,7 +81,8 @@ class Trajectories:
     def _agents(
         self, rows: SceneRows, at: int, global2ego: NDArray[np.float64]
     ) -> dict[str, NDArray[np.generic]]:
-        sample, annotations = int(rows.samples[at]), self._annotations
+        sample = int(rows.samples[at])
+        annotations = self._annotations
         own = annotations.rows_of(sample)
         steps = np.full((len(own), STEPS), -1, np.int64)
         steps[:, PAST] = own

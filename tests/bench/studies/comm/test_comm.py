@@ -33,20 +33,18 @@ def report(nodes, *found):
 def test_bus_bandwidths_are_nccl_tests():
     # doc/PERFORMANCE.md: all-reduce 2 (n - 1) / n, all-gather and reduce-scatter (n - 1) / n, send/receive 1.
     found = {
-        kind: timed(kind, "tp", 4, 10**9, 0.5)
+        kind: timed(kind, axis="tp", ranks=4, num_bytes=10**9, seconds=0.5)
         for kind in ("all_reduce", "all_gather", "reduce_scatter")
     }
     assert {one.algorithm_gb_per_s for one in found.values()} == {2.0}
     assert [one.bus_gb_per_s for one in found.values()] == [3.0, 1.5, 1.5]
-    assert timed("send_recv", "pp", 4, 10**9, 0.5).bus_gb_per_s == 2.0
+    assert timed("send_recv", axis="pp", ranks=4, num_bytes=10**9, seconds=0.5).bus_gb_per_s == 2.0
 
 
 def test_the_link_is_the_largest_groups_all_reduce():
-    small, large = (
-        timed("all_reduce", "all", 16, 1024, 2e-5),
-        timed("all_reduce", "all", 16, 10**9, 0.01),
-    )
-    inner = timed("all_reduce", "tp", 2, 10**9, 0.001)
+    small = timed("all_reduce", axis="all", ranks=16, num_bytes=1024, seconds=2e-5)
+    large = timed("all_reduce", axis="all", ranks=16, num_bytes=10**9, seconds=0.01)
+    inner = timed("all_reduce", axis="tp", ranks=2, num_bytes=10**9, seconds=0.001)
     rate, latency = link_of([inner, large, small])
     assert (rate, latency) == (pytest.approx(2 * 15 / 16 * 100), pytest.approx(20))
     base = load_cluster("8x8-h100")
@@ -81,7 +79,9 @@ def test_two_ranks_of_this_host(tmp_path, capsys):
 )
 def test_a_cluster_file_is_written_on_an_idle_host_alone(disturbed, written, tmp_path, monkeypatch):
     found = report(
-        1, timed("all_reduce", "all", 16, 1024, 2e-5), timed("all_reduce", "all", 16, 10**9, 0.01)
+        1,
+        timed("all_reduce", axis="all", ranks=16, num_bytes=1024, seconds=2e-5),
+        timed("all_reduce", axis="all", ranks=16, num_bytes=10**9, seconds=0.01),
     )
     monkeypatch.setattr(
         run, "_on_this_host", lambda _: msgspec.structs.replace(found, disturbed=disturbed)

@@ -85,7 +85,8 @@ SLOW_RANK = {"other_ms": [0.0, 9.0], "reduce_ms": [9.0, 0.0]}
 TAKING_TURNS = {"wait_ms": [1.0, 15.0], "reduce_ms": [15.0, 1.0]}
 BOTH = {"wait_ms": 3, "reduce_ms": 9}
 CONTENDED = {"wait_ms": 0.1, "backward_ns": round(35 * MS), "other_ms": 15.0}
-NO_LOADING, NO_STORAGE = {"loading": {}}, {"loading": {}, "storage": {}}
+NO_LOADING = {"loading": {}}
+NO_STORAGE = {"loading": {}, "storage": {}}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,8 @@ def test_a_model_on_a_cpu_is_the_bound_and_whether_it_waits_is_said(waiting, bou
 
 def test_noise_does_not_hide_what_a_model_was_seen_to_wait():
     """No run tells more than the repeat; how long the thread wanted no CPU was measured."""
-    steps, helped = {"wait_ms": 15.0, "noise_ms": 6.0}, {"wait_ms": 6.0, "noise_ms": 6.0}
+    steps = {"wait_ms": 15.0, "noise_ms": 6.0}
+    helped = {"wait_ms": 6.0, "noise_ms": 6.0}
     without = everywhere(**steps) | {"loading": helped, "decode": helped}
     again = {"wait_ms": 7.5, "noise_ms": 6.0}
     bounds = [
@@ -213,7 +215,8 @@ def test_loading_that_takes_the_cpu_from_the_model_is_not_called_decoding_on_a_g
 
 def test_a_cache_that_was_cold():
     """Whatever comes after the first run is faster, by the same."""
-    cold, warm = reading(training(0, **WAITS), 0.9), reading(training(1), 0.1)
+    cold = reading(training(0, **WAITS), 0.9)
+    warm = reading(training(1), 0.1)
     reports = {name: training(number, leave_out=(name,)) for number, name in enumerate(LOADER, 2)}
     found = find_bound([Round(cold, reports, warm)])
     assert found.bound == "cold cache"
@@ -279,7 +282,8 @@ def test_used_up_cpus_are_counted_in_those_of_other_machines():
 
 
 def test_steps_of_other_sizes_are_compared_by_sample():
-    base, doubled = training(0), training(1, other_ms=31.0)
+    base = training(0)
+    doubled = training(1, other_ms=31.0)
     doubled = msgspec.structs.replace(doubled, options={**doubled.options, "accumulation": 2})
     assert counterfactual("trial", base, doubled).gain == pytest.approx(0, abs=0.02)
 
@@ -339,7 +343,8 @@ def test_the_command_runs_and_prints_what_its_report_and_page_say(dataset, tmp_p
 
 def test_a_gain_within_the_noise_of_a_repeat_gives_no_verdict():
     """Decode's gain was 17.5 % (from 0.3 % on), more than the repeat's 16.9 %, but not by enough."""
-    steps, helped = {"wait_ms": 15.0, "noise_ms": 6.0}, {"wait_ms": 6.0, "noise_ms": 6.0}
+    steps = {"wait_ms": 15.0, "noise_ms": 6.0}
+    helped = {"wait_ms": 6.0, "noise_ms": 6.0}
     noisy = everywhere(**steps) | {"loading": helped, "decode": helped}
     found = judge(training(0, **steps), without=noisy, again={"wait_ms": 7.5, "noise_ms": 6.0})
     decode = next(entry for entry in found.counterfactuals if entry.name == "decode")
@@ -351,7 +356,8 @@ def test_a_gain_within_the_noise_of_a_repeat_gives_no_verdict():
 
 def test_further_rounds_tell_what_one_could_not():
     """The first repeat was disturbed; over five rounds the gain stands out, and the repeat does not."""
-    waits, helped = {"wait_ms": 15.0, "noise_ms": 6.0}, {"wait_ms": 1.0, "noise_ms": 6.0}
+    waits = {"wait_ms": 15.0, "noise_ms": 6.0}
+    helped = {"wait_ms": 1.0, "noise_ms": 6.0}
     names = ("loading", "storage", "decompression", "decode", "all-reduce")
     helps = {"loading", "decode"}
 
@@ -381,7 +387,8 @@ def test_further_rounds_tell_what_one_could_not():
 
 
 def test_a_trial_within_noise_shows_no_difference():
-    base, same = training(0, **WAITS), training(1, **WAITS)
+    base = training(0, **WAITS)
+    same = training(1, **WAITS)
     assert verdict_on(counterfactual("--workers 2", base, same), 0.1) == "no significant difference"
     better = counterfactual("--workers 2", base, training(2))
     assert verdict_on(better, 0.1) == "helps"

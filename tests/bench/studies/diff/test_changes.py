@@ -38,7 +38,8 @@ def test_noise_is_seldom_taken_for_a_change():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slower_run_is_worse_and_the_other_way_round_better(seed):
-    quick, slow = noisy(seed), noisy(seed + 100, slower_ms=4.0)
+    quick = noisy(seed)
+    slow = noisy(seed + 100, slower_ms=4.0)
     assert all(change.is_worse(0.02) for change in compare(quick, slow))
     back = compare(slow, quick)
     assert all(change.is_real for change in back)
@@ -70,7 +71,8 @@ def test_loaders_differ_when_their_repeats_do_not_overlap():
 @pytest.mark.parametrize(("before", "after"), [(0.0, 100.0), (100.0, 0.0), (-1.0, 100.0)])
 def test_figures_that_are_not_above_zero_are_refused(before, after):
     report = loader_report_of([loader_run(100.0)])
-    figures, replace = report.figures, msgspec.structs.replace
+    figures = report.figures
+    replace = msgspec.structs.replace
     old, new = (
         replace(
             report,
@@ -167,10 +169,8 @@ def test_reports_of_different_data_are_refused_unless_allowed(reports, capsys, c
 
 
 def test_fewer_than_three_repeats_give_no_interval_and_no_verdict():
-    few, many = (
-        loader_report_of([loader_run(50.0)]),
-        loader_report_of([loader_run(100.0 + n) for n in range(3)]),
-    )
+    few = loader_report_of([loader_run(50.0)])
+    many = loader_report_of([loader_run(100.0 + n) for n in range(3)])
     change = compare(few, many)[0]
     assert (change.ratio_low, change.ratio_high, change.is_real) == (None, None, False)
     assert compare(many, many)[0].ratio_low is not None

@@ -59,7 +59,13 @@ def test_limits_of_frame_shards(tmp_path):
     opened = open_dataset(tmp_path / "tiny")
     items = {entry.stage.name: entry.items for entry in record_stages(opened, OPTIONS, 2)}
     limits = measure_limits(
-        items["parse"], items["decode"], {"lidar_top"}, 2 * 3 * 32 * 48, 1, 0.0, opened
+        items["parse"],
+        parsed=items["decode"],
+        skipped={"lidar_top"},
+        output_bytes=2 * 3 * 32 * 48,
+        num_threads=1,
+        seconds=0.0,
+        dataset=opened,
     )
     assert "zstd" in [rate.name for rate in limits]
 
@@ -67,13 +73,21 @@ def test_limits_of_frame_shards(tmp_path):
 def test_limits_are_of_what_the_loader_reads(dataset):
     opened = open_dataset(dataset)
     items = {entry.stage.name: entry.items for entry in record_stages(opened, OPTIONS, 2)}
-    picture, device = bytes(2 * 3 * 32 * 48), bytearray(2 * 3 * 32 * 48)
+    picture = bytes(2 * 3 * 32 * 48)
+    device = bytearray(2 * 3 * 32 * 48)
 
     def to_device(_):  # emulated: it takes what a copy takes
         device[:] = picture
 
     limits = measure_limits(
-        items["parse"], items["decode"], {"lidar_top"}, len(picture), 1, 0.0, None, to_device
+        items["parse"],
+        parsed=items["decode"],
+        skipped={"lidar_top"},
+        output_bytes=len(picture),
+        num_threads=1,
+        seconds=0.0,
+        dataset=None,
+        to_device=to_device,
     )
     assert limits[-1].num_threads == 1
     names = [rate.name for rate in limits]

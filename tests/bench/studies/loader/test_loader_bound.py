@@ -40,7 +40,9 @@ def judge(
     total_ms = sum(cpu_ms.values())
     cpu = CpuUse(seconds=SECONDS, own=samples_per_s * total_ms / 1e3, others=others, usable=usable)
     jpeg = Rate(name="j", num_threads=4, samples_per_s=1, cpu_ms_per_sample=jpeg_ms)
-    return find_bound(samples_per_s, total_ms, cpu, clocks, alone, jpeg)
+    return find_bound(
+        samples_per_s, cpu_ms_per_sample=total_ms, cpu=cpu, clocks=clocks, alone=alone, jpeg=jpeg
+    )
 
 
 IDLE = {"fetch": 0.1, "parse": 0.1, "decode": 0.5, "collate": 0.1}

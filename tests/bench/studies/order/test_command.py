@@ -93,7 +93,8 @@ def test_buckets_are_described(dataset, tmp_path, capsys):
 
 
 def test_padding_is_that_of_its_definition():
-    costs, valid = np.array([3, 1, 4, 4, 5, 5, 2]), np.array([True] * 5 + [False, True])
+    costs = np.array([3, 1, 4, 4, 5, 5, 2])
+    valid = np.array([True] * 5 + [False, True])
     assert padding_of(costs, valid, 3) == pytest.approx(1 - (8 + 9 + 2) / (12 + 15 + 2))
 
 

@@ -27,7 +27,8 @@ Z_FIGURES = ("rank_correlation_z", "serial_correlation_z")
 
 
 def test_the_stored_order_and_its_reverse_are_not_shuffled():
-    stored, reverse = measure(np.arange(10_000)), measure(np.arange(10_000)[::-1])
+    stored = measure(np.arange(10_000))
+    reverse = measure(np.arange(10_000)[::-1])
     assert (stored.rank_correlation, reverse.rank_correlation) == pytest.approx((1, -1))
     assert stored.serial_correlation > 0.99
     assert min(stored.rank_correlation_z, stored.serial_correlation_z) > 90
@@ -52,7 +53,9 @@ def test_the_keyed_permutation_is_as_good_as_a_true_shuffle(n):
 
 @pytest.mark.costly
 def test_its_figures_scatter_over_keys_as_those_of_true_shuffles_do():
-    n, count = 1025, 600  # the shortest length that is not a table
+    # the shortest length that is not a table
+    n = 1025
+    count = 600
     rng = np.random.default_rng(2)
     ours = [
         measure(KeyedPermutation(n, derive_key("quality", key))(np.arange(n)))
@@ -66,7 +69,9 @@ def test_its_figures_scatter_over_keys_as_those_of_true_shuffles_do():
 
 
 def test_a_small_buffer_shuffle_is_distinguished_from_a_true_one():
-    rng, buffer, order = np.random.default_rng(1), [], []
+    rng = np.random.default_rng(1)
+    buffer = []
+    order = []
     for sample in range(20_000):
         buffer.append(sample)
         if len(buffer) == 1000:

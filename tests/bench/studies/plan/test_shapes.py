@@ -71,7 +71,8 @@ def test_experts_compute_as_often_as_tokens_pass_them():
     two_of_four = planned(
         model=msgspec.structs.replace(SMALL, experts=4, active_experts=2)
     ).work.flop
-    tokens, mlp = 64, 3 * 64 * 96
+    tokens = 64
+    mlp = 3 * 64 * 96
     # The router is a matrix of 4 columns.
     router = 3 * 2 * tokens * 64 * 4 * 8
     assert four == pytest.approx(dense + router, rel=0.01)
@@ -108,7 +109,8 @@ def test_interleaved_stages_wait_less_and_hold_more():
 
 @pytest.mark.slow
 def test_bf16_weights_and_low_precision_say_what_they_change():
-    whole, low = planned(), planned(weights="bf16")
+    whole = planned()
+    low = planned(weights="bf16")
     assert choice.peak(low.stages) < choice.peak(whole.stages)
     assert planned(precision="fp8").time.compute < whole.time.compute
     tf32 = planned(precision="tf32")
@@ -231,7 +233,8 @@ def test_a_state_that_is_too_large_is_refused_with_its_parts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("software", ["torch", "nvidia"])
 def test_eight_bits_are_of_a_software(software):
-    mean, own = planned(precision="fp8"), planned(precision="fp8", software=software)
+    mean = planned(precision="fp8")
+    own = planned(precision="fp8", software=software)
     assert (own.time.compute > mean.time.compute) == (software == "torch")
     with pytest.raises(ConfigError, match="is given with precision bf16"):
         fuelrail.plan(msgspec.structs.replace(ASKED, software=software))
@@ -313,7 +316,8 @@ def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers
         "precision": "fp32",
     }
     found = fuelrail.plan(None, **given, micro_batch=8)
-    trained, frozen = 100 * 64 + 4 * (64 * 64 + 64), 8 * 27 + 8 + 512 * 64 + 64
+    trained = 100 * 64 + 4 * (64 * 64 + 64)
+    frozen = 8 * 27 + 8 + 512 * 64 + 64
     assert found.stages[0].parameters == trained
     assert num_parameters("planned_own:build")[:2] == (trained + frozen, trained)
     assert found.stages[0].memory["moments"] == 8 * trained, "what is frozen has none"

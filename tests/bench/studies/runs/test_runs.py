@@ -85,7 +85,8 @@ def datasets(tmp_path_factory):
 
 def run(datasets, path, options, worlds, steps):
     """Train in segments, each on another world: returns the global batches by step, as the ranks had them."""
-    found, state = [], None
+    found = []
+    state = None
     data = {"a": datasets / "a", "b": datasets / "b"} if "mix" in options else datasets / "a"
     for size, batch_size in worlds:
         loaders = [
@@ -123,7 +124,7 @@ def trained(request, datasets, tmp_path_factory):
     path = tmp_path_factory.mktemp("ledgers") / "a.ledger"
     fixed = request.param == "lanes"  # the lanes are the global batch
     worlds = [(1, 4), (2, 2), (4, 1)] if fixed else [(1, 4), (2, 3), (3, 1)]
-    return path, run(datasets, path, ORDERS[request.param], worlds, 9)
+    return path, run(datasets, path=path, options=ORDERS[request.param], worlds=worlds, steps=9)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_where_samples_were_shown_is_a_search_through_all_batches(trained):
 
 def test_frames_of_windows_count(datasets, tmp_path):
     path = tmp_path / "a.ledger"
-    found = run(datasets, path, ORDERS["edges"], [(1, 4)], 6)
+    found = run(datasets, path=path, options=ORDERS["edges"], worlds=[(1, 4)], steps=6)
     index = open_dataset(datasets / "a").index
     expected = {
         (index.row(int(frame)).key, step)
@@ -198,7 +199,9 @@ def test_frames_of_windows_count(datasets, tmp_path):
 
 @pytest.mark.parametrize("name", ["without", "without a frame", "without in a mix"])
 def test_what_is_left_out_is_shown_nowhere(datasets, tmp_path, name):
-    found = run(datasets, tmp_path / "a.ledger", ORDERS[name], [(1, 4)], 14)
+    found = run(
+        datasets, path=tmp_path / "a.ledger", options=ORDERS[name], worlds=[(1, 4)], steps=14
+    )
     names = [one for entry in ORDERS[name]["order"].without for one in entry]
     opened = {"a": open_dataset(datasets / "a"), "b": open_dataset(datasets / "b")}
     for (batch,) in found:
@@ -241,7 +244,7 @@ def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
         shutil.copytree(datasets / folder, tmp_path / folder)
     path = tmp_path / "a.ledger"
     worlds = [(1, 4)] if name == "lanes" else [(1, 4), (2, 3)]
-    found = run(tmp_path, path, ORDERS[name], worlds, 6)
+    found = run(tmp_path, path=path, options=ORDERS[name], worlds=worlds, steps=6)
     keys = open_dataset(tmp_path / "a").index.strings("key")
     names = [*keys[4:25:5], "clip-0001", "clip-0003"]
     before = [fr.seen(path, [one]) for one in names]
@@ -330,7 +333,9 @@ def test_the_newest_state_without_a_clip(datasets, tmp_path):
 
 def test_a_run_without_samples(datasets, tmp_path, capsys):
     """From the newest clean state on the steps are those of a run that never had them, and replay gives them."""
-    path, states, found = tmp_path / "a.ledger", {}, []
+    path = tmp_path / "a.ledger"
+    states = {}
+    found = []
     options = {"order": OrderSpec(seed=3, weights=BY_FRAME, epoch_length=40), "image": TRAIN}
     with load(datasets / "a", 2, ledger=path, **options) as loader:
         for step, batch in zip(range(30), itertools.chain(loader, loader), strict=False):
@@ -403,7 +408,8 @@ def test_the_weights_of_the_tail_are_those_of_a_run_that_never_had_them(datasets
             torch.nn.Flatten(), torch.nn.LazyLinear(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
         )
         model(torch.zeros(1, 2 * 3 * 8 * 16))
-        optimiser, saved = torch.optim.AdamW(model.parameters(), lr=0.01), {}
+        optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
+        saved = {}
         order = OrderSpec(kind="windowed", window=2, seed=3, **options)
         with load(
             datasets / "a",
@@ -452,13 +458,12 @@ def test_replaced_samples_are_marked(datasets, tmp_path):
     build_dataset(tmp_path / "own", {"train": (9, 10, 7)})
     index = open_dataset(tmp_path / "own").index
     spoil(tmp_path / "own", index.row(7))
-    path, options = (
-        tmp_path / "a.ledger",
-        {"on_error": "substitute", "file": None, "shuffle": False},
-    )
+    path = tmp_path / "a.ledger"
+    options = {"on_error": "substitute", "file": None, "shuffle": False}
     with load(tmp_path / "own", 2, ledger=path, **options) as loader:
         found = list(loader)
-    bad, good = index.row(7).key, index.row(8).key
+    bad = index.row(7).key
+    good = index.row(8).key
     showings = [one for one in fr.seen(path, [bad, good]).showings if one.epoch == 0]
     assert [(one.key, one.position, one.stands_for, one.replaced_by) for one in showings] == [
         (bad, 7, None, good),
@@ -481,7 +486,8 @@ def test_digests_say_whether_a_batch_is_the_same(datasets, tmp_path):
     assert fr.replay(paths[0], 4).digest_matches is True
     assert fr.replay(paths[0], 4, rank=0).digest_matches is True
     assert fr.replay(paths[0], 3).digest_matches is None
-    same, other = fr.run_diff(*paths[:2]), fr.run_diff(paths[0], paths[2])
+    same = fr.run_diff(*paths[:2])
+    other = fr.run_diff(paths[0], paths[2])
     assert (same.first_step, same.first_digest, same.compared_digests, same.settings) == (
         None,
         None,
@@ -494,15 +500,15 @@ def test_digests_say_whether_a_batch_is_the_same(datasets, tmp_path):
 
 def test_the_first_step_that_differs(datasets, tmp_path):
     paths = [tmp_path / "a.ledger", tmp_path / "b.ledger"]
-    run(datasets, paths[0], {}, [(1, 4), (1, 4)], 5)
-    run(datasets, paths[1], {}, [(1, 4), (1, 2)], 5)
+    run(datasets, path=paths[0], options={}, worlds=[(1, 4), (1, 4)], steps=5)
+    run(datasets, path=paths[1], options={}, worlds=[(1, 4), (1, 2)], steps=5)
     assert fr.run_diff(*paths).first_step == 5
     assert fr.run_diff(paths[0], paths[0]).first_step is None
 
 
 def test_the_commands(datasets, tmp_path, capsys):
     path = tmp_path / "a.ledger"
-    found = run(datasets, path, {}, [(1, 4), (2, 2)], 4)
+    found = run(datasets, path=path, options={}, worlds=[(1, 4), (2, 2)], steps=4)
     assert main(["runs", "show", str(path)]) == 0
     text = capsys.readouterr().out
     assert (
@@ -533,7 +539,7 @@ def test_the_commands(datasets, tmp_path, capsys):
     assert 5 in [one["step"] for one in json.loads(capsys.readouterr().out)["showings"]]
     assert main(["runs", "diff", str(path), str(path)]) == 0
     other = tmp_path / "b.ledger"
-    run(datasets, other, {}, [(1, 2)], 4)
+    run(datasets, path=other, options={}, worlds=[(1, 2)], steps=4)
     assert main(["runs", "diff", str(path), str(other)]) == 1
     assert "step 0 is the first that differs" in capsys.readouterr().out
     assert main(["runs", "replay", str(path), "--step", "999"]) == 2
@@ -568,8 +574,9 @@ def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, caps
         "cryptography.hazmat.primitives.serialization", reason="needs cryptography"
     )
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
-    path, checkpoint = tmp_path / "a.ledger", tmp_path / "checkpoint"
-    run(datasets, path, {}, [(1, 4), (1, 2)], 5)
+    path = tmp_path / "a.ledger"
+    checkpoint = tmp_path / "checkpoint"
+    run(datasets, path=path, options={}, worlds=[(1, 4), (1, 2)], steps=5)
     (checkpoint / "rank").mkdir(parents=True)
     (checkpoint / "rank" / "0.pt").write_bytes(b"weights")
     plain = fr.attest(path, checkpoint, (0, 24))
@@ -604,7 +611,8 @@ def test_a_statement_names_the_checkpoint_and_is_signed(datasets, tmp_path, caps
 
 KINDS = [{}, {"kind": "sequential"}, {"kind": "lanes"}, {"filter": "loss > 0.3"}]
 LOSS = (fr.AttributeWeights(attribute="loss"),)
-PACK, BALANCE = fr.Pack(budget=20, cost="tokens", window=64), fr.Balance(cost="tokens")
+PACK = fr.Pack(budget=20, cost="tokens", window=64)
+BALANCE = fr.Balance(cost="tokens")
 KINDS += [{"pack": PACK, "weights": LOSS}, {"balance": BALANCE}, {"pack": PACK, "balance": BALANCE}]
 KINDS += [{"weights": LOSS, "without": (("3", "11"),)}, {"pack": PACK, "without": (("4",),)}]
 KINDS += [{"weights": LOSS}, {"mix": Mix(attribute="night", ratios={"true": 1, "false": 2})}]
@@ -623,7 +631,9 @@ def test_random_steps_of_random_runs_have_their_keys(tmp_path, num_runs):
     compared = 0
     for number in range(num_runs):
         spec = OrderSpec(**KINDS[number % len(KINDS)], seed=draw.getrandbits(60))
-        path, found, drop_last = tmp_path / f"{number}.ledger", [], draw.random() < 0.5
+        path = tmp_path / f"{number}.ledger"
+        found = []
+        drop_last = draw.random() < 0.5
         sizes = [12] if spec.kind == "lanes" else [4, 12, 20]  # the lanes are the global batch
         state = None
         for _ in range(draw.randrange(1, 4)):

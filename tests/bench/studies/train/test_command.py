@@ -76,11 +76,9 @@ def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, 
 
 
 def test_packs_are_reported_with_their_padding_and_imbalance(tiny_dataset, tmp_path, capsys):
-    root, out, order = (
-        tiny_dataset({"train": (16, 15)}, extra=[(TOKENS, words)]).root,
-        tmp_path / "out",
-        tmp_path / "o.yaml",
-    )
+    root = tiny_dataset({"train": (16, 15)}, extra=[(TOKENS, words)]).root
+    out = tmp_path / "out"
+    order = tmp_path / "o.yaml"
     order.write_bytes(msgspec.yaml.encode(OrderSpec(seed=3, pack=PACK)))
     run = (
         "--model",

@@ -17,7 +17,8 @@ COLUMNS = ("num_tokens", "num_boxes")
 
 def draw(seed, num_steps=240, rows=8, **columns):
     """The columns of each sample of some steps."""
-    rng, sizes = np.random.default_rng(seed), [rows] * num_steps
+    rng = np.random.default_rng(seed)
+    sizes = [rows] * num_steps
     return [{name: make(rng, size) for name, make in columns.items()} for size in sizes]
 
 

@@ -89,7 +89,8 @@ def test_the_page_is_well_formed_and_tells_what_the_report_tells(run):
 
 def test_memory_and_checkpoints_are_shown():
     report = RUNS["with memory and checkpoints"]
-    text, markdown = Page(render_page(report)).text, render_markdown(report)
+    text = Page(render_page(report)).text
+    markdown = render_markdown(report)
     for said in (
         "continued after step 10 from checkpoint step-00000010.0123abcd, which 4 ranks saved",
         "1 checkpoint of 1.0 MB: each stalled the training for 10.0 ms and was visible after 1,000 ms",

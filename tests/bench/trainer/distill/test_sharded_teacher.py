@@ -24,7 +24,9 @@ from support.datasets import build_dataset
 from support.parallel_equality import train_step
 from support.ranks import run_ranks
 
-RANKS, STEPS, BOUND = 2, 4, 2e-6
+RANKS = 2
+STEPS = 4
+BOUND = 2e-6
 PARTS = "labels=0.5,logits=1,features=0.3,targets=0.7"
 
 
@@ -36,7 +38,8 @@ def test_a_sharded_teacher_teaches_as_a_whole_one_does(tmp_path):
 
 def losses(folder, *, sharded):
     """Losses of a student under DDP, and the teacher's predictions of this rank's first batch."""
-    place, transforms = f"{folder}/teacher", {"height": 64, "width": 96}
+    place = f"{folder}/teacher"
+    transforms = {"height": 64, "width": 96}
     with DataLoader(
         f"{folder}/data", 2, num_workers=1, transforms=Transforms(image=ImageAugment(**transforms))
     ) as loader:
@@ -59,7 +62,8 @@ def main(folder):
     checkpoints.save(1, trained, {})
     checkpoints.close()
 
-    loaded, load = [], teacher.load
+    loaded = []
+    load = teacher.load
     teacher.load = lambda tensors, **options: (
         loaded.extend(tensors.values()),
         load(tensors, **options),

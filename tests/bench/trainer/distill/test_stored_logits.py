@@ -21,7 +21,8 @@ from fuelrail.pipeline.errors import ConfigError
 from support.datasets import build_dataset
 from support.parallel_equality import train_step
 
-SIZE, NUM_DRAWS = 40, 10_000
+SIZE = 40
+NUM_DRAWS = 10_000
 
 
 def topk(teacher: torch.Tensor, k: int) -> Logits:
@@ -59,7 +60,8 @@ def test_top_k_of_the_whole_vocabulary_is_the_full_divergence(pair, temperature)
 def test_the_rest_of_top_k_counts_as_one_token(pair) -> None:
     own, teacher = pair
     stored = topk(teacher, 5)
-    q, p = teacher.softmax(-1), own.detach().softmax(-1)
+    q = teacher.softmax(-1)
+    p = own.detach().softmax(-1)
     indices = stored.indices.long()
     left, right = (
         torch.cat([one.gather(-1, indices), 1 - one.gather(-1, indices).sum(-1, keepdim=True)], -1)

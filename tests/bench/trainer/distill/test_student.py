@@ -63,7 +63,8 @@ def losses(place, settings, *, student="bev-tiny", **transforms):
     layers = {LAYER: settings["layer"]} if settings and "layer" in settings else None
     made = Transforms(image=IMAGE, **transforms)
     with DataLoader(place / "data", 2, num_workers=1, transforms=made, layers=layers) as loader:
-        wrap, teacher = (lambda model: model), None
+        wrap = lambda model: model
+        teacher = None
         if settings is not None:
             wrap, teacher = distilled(MODELS[student], loader, "cpu", **settings)
         parallel = parallelise(lambda: wrap(build_model(MODELS[student])))
@@ -93,7 +94,8 @@ def test_every_part_and_the_temperature_change_what_the_student_learns(place):
 
 
 def test_divergence_is_that_of_torchs_distributions():
-    own, wanted = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
+    own = torch.randn(2, 5, 7)
+    wanted = torch.randn(2, 5, 7)
     kinds = (torch.distributions.Bernoulli, True), (torch.distributions.Categorical, False)
     for kind, binary in kinds:
         expected = (

@@ -77,7 +77,9 @@ def test_models_train_on_the_loaders_sizes(name):
 
 
 def test_a_batch_without_calibration_has_cameras_of_unit_matrices():
-    model, plain, unit = BevOccupancy(SMALL), batch(), batch()
+    model = BevOccupancy(SMALL)
+    plain = batch()
+    unit = batch()
     unit["intrinsics"], unit["cam2ego"] = (
         torch.eye(3).expand(2, 3, 3, 3),
         torch.eye(4).expand(2, 3, 4, 4),
@@ -109,7 +111,8 @@ def test_pixels_and_geometry_count_where_there_is_a_camera_and_a_sample(
     change, entry, where, counts
 ):
     torch.manual_seed(0)
-    model, made = BevOccupancy(SMALL), batch()
+    model = BevOccupancy(SMALL)
+    made = batch()
     change(made)
     before = loss_of(model, made)
     made[entry][where] = made[entry][where] + 20

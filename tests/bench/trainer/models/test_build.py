@@ -48,7 +48,8 @@ def test_a_filled_draft_is_the_model(name):
     assert {value.device.type for value in model.parameters()} == {"meta"}
     fill([model], False)
     assert torch.rand(1) == drawn
-    expected, found = tensors([whole]), tensors([model])
+    expected = tensors([whole])
+    found = tensors([model])
     assert expected.keys() == found.keys()
     assert all(torch.equal(value, found[key]) for key, value in expected.items())
 

@@ -46,7 +46,8 @@ def network():
 
 @pytest.mark.usefixtures("one_rank")
 def test_gradients_are_those_of_the_plain_model_and_buckets_are_reported_in_order():
-    plain, listener = network(), Listener()
+    plain = network()
+    listener = Listener()
     wrapped = data_parallel(network(), listener, ParallelSettings(bucket_mib=0.01))
     inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
     for number in range(3):

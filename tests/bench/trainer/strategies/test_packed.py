@@ -42,7 +42,8 @@ def test_rows_say_where_documents_begin_and_which_predictions_count():
 
 
 def test_no_token_sees_another_document():
-    model, change = build_model(MODELS["gpt-tiny"]).eval(), batch((4, 5, 3), (7,))
+    model = build_model(MODELS["gpt-tiny"]).eval()
+    change = batch((4, 5, 3), (7,))
     first = model.predict(*model.inputs(change))[1]
     change["tokens"].values[4:9] += 20
     second = model.predict(*model.inputs(change))[1]
@@ -51,7 +52,8 @@ def test_no_token_sees_another_document():
 
 
 def test_samples_that_fill_up_a_batch_count_for_nothing():
-    model, padding = build_model(MODELS["gpt-tiny"]), batch((4, 5), (7,), valid=False)
+    model = build_model(MODELS["gpt-tiny"])
+    padding = batch((4, 5), (7,), valid=False)
     assert (
         model(*model.inputs(padding)).item() == model.real_share(*model.inputs(padding)).item() == 0
     )

@@ -34,7 +34,8 @@ def test_a_finite_step_is_the_one_without_scaling():
 
 def test_a_step_that_overflows_is_skipped_and_halves_the_scale():
     parallel = scaled()
-    before, scale = parallel.models[0].weight.detach().clone(), parallel.scaler.get_scale()
+    before = parallel.models[0].weight.detach().clone()
+    scale = parallel.scaler.get_scale()
     step(parallel, float("inf"))
     assert torch.equal(parallel.models[0].weight, before)
     assert parallel.scaler.num_skipped == 1

@@ -121,7 +121,13 @@ def test_degrees_that_do_not_divide_model_or_batch_are_refused(
     model, degrees, options, batch_size, message
 ):
     with pytest.raises(ConfigError, match=message):
-        check_fits(ParallelSettings(**options), degrees, MODELS[model], batch_size, (80, 112))
+        check_fits(
+            ParallelSettings(**options),
+            degrees=degrees,
+            model=MODELS[model],
+            batch_size=batch_size,
+            image=(80, 112),
+        )
 
 
 @pytest.mark.costly

@@ -50,7 +50,8 @@ class TestCachedStorage(StorageSuite):
         self, opened, pristine, monkeypatch, error
     ):
         dataset, storage = opened(pristine)
-        rows, expected = rows_of(dataset), spans_of(pristine)
+        rows = rows_of(dataset)
+        expected = spans_of(pristine)
 
         def failing(*_):
             raise OSError(error, os.strerror(error))

@@ -178,7 +178,8 @@ def test_coming_rows_are_those_that_the_ranks_will_take(
 @pytest.mark.parametrize(("first", "of"), [(0, 1), (0, 2), (1, 2), (2, 3)])
 @pytest.mark.parametrize("consumed", [0, 8, 20])
 def test_a_share_of_the_steps_knows_when_its_samples_come(first, of, consumed):
-    whole, start = Batching(26, 4, World(0, 1), drop_last=True), Cursor(3, consumed)
+    whole = Batching(26, 4, World(0, 1), drop_last=True)
+    start = Cursor(3, consumed)
     order = position_map(OrderSpec(kind="shuffled", seed=1), [26], 0)
     share = WorkerShard(first, of)
     walk = Walk(start, whole, share)

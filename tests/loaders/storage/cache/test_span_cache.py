@@ -29,11 +29,23 @@ LARGE = 300_000
 
 
 def cache_at(folder, *, samples=100, max_bytes=10 * BYTES, fingerprint="f" * 64):
-    return SpanCache(folder, fingerprint, samples, lambda index: BYTES, max_bytes)
+    return SpanCache(
+        folder=folder,
+        fingerprint=fingerprint,
+        num_samples=samples,
+        length_of=lambda index: BYTES,
+        max_bytes=max_bytes,
+    )
 
 
 def large_cache(folder):
-    return SpanCache(folder, "f" * 64, 100, lambda index: LARGE, 10**9)
+    return SpanCache(
+        folder=folder,
+        fingerprint="f" * 64,
+        num_samples=100,
+        length_of=lambda index: LARGE,
+        max_bytes=10**9,
+    )
 
 
 def span(index):
@@ -56,7 +68,8 @@ def files(folder):
 
 class TestContent:
     def test_what_was_put_is_found_by_others_too(self, tmp_path):
-        cache, other = cache_at(tmp_path), cache_at(tmp_path)
+        cache = cache_at(tmp_path)
+        other = cache_at(tmp_path)
         assert read(cache, 7) is None
         assert cache.put(7, span(7))
         assert read(other, 7) == bytes(span(7))
@@ -132,7 +145,11 @@ def test_samples_of_different_lengths_hit_as_simulated_and_never_exceed_the_size
         ("lru", Hindsight(sequence), lru_hits(sequence, lengths, capacity)),
     ):
         cache = SpanCache(
-            tmp_path / name, "f" * 64, 60, lambda index: int(lengths[index]), capacity
+            folder=tmp_path / name,
+            fingerprint="f" * 64,
+            num_samples=60,
+            length_of=lambda index: int(lengths[index]),
+            max_bytes=capacity,
         )
         cache.evict_by(future_uses, uses_per_step)
         hits = []
@@ -421,7 +438,8 @@ class TestH2:
 
     def test_a_temporary_file_is_new_or_nothing(self, tmp_path, thesis, monkeypatch):
         cache = cache_at(tmp_path / "cache")
-        cache.folder.files._token, cache.folder.files._numbers = "planted", itertools.count()
+        cache.folder.files._token = "planted"
+        cache.folder.files._numbers = itertools.count()
         (tmp_path / "cache" / "tmp" / f"{os.getpid()}-planted-0").symlink_to(thesis / "thesis.tex")
         assert not cache.put(3, span(3))
 

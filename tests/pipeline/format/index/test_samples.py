@@ -25,9 +25,11 @@ NAMES = ["meta.json", "cam_front.jpg", "lidar_top.npy"]
 CODECS = ["raw", "zstd", "zstd-p20"]
 SCALARS = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
 
-INT32, INT64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
+INT32 = st.integers(-(2**31), 2**31 - 1)
+INT64 = st.integers(-(2**63), 2**63 - 1)
 WORDS = st.text(st.characters(codec="utf-8"), max_size=6)
-OFFSETS, SIZES = st.integers(0, 2**63 - 1), st.integers(0, 1 << 20)
+OFFSETS = st.integers(0, 2**63 - 1)
+SIZES = st.integers(0, 1 << 20)
 DIGESTS = st.integers(0, 2**64 - 1)
 MEMBERS = st.builds(
     MemberEntry, st.sampled_from(NAMES), INT64, SIZES, SIZES, st.sampled_from(CODECS), DIGESTS
@@ -50,16 +52,23 @@ ROWS = st.builds(
 def make_rows(count: int) -> list[IndexRow]:
     return [
         IndexRow(
-            f"clip-{i // 4:04d}-{i % 4:06d}",
-            f"clip-{i // 4:04d}",
-            i % 4,
-            i * 10**8,
-            i % 3,
-            i * 4096,
-            4096,
-            i * 7919,
-            tuple(
-                MemberEntry(n, 512 + 1024 * k, 10 + k, 20 + k, CODECS[k], 2**63 + k)
+            key=f"clip-{i // 4:04d}-{i % 4:06d}",
+            clip_id=f"clip-{i // 4:04d}",
+            frame=i % 4,
+            timestamp_ns=i * 10**8,
+            shard=i % 3,
+            offset=i * 4096,
+            length=4096,
+            xxh3=i * 7919,
+            members=tuple(
+                MemberEntry(
+                    name=n,
+                    offset=512 + 1024 * k,
+                    stored_bytes=10 + k,
+                    raw_bytes=20 + k,
+                    codec=CODECS[k],
+                    xxh3=2**63 + k,
+                )
                 for k, n in enumerate(NAMES[: i % 4])
             ),
         )
@@ -216,7 +225,8 @@ class TestDamage:
     def test_wrong_batch_lengths(self, tmp_path: Path, small_batches: int) -> None:
         write_index(tmp_path / "good", make_rows(9), NAMES, CODECS)
         with pa.ipc.open_file((tmp_path / "good").read_bytes()) as file:
-            full, short = file.get_batch(0), file.get_batch(1)
+            full = file.get_batch(0)
+            short = file.get_batch(1)
         path = self.write(tmp_path / "short first", batches=[short, short])
         with pytest.raises(IndexFileError, match="record batch 0 has 2 rows"):
             SampleIndex(path).row(0)
@@ -227,7 +237,13 @@ class TestDamage:
 
 
 def test_unknown_names_and_codecs_are_the_writers_mistake(tmp_path: Path) -> None:
-    row = make_rows(1)[0]._replace(members=(MemberEntry("other.bin", 0, 1, 1, "raw", 0),))
+    row = make_rows(1)[0]._replace(
+        members=(
+            MemberEntry(
+                name="other.bin", offset=0, stored_bytes=1, raw_bytes=1, codec="raw", xxh3=0
+            ),
+        )
+    )
     with (
         pytest.raises(KeyError, match=r"other\.bin"),
         IndexWriter(tmp_path / INDEX_FILE, NAMES, CODECS) as writer,

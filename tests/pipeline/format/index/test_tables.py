@@ -163,7 +163,8 @@ class TestKeys:
         index = open_dataset(many).index
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
         path = many / "keys.arrow"
-        data, together = path.read_bytes(), threading.Barrier(3, timeout=60)
+        data = path.read_bytes()
+        together = threading.Barrier(3, timeout=60)
 
         def read(first: int, end: int) -> bytes:
             together.wait()
@@ -179,7 +180,9 @@ class TestKeys:
 
     def test_tables_do_not_wait_for_each_other(self, many) -> None:
         """A first look-up waits for a server; one in another table, on another thread, does not wait for it."""
-        index, waits, release = open_dataset(many).index, threading.Event(), threading.Event()
+        index = open_dataset(many).index
+        waits = threading.Event()
+        release = threading.Event()
 
         def slow() -> BlockFile:
             waits.set()
@@ -207,7 +210,9 @@ class TestKeys:
         index = open_dataset(many).index
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 8192)
         path = many / "keys.arrow"
-        data, found, requests = path.read_bytes(), threading.Event(), list[int]()
+        data = path.read_bytes()
+        found = threading.Event()
+        requests = list[int]()
         askers = list[threading.Thread]()
 
         def read(first: int, end: int) -> bytes:
@@ -245,7 +250,9 @@ class TestKeys:
     def test_threads_that_look_up_at_once_start_one_fetch(
         self, many, tmp_path, monkeypatch
     ) -> None:
-        path, done, at_once = many / "keys.arrow", threading.Event(), threading.Barrier(2)
+        path = many / "keys.arrow"
+        done = threading.Event()
+        at_once = threading.Barrier(2)
 
         def random_after_both() -> random.Random:
             with contextlib.suppress(
@@ -315,7 +322,8 @@ class TestKeys:
         )
         good = path.read_bytes()
         for seed in range(30):
-            rng, data = np.random.default_rng(seed), bytearray(good)
+            rng = np.random.default_rng(seed)
+            data = bytearray(good)
             for at in rng.integers(0, len(data), 3):
                 data[at] = rng.integers(256)
             path.write_bytes(data)
@@ -429,7 +437,8 @@ class TestBlocksAtAUrl:
 
     def test_bytes_changed_on_the_way_are_read_again(self, served) -> None:
         server, here, cache = served
-        dataset, changed = open_dataset(server.url, cache_dir=cache), list[int]()
+        dataset = open_dataset(server.url, cache_dir=cache)
+        changed = list[int]()
 
         def change(request: Request) -> Misbehaviour:
             changed.append(request.number)
@@ -473,7 +482,8 @@ class TestBlocksAtAUrl:
     def test_many_threads(self, served) -> None:
         server, here, cache = served
         dataset = open_dataset(server.url, cache_dir=cache)
-        rows, start = np.random.default_rng(0).permutation(2000).tolist(), threading.Barrier(8)
+        rows = np.random.default_rng(0).permutation(2000).tolist()
+        start = threading.Barrier(8)
 
         def read(worker: int) -> list[str]:
             start.wait()

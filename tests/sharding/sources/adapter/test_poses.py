@@ -19,7 +19,8 @@ def random_poses(number, seed=0):
 
 
 def test_between_poses():
-    poses, times = random_poses(20), np.arange(20) * 100_000_000 + 1_600_000_000_000_000_000
+    poses = random_poses(20)
+    times = np.arange(20) * 100_000_000 + 1_600_000_000_000_000_000
     wanted = times[0] + np.linspace(0, int(times[-1] - times[0]), 301).astype(np.int64)
     found = Trajectory(times, poses, "poses").at(wanted)
     base = times[0]
@@ -35,7 +36,8 @@ def test_between_poses():
 
 
 def test_its_own_times_are_exact_and_nothing_is_extrapolated():
-    poses, times = random_poses(5), np.array([10, 20, 30, 1_000_000_000, 1_000_000_010])
+    poses = random_poses(5)
+    times = np.array([10, 20, 30, 1_000_000_000, 1_000_000_010])
     trajectory = Trajectory(times, poses, "poses")
     np.testing.assert_allclose(trajectory.at(times), poses, atol=1e-12)
     assert np.isnan(trajectory.at([9, 1_000_000_011])).all(), "before and after"

@@ -103,7 +103,8 @@ def test_no_more_than_twenty_faults_of_one_table_are_listed(tmp_path):
 
 def test_sweeps_without_a_pose_are_one_finding_with_the_remedy(tmp_path, monkeypatch):
     write_neutral(make_world(2, 30), tmp_path)
-    frames, poses = Neutral.frames, Neutral.poses
+    frames = Neutral.frames
+    poses = Neutral.poses
 
     def posed(one, trajectory):
         (pose,) = trajectory.at(np.array([one.timestamp_ns]))

@@ -49,7 +49,8 @@ def scanned(tmp_path, sent, compression="NONE", options=None, **writing):
 
 def changed(sent, topic, change):
     """Messages of which those of a topic go through ``change``: (number, message) to a message or None."""
-    found, number = [], 0
+    found = []
+    number = 0
     for one in sent:
         if one.topic == topic:
             other = change(number, one.message)
@@ -230,11 +231,13 @@ def test_without_poses_they_are_the_identity_and_the_manifest_says_so(tmp_path, 
 
 
 def test_poses_of_an_odometry_topic(tmp_path, world):
-    ros, sent = Ros(), [one for one in sent_of(world) if one.topic != "/tf"]
+    ros = Ros()
+    sent = [one for one in sent_of(world) if one.topic != "/tf"]
     for one in sent_of(world):
         if one.topic == "/tf":
             (edge,) = one.message.transforms
-            t, q = edge.transform.translation, edge.transform.rotation
+            t = edge.transform.translation
+            q = edge.transform.rotation
             pose = ros.of("geometry_msgs/Pose", ros.of("geometry_msgs/Point", t.x, t.y, t.z), q)
             zero = ros.of("geometry_msgs/Vector3", 0.0, 0.0, 0.0)
             twist = ros.of(
@@ -271,7 +274,8 @@ def test_options_that_name_nothing_are_refused(tmp_path, world):
     [("rgb8", 3), ("bgr8", 3), ("mono8", 1), ("bayer_rggb8", 1), ("yuv422", 2)],
 )
 def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
-    width, height = 64, 48
+    width = 64
+    height = 48
     colour = (180, 90, 40)
     values = {
         "rgb8": colour,
@@ -294,7 +298,11 @@ def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
         )
 
     sent = with_raw_pictures(
-        sent_of(world), "cam_front", encoding, (64, 48), np.pad(rows, ((0, 0), (0, 4)))
+        sent_of(world),
+        name="cam_front",
+        encoding=encoding,
+        size=(64, 48),
+        rows=np.pad(rows, ((0, 0), (0, 4))),
     )
     SourceSuite().make(logged(tmp_path, sent, compression="NONE"), tmp_path / "out")
     sample = next(iter(samples_of(tmp_path / "out").values()))
@@ -308,7 +316,17 @@ def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, w
 
     p = (50.0, 0, 31.5, -5.0, 0, 50.0, 23.5, 0, 0, 0, 1, 0)
     k = (100.0, 0, 63.5, 0, 100.0, 47.5, 0, 0, 1)
-    one = CameraInfo(0, "c", 128, 96, "plumb_bob", (0.1,) * 5, k, tuple(np.eye(3).ravel()), p)
+    one = CameraInfo(
+        stamp_ns=0,
+        frame_id="c",
+        width=128,
+        height=96,
+        model="plumb_bob",
+        d=(0.1,) * 5,
+        k=k,
+        r=tuple(np.eye(3).ravel()),
+        p=p,
+    )
     found = _model("t", one, np.eye(4), is_rectified=True)
     assert (found.intrinsics[0, 0], found.dist, found.dist_model) == (50.0, (), "none")
     np.testing.assert_allclose(
@@ -424,7 +442,11 @@ def test_bags_of_another_kind_and_packed_messages_without_metadata_are_named(tmp
     with pytest.raises(
         SourceError, match=r"topic '/cam': messages are compressed one by one.*ros2 bag convert"
     ):
-        Reader(topic).picture(Message("/cam", 0, Locator("a", 0, 0), packed, len(packed)))
+        Reader(topic).picture(
+            Message(
+                topic="/cam", log_ns=0, place=Locator("a", 0, 0), data=packed, length=len(packed)
+            )
+        )
 
 
 @pytest.mark.parametrize("compression", ["NONE", "BZ2", "LZ4"])
@@ -437,7 +459,8 @@ def test_a_damaged_bag_is_an_error_that_names_it(tmp_path, world, compression):
         path.write_bytes(whole[:length])
         with pytest.raises(SourceError, match=r"drive\.bag"):
             scan_source(given)
-    rng, num_refused = np.random.default_rng(3), 0
+    rng = np.random.default_rng(3)
+    num_refused = 0
     for _ in range(60):
         data = bytearray(whole)
         for at in rng.integers(0, len(whole), 8):

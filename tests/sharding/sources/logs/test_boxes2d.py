@@ -169,14 +169,18 @@ def test_a_turned_box_of_an_older_version():
     data = bytes(store.serialize_cdr(message, message.__msgtype__))
     schema = store.generate_msgdef(message.__msgtype__, ros_version=2)[0].encode()
     topic = Topic("/d", "vision_msgs/Detection2DArray", "cdr", schema)
-    marks = Reader(topic).marks(Message("/d", 0, Locator("f", 0, 0), data, len(data)))
+    marks = Reader(topic).marks(
+        Message(topic="/d", log_ns=0, place=Locator("f", 0, 0), data=data, length=len(data))
+    )
     assert (marks.stamp_ns, marks.category, marks.track) == (5_000_000_007, ["17"], ["t9"])
     np.testing.assert_allclose(marks.box, [(18, 6, 22, 14)])
     with pytest.raises(SourceError, match="a message is not a vision_msgs/Detection2DArray"):
-        Reader(topic).marks(Message("/d", 0, Locator("f", 0, 0), data[:40], 40))
+        Reader(topic).marks(
+            Message(topic="/d", log_ns=0, place=Locator("f", 0, 0), data=data[:40], length=40)
+        )
     with pytest.raises(
         SourceError, match="has no definition of the type vision_msgs/msg/Detection2DArray"
     ):
         Reader(topic._replace(schema=b"")).marks(
-            Message("/d", 0, Locator("f", 0, 0), data, len(data))
+            Message(topic="/d", log_ns=0, place=Locator("f", 0, 0), data=data, length=len(data))
         )

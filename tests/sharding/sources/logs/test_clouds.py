@@ -13,7 +13,8 @@ from support.log_world import Ros, store
 
 
 def test_clouds_of_any_layout():
-    types, ros = store(), Ros()
+    types = store()
+    ros = Ros()
     field = [
         ros.of("sensor_msgs/PointField", name, offset, kind, 1)
         for name, offset, kind in (
@@ -41,7 +42,7 @@ def test_clouds_of_any_layout():
     )
     raw = bytes(types.serialize_cdr(one, "sensor_msgs/msg/PointCloud2"))
     reader = Reader(Topic("/l", "sensor_msgs/PointCloud2", "cdr"))
-    message = Message("/l", 0, Locator("f", -1, 0), raw, len(raw))
+    message = Message(topic="/l", log_ns=0, place=Locator("f", -1, 0), data=raw, length=len(raw))
     assert reader.cloud_head(message) == (5, "l", 6)
     points = points_of(reader.cloud(message), "t")
     assert points.dtype == np.float32

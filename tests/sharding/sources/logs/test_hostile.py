@@ -108,7 +108,9 @@ def test_a_definition_that_is_hostile_is_named_with_its_topic(case, asked):
     text, says = DEFINITIONS[case]
     schema = text if isinstance(text, bytes) else text.encode()
     reader = Reader(Topic("/topic", "pkg/Thing", "cdr", schema))
-    message = Message("/topic", 0, Locator("x", -1, 0), bytes(100), 100)
+    message = Message(
+        topic="/topic", log_ns=0, place=Locator("x", -1, 0), data=bytes(100), length=100
+    )
     with pytest.raises(SourceError, match=f"(?s)topic '/topic'.*is not a pkg/Thing.*({says})"):
         reader.columns if asked == "columns" else reader.signals([message])
 

@@ -190,7 +190,8 @@ def without_a_chunk(data):
     """An MCAP whose summary lacks the index of its last chunk, and has no checksum."""
     end = len(data) - len(MAGIC)
     start, _, _ = struct.unpack_from("<QQI", data, end - 20)
-    records, position = [], start
+    records = []
+    position = start
     while position < end:
         op, length = RECORD.unpack_from(data, position)
         records.append((op, data[position : position + RECORD.size + length]))

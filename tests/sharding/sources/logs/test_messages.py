@@ -13,7 +13,8 @@ from fuelrail.sharding.sources.registry import SourceSpec
 from support.log_world import Ros, ros_messages, store, write_mcap
 from support.source_world import make_world
 
-ROS, TYPES = Ros(), store()
+ROS = Ros()
+TYPES = store()
 
 
 def encoded(message, *, little=True) -> bytes:
@@ -59,7 +60,8 @@ def test_pictures_that_differ_from_the_last():
 
 def test_raw_pictures_that_differ_from_the_last():
     def picture(stamp_ns, height, width, encoding):
-        head, data = ROS.header(stamp_ns, "front"), np.zeros(height * width, np.uint8)
+        head = ROS.header(stamp_ns, "front")
+        data = np.zeros(height * width, np.uint8)
         return encoded(ROS.of("sensor_msgs/Image", head, height, width, encoding, 0, width, data))
 
     messages = [

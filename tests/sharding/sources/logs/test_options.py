@@ -38,7 +38,8 @@ from support.source_world import ego_at, make_world, samples_of, turn
 
 def test_positions_become_attributes(tmp_path):
     """The nearest one within max_gap_s; without a fix, or far from one, null."""
-    world, ros = make_world(1, 6), Ros()
+    world = make_world(1, 6)
+    ros = Ros()
     frames = world.clips[0].frames
     sent = ros_messages(world, world.clips[0])
     for at, frame in enumerate(frames[:4]):
@@ -70,7 +71,8 @@ def test_positions_become_attributes(tmp_path):
 def test_messages_after_a_clock_was_set_back_are_dropped_and_counted(tmp_path):
     """Of the camera's clock, and of that of the poses: no pose is a mixture of both."""
     world = make_world(1, 12)
-    sent, ros = [], Ros()
+    sent = []
+    ros = Ros()
     for one in ros_messages(world, world.clips[0]):
         elapsed_ns = one.stamp_ns - world.clips[0].frames[0].timestamp_ns
         if one.topic == "/cam_front/image_raw/compressed" and elapsed_ns > 750_000_000:
@@ -108,7 +110,8 @@ def test_a_clock_that_was_set_forward_is_counted_and_ends_the_clip(tmp_path):
     first = world.clips[0].frames[0].timestamp_ns
     sent = []
     for one in ros_messages(world, world.clips[0]):
-        elapsed_ns, later_ns = one.stamp_ns - first, 0
+        elapsed_ns = one.stamp_ns - first
+        later_ns = 0
         if elapsed_ns > 350_000_000:
             later_ns = 5_000_000_000  # a pause
         if elapsed_ns > 750_000_000 and one.topic.endswith(("points", "/tf", "compressed")):
@@ -153,7 +156,8 @@ def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
 )
 def test_a_check_says_what_jpegs_cost_against_the_video(tmp_path, kind, frames):
     """By log and topic: the packets of the messages, and the JPEGs of the kept frames."""
-    world, num_bytes = make_world(2, 30, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}), 0
+    world = make_world(2, 30, cameras={"cam_front": (64, 48), "cam_left": (64, 48)})
+    num_bytes = 0
     for clip in world.clips:
         sent = video_messages(world, clip)
         num_bytes += sum(len(one.message.data) for one in sent if one.topic.endswith("/video"))
@@ -190,7 +194,14 @@ def test_video_of_a_log_is_scaled_as_it_is_decoded(tmp_path, monkeypatch):
         "fuelrail.sharding.write.members.transcode", None
     )  # no second way through pixels
     recipe = make_recipe(images={"size": [32, 24]}, splits={"train": 1.0})
-    shard(spec, tmp_path / "out", recipe, 1, Quiet(), LocalEngine(1, "threads"))
+    shard(
+        spec,
+        out=tmp_path / "out",
+        recipe=recipe,
+        num_workers=1,
+        progress=Quiet(),
+        engine=LocalEngine(1, "threads"),
+    )
     samples = samples_of(tmp_path / "out").values()
     assert len(samples) == scan_source(spec).num_samples
     assert {simplejpeg.decode_jpeg(bytes(one.images["cam_front"])).shape for one in samples} == {
@@ -204,7 +215,11 @@ def test_raw_pictures_of_over_8_bits_are_refused_by_name(tmp_path, encoding):
     world = make_world(1, 4)
     rows = np.zeros((48, 128), np.uint8)
     sent = with_raw_pictures(
-        ros_messages(world, world.clips[0]), "cam_front", encoding, (64, 48), rows
+        ros_messages(world, world.clips[0]),
+        name="cam_front",
+        encoding=encoding,
+        size=(64, 48),
+        rows=rows,
     )
     write_mcap(tmp_path / "log.mcap", sent)
     said = (
@@ -232,7 +247,12 @@ def test_levels_make_8_bits_of_16(tmp_path, encoding, order):
     ramp[:, 64:] = 65_535
     sent = ros_messages(world, world.clips[0])
     sent = with_raw_pictures(
-        sent, "cam_front", encoding, (64, 48), ramp.view(np.uint8), big=order == ">"
+        sent,
+        name="cam_front",
+        encoding=encoding,
+        size=(64, 48),
+        rows=ramp.view(np.uint8),
+        big=order == ">",
     )
     spec = logged(tmp_path, sent, {"levels": {"cam_front": [200, 1000]}})
     SourceSuite().make(spec, tmp_path / "out")
@@ -294,7 +314,8 @@ def test_video_that_is_not_stored_in_the_order_of_its_times_is_refused(tmp_path)
 
 
 def test_a_transform_that_is_cut_off_is_named(tmp_path, monkeypatch):
-    world, add = make_world(1, 4), Writer.add_message
+    world = make_world(1, 4)
+    add = Writer.add_message
 
     def cut(self, channel, log_time, data, *times):
         add(self, channel, log_time, data[:-9] if b"map\0" in data else data, *times)
@@ -306,7 +327,8 @@ def test_a_transform_that_is_cut_off_is_named(tmp_path, monkeypatch):
 
 
 def test_signals_are_stored_between_samples(tmp_path):
-    world, ros = make_world(1, 4), Ros()
+    world = make_world(1, 4)
+    ros = Ros()
     sent = ros_messages(world, world.clips[0])
     first = world.clips[0].frames[0].timestamp_ns
     times = range(first - 60_000_000, first + 300_000_000, 20_000_000)
@@ -346,8 +368,11 @@ def test_signals_are_stored_between_samples(tmp_path):
 
 def test_radars_are_channels_with_all_their_columns(tmp_path):
     """In ego at the sample's time, by the poses at both times; velocities turn with the points."""
-    world, ros = make_world(1, 4), Ros()
-    sent, late_ns, mount = ros_messages(world, world.clips[0]), 30_000_000, np.eye(4)
+    world = make_world(1, 4)
+    ros = Ros()
+    sent = ros_messages(world, world.clips[0])
+    late_ns = 30_000_000
+    mount = np.eye(4)
     mount[:3, :3], mount[:3, 3] = turn(0.4, "z"), (3.5, 0.2, 0.6)
     sent.append(
         Sent(
@@ -357,7 +382,8 @@ def test_radars_are_channels_with_all_their_columns(tmp_path):
             ros.tf([("base_link", "radar", sent[0].stamp_ns, mount)]),
         )
     )
-    names, types = ("x", "y", "z", "vx", "vy", "id", "timestamp"), (7, 7, 7, 7, 7, 4, 8)
+    names = ("x", "y", "z", "vx", "vy", "id", "timestamp")
+    types = (7, 7, 7, 7, 7, 4, 8)
     sizes = {7: "<f4", 4: "<u2", 8: "<f8"}
     dtype = np.dtype([(name, sizes[kind]) for name, kind in zip(names, types, strict=True)])
     rows = np.zeros(2, dtype)

@@ -40,7 +40,8 @@ def test_samples_are_those_that_were_written(tmp_path, kind, name):
     assert len(samples) == len(sweeps) == 12
     num_images = 0
     for sample in samples:
-        geometry, sweep = sample.geometry, sweeps[sample.meta.timestamp_ns]
+        geometry = sample.geometry
+        sweep = sweeps[sample.meta.timestamp_ns]
         np.testing.assert_allclose(geometry.ego2global[:3, 3], sweep["ego2global_xyz"], atol=1e-3)
         points = sample.points["top"]
         assert len(points) == sweep["num_points"]
@@ -49,7 +50,8 @@ def test_samples_are_those_that_were_written(tmp_path, kind, name):
             if not geometry.cam_valid[at]:
                 continue
             num_images += 1
-            camera, stamp = cameras[channel], int(geometry.cam_timestamp_ns[at])
+            camera = cameras[channel]
+            stamp = int(geometry.cam_timestamp_ns[at])
             assert hashlib.sha256(sample.images[channel]).hexdigest() == sha256[channel, stamp]
             np.testing.assert_allclose(geometry.intrinsics[at], camera["K"], atol=1e-9)
             np.testing.assert_allclose(
@@ -76,7 +78,8 @@ def test_messages_are_those_of_mcap_ros2_support():
     with (root / "clean_zstd.mcap").open("rb") as file:
         reader = make_reader(file, decoder_factories=[DecoderFactory()])
         for _, channel, message, theirs in reader.iter_decoded_messages():
-            one, number = found[channel.topic, message.log_time], number + 1
+            one = found[channel.topic, message.log_time]
+            number = number + 1
             if channel.topic.endswith("compressed"):
                 picture = readers[channel.topic].picture(one)
                 assert picture.frame_id == theirs.header.frame_id
@@ -105,7 +108,8 @@ def test_messages_are_those_of_mcap_ros2_support():
                 for other in theirs.transforms:
                     edge = edges[other.child_frame_id]
                     assert edge.parent == other.header.frame_id
-                    q, t = other.transform.rotation, other.transform.translation
+                    q = other.transform.rotation
+                    t = other.transform.translation
                     assert (*edge.wxyz[0], *edge.xyz[0]) == (q.w, q.x, q.y, q.z, t.x, t.y, t.z)
     assert number == len(found) == 251
 
@@ -148,7 +152,8 @@ def test_video_is_decoded_once_and_its_frames_are_those_of_the_messages():
     }
     assert len(found) == len(images) >= 22
     assert source._members.num_decoded <= 24
-    decoders, theirs = {}, {}
+    decoders = {}
+    theirs = {}
     with file.open("rb") as data:
         reader = make_reader(data, decoder_factories=[DecoderFactory()])
         for _, channel, _, message in reader.iter_decoded_messages(log_time_order=False):

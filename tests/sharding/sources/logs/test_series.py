@@ -24,8 +24,11 @@ WRITERS = {
 
 def messages():
     """Twelve frames at 10 Hz, a speed at 50 Hz with jitter, and an IMU at 100 Hz that is silent for a while."""
-    world, ros, rng = make_world(1, 12), Ros(), np.random.default_rng(4)
-    sent, first = ros_messages(world, world.clips[0]), world.clips[0].frames[0].timestamp_ns
+    world = make_world(1, 12)
+    ros = Ros()
+    rng = np.random.default_rng(4)
+    sent = ros_messages(world, world.clips[0])
+    first = world.clips[0].frames[0].timestamp_ns
     vector = "geometry_msgs/Vector3"
     for time_ns in range(first - 800 * MS, first + 2200 * MS, 20 * MS):
         stamp_ns = time_ns + int(rng.integers(0, 9)) * MS
@@ -120,7 +123,8 @@ def test_windows_are_those_of_the_messages(tmp_path, kind):
             for at, (clip, now) in enumerate(
                 zip(batch["clip_id"], batch["timestamp_ns"].tolist(), strict=True)
             ):
-                low, high = min(times[clip]) - BESIDE_NS, max(times[clip]) + BESIDE_NS
+                low = min(times[clip]) - BESIDE_NS
+                high = max(times[clip]) + BESIDE_NS
                 for name, topic in (("can_speed", "/speed"), ("can_imu", "/imu")):
                     rows = [row for row in truth[topic] if low <= row[0] <= high]
                     expected = [at_time(rows, now + offset) for offset in offsets[name]]

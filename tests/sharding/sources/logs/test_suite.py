@@ -25,7 +25,8 @@ class TestUncompressed(SourceSuite):
     options: ClassVar = ROS
     compare: ClassVar = {"labelled": False}
     writing: ClassVar = {"compression": "NONE"}
-    writer, extension = staticmethod(write_mcap), "mcap"
+    writer = staticmethod(write_mcap)
+    extension = "mcap"
 
     def write(self, world, root):
         for clip in world.clips:
@@ -91,7 +92,8 @@ class TestPackedRosbag2(TestRosbag2):
 class TestRosbag1(TestUncompressed):
     kind = "rosbag1"
     reads_heads = False
-    writer, extension = staticmethod(write_bag), "bag"
+    writer = staticmethod(write_bag)
+    extension = "bag"
 
 
 class TestRosbag1Bz2(TestRosbag1):

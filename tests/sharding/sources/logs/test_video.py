@@ -114,7 +114,8 @@ def seen(luma, blue, red, matrix, *, full) -> np.ndarray:
         if full
         else ((luma - 16) * 255 / 219, (blue - 128) * 255 / 224, (red - 128) * 255 / 224)
     )
-    r, b = y + 2 * (1 - kr) * cr, y + 2 * (1 - kb) * cb
+    r = y + 2 * (1 - kr) * cr
+    b = y + 2 * (1 - kb) * cb
     return np.array([r, (y - kr * r - kb * b) / (1 - kr - kb), b])
 
 
@@ -157,7 +158,9 @@ def test_quality_90_is_near_the_video(tmp_path):
         originals.append(np.clip(smooth + grain, 0, 255).astype(np.uint8))
     with av.open(path, "w") as file:
         stream = file.add_stream("libx264", rate=10, options={"crf": "20", "preset": "veryfast"})
-        stream.width, stream.height, stream.pix_fmt = 480, 270, "yuv420p"
+        stream.width = 480
+        stream.height = 270
+        stream.pix_fmt = "yuv420p"
         for at, one in enumerate(originals):
             frame = av.VideoFrame.from_ndarray(one, "rgb24")
             frame.pts = at
@@ -196,7 +199,8 @@ def test_packets_one_by_one(tmp_path, container, name):
         packets = [bytes(packet) for packet in file.demux(video=0) if packet.size]
     assert [at for at, packet in enumerate(packets) if is_keyframe(packet, name, "t")] == [0, 5, 10]
     assert stream_size(packets[0], name, "t") == SIZE
-    decoder, wanted = StreamDecoder(name, JpegForm(), "t"), {6, 7, 9}
+    decoder = StreamDecoder(name, JpegForm(), "t")
+    wanted = {6, 7, 9}
     found = [one for at in range(5, 10) for one in decoder.push(at, packets[at], wanted)] + list(
         decoder.flush(wanted)
     )

@@ -22,7 +22,8 @@ LIDARS = ("LIDAR_TOP", "LIDAR_FRONT_LEFT", "LIDAR_REAR")
 def with_more_lidars(made: Dataroot) -> dict[str, np.ndarray]:
     """Give the rig two more lidars, each with its own place, times and points; returns points by file."""
     rng = np.random.default_rng(0)
-    tables, written = made.tables, {}
+    tables = made.tables
+    written = {}
     rows = [row for row in tables["sample_data"] if "/LIDAR_TOP/" in row["filename"]]
     scene_of = {row["token"]: row["scene_token"] for row in tables["sample"]}
     for number, lidar in enumerate(LIDARS):
@@ -77,7 +78,8 @@ def test_every_lidar_of_a_rig_is_in_batches(tmp_path) -> None:
         (batch,) = loader
     dataset = fr.open(tmp_path / "out")
     for row, key in enumerate(batch["sample_key"]):
-        stored, bda = dataset[key], batch["bda_mat"][row].double().numpy()
+        stored = dataset[key]
+        bda = batch["bda_mat"][row].double().numpy()
         for at, name in ((1, "lidar_front_left"), (2, "lidar_rear")):
             lidar2ego = stored.geometry.lidar2keyego(at)
             moved = np.linalg.inv(lidar2ego) @ bda @ lidar2ego
@@ -122,7 +124,8 @@ def test_files_are_looked_at_many_at_a_time(tmp_path, monkeypatch) -> None:
     with_more_lidars(made)
     add_radar_files(made)
     together: list[str] = []
-    looks, facts = FolderFiles.facts_of, FolderFiles.facts
+    looks = FolderFiles.facts_of
+    facts = FolderFiles.facts
 
     def one_by_one(self, name):
         raise AssertionError(f"'{name}' is looked at alone")

@@ -63,7 +63,8 @@ def test_the_options_of_the_page_read_it(lyft, tmp_path):
         assert decode_meta(row.meta).timestamp_ns == sample["timestamp"] * 1000, (
             "the fraction is rounded away"
         )
-        geometry, boxes = decode_arrays(row.geometry, Geometry), decode_arrays(row.boxes, Boxes)
+        geometry = decode_arrays(row.geometry, Geometry)
+        boxes = decode_arrays(row.boxes, Boxes)
         assert (geometry.cam_valid == 1).all()
         assert (boxes.label >= 0).all()
         assert (boxes.num_lidar_pts == -1).all()

@@ -59,7 +59,8 @@ def check_against_devkit(devkit, info, table, source, *, points_of: int):
     num_points = 0
     for number in range(len(table)):
         row = table.row(number)
-        meta, geometry = decode_meta(row.meta), decode_arrays(row.geometry, Geometry)
+        meta = decode_meta(row.meta)
+        geometry = decode_arrays(row.geometry, Geometry)
         sample = devkit.get("sample", meta.sample_token)
         scene = devkit.get("scene", sample["scene_token"])
         log = devkit.get("log", scene["log_token"])

@@ -164,10 +164,8 @@ def test_radars_are_channels(root, tmp_path):
     ]
     _, info, _ = scanned("t4", root, tmp_path, radars=True)
     assert info.report.noted == {"RADAR_FRONT: radar files of JSON, not read": 1}
-    (first, *_), without = (
-        sorted(samples_of(tmp_path / "out").items()),
-        scanned("t4", root, tmp_path).info,
-    )
+    without = scanned("t4", root, tmp_path).info
+    (first, *_) = sorted(samples_of(tmp_path / "out").items())
     assert without.channels == ()
     points = first[1].points["radar_front"]
     assert points.shape == (7, 19)

@@ -47,7 +47,8 @@ def openscene_world(every=1, **changes):
         clip.frames = clip.frames[::every]
         for frame in clip.frames:
             for image in frame.images.values():
-                image.timestamp_ns, image.ego2global = frame.timestamp_ns, frame.ego2global
+                image.timestamp_ns = frame.timestamp_ns
+                image.ego2global = frame.ego2global
             for box in frame.boxes:
                 box.category = CATEGORIES[box.category]
     return world
@@ -60,11 +61,9 @@ def rows_of(clip, write=lambda name, data: None):
 
 def _row(clip, at, frame, write):
     (sweep,) = frame.sweeps.values()
-    ego2global, lidar2ego, to_ego = (
-        frame.ego2global,
-        sweep.lidar2ego,
-        np.linalg.inv(frame.ego2global),
-    )
+    ego2global = frame.ego2global
+    lidar2ego = sweep.lidar2ego
+    to_ego = np.linalg.inv(frame.ego2global)
     cams = {}
     for name, image in frame.images.items():
         to_lidar = np.linalg.inv(lidar2ego) @ image.cam2ego
@@ -121,11 +120,9 @@ def _row(clip, at, frame, write):
 def _wxyz(rotation):
     """A quaternion, as pyquaternion has it."""
     w = math.sqrt(max(0.0, 1 + np.trace(rotation))) / 2
-    x, y, z = (
-        rotation[2, 1] - rotation[1, 2],
-        rotation[0, 2] - rotation[2, 0],
-        rotation[1, 0] - rotation[0, 1],
-    )
+    x = rotation[2, 1] - rotation[1, 2]
+    y = rotation[0, 2] - rotation[2, 0]
+    z = rotation[1, 0] - rotation[0, 1]
     return [w, x / (4 * w), y / (4 * w), z / (4 * w)]
 
 

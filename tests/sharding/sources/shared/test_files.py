@@ -70,7 +70,9 @@ def test_a_listing_that_is_refused(monkeypatch):
 
 def test_many_looks_at_a_slow_file_system_are_made_at_once(monkeypatch):
     """Each of the first 50 in threads waits until all of them are under way; a fast disk needs no threads."""
-    lock, together, names = threading.Lock(), threading.Event(), []
+    lock = threading.Lock()
+    together = threading.Event()
+    names = []
 
     def look(number):
         name = threading.current_thread().name

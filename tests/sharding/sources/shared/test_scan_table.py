@@ -60,7 +60,13 @@ def fill(path, lengths):
                     b"g" * frame,
                     None if clip == "b" else b"boxes",
                     [
-                        Reference("cam_front.jpg", f"{clip}/{frame}", 1000 + frame, 640, 480),
+                        Reference(
+                            name="cam_front.jpg",
+                            ref=f"{clip}/{frame}",
+                            bytes=1000 + frame,
+                            width=640,
+                            height=480,
+                        ),
                         Reference("l.npy", "x", 100),
                     ],
                     {"location": clip, "night": None, "num_boxes": frame, "speed": 0.5},
@@ -92,8 +98,14 @@ def test_rows_come_back(tmp_path):
         assert row.geometry == b"g" * frame
         assert row.boxes == (None if clip == 1 else b"boxes")
         assert row.members == (
-            Reference("cam_front.jpg", f"{'abc'[clip]}/{frame}", 1000 + frame, 640, 480),
-            Reference("l.npy", "x", 100, 0, 0),
+            Reference(
+                name="cam_front.jpg",
+                ref=f"{'abc'[clip]}/{frame}",
+                bytes=1000 + frame,
+                width=640,
+                height=480,
+            ),
+            Reference(name="l.npy", ref="x", bytes=100, width=0, height=0),
         )
     assert np.array_equal(np.bincount(table.numbers("clip")), [3, ROWS_PER_BATCH, 2])
     attributes = pa.concat_tables(table.attribute_parts())

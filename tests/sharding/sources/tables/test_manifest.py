@@ -33,7 +33,8 @@ def geometries(root, tmp_path, **options):
 
 def test_other_types_are_cast_by_name(tmp_path):
     """Fixed-size lists, float32, dictionaries, Arrow's timestamps and large texts say the same."""
-    plain, other = tmp_path / "plain", tmp_path / "other"
+    plain = tmp_path / "plain"
+    other = tmp_path / "other"
     for root in (plain, other):
         root.mkdir()
         write_wide(make_world(), root, "parquet")
@@ -202,7 +203,8 @@ def test_values_and_attributes_of_rows_are_in_batches(wide, tmp_path, window):
                 place = (at,) if window is None else (at, t)
                 for name, wanted in facts_of(number).items():
                     name = name.removeprefix("value.")
-                    value, is_valid = batch[name], batch[f"{name}_valid"][place]
+                    value = batch[name]
+                    is_valid = batch[f"{name}_valid"][place]
                     assert bool(is_valid) == (wanted is not None), name
                     value = value["values"] if name == "path" else value
                     for index in place:
@@ -301,7 +303,8 @@ def test_csv_of_spreadsheets(tmp_path):
 
 @pytest.mark.parametrize("paths", ["file", "range", "tar"])
 def test_paths_may_be_below_a_root_and_name_it(tmp_path, paths):
-    root, tables = tmp_path / "data", tmp_path / "tables"
+    root = tmp_path / "data"
+    tables = tmp_path / "tables"
     root.mkdir()
     tables.mkdir()
     write_wide(make_world(), root, "jsonl", paths)

@@ -27,7 +27,8 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeyp
         }
         for name in ("scene", "sample", "sample_data", "ego_pose", "calibrated_sensor", "sensor")
     }
-    data, poses = [], {}
+    data = []
+    poses = {}
     for row in tables["sample_data"].values():
         calibrated = tables["calibrated_sensor"][row["calibrated_sensor_token"]]
         sensor = tables["sensor"][calibrated["sensor_token"]]
@@ -75,10 +76,8 @@ def test_real_keyframes_by_a_manifest_are_those_of_the_adapter(tmp_path, monkeyp
             assert bytes(ours.open(one.ref)) == bytes(theirs.open(same.ref))
         channels = [one.name.partition(".")[0] for one in own.members]
         order = [channels.index(one.name.partition(".")[0]) for one in other.members]
-        mine, geometry = (
-            decode_arrays(own.geometry, Geometry),
-            decode_arrays(other.geometry, Geometry),
-        )
+        mine = decode_arrays(own.geometry, Geometry)
+        geometry = decode_arrays(other.geometry, Geometry)
         for name in ("cam_timestamp_ns", "intrinsics", "cam2ego", "cam_ego2global", "img_wh"):
             np.testing.assert_allclose(
                 getattr(mine, name)[order], getattr(geometry, name), atol=1e-9, err_msg=name

@@ -138,7 +138,8 @@ class TestWide(SourceSuite):
             options={**spec.options, "rate": 5},
             recipe=make_recipe(images={"resize": 0.5, "quality": 92}),
         )
-        found, videos = report.video, list((tmp_path / "source").glob("*.mp4"))
+        found = report.video
+        videos = list((tmp_path / "source").glob("*.mp4"))
         assert (found.num_videos, found.num_bytes) == (
             len(videos),
             sum(path.stat().st_size for path in videos),
@@ -204,7 +205,12 @@ def write_rows(root: Path, paths: dict[str, list[str | None]], **columns) -> Non
 def make(root: Path, out: Path, **options):
     recipe = make_recipe(splits={"train": 1.0})
     return shard(
-        SourceSpec("manifest", str(root), options), out, recipe, 1, Quiet(), LocalEngine(1)
+        SourceSpec("manifest", str(root), options),
+        out=out,
+        recipe=recipe,
+        num_workers=1,
+        progress=Quiet(),
+        engine=LocalEngine(1),
     )
 
 
@@ -303,7 +309,9 @@ def test_what_is_wrong_with_a_video_is_named_with_the_row(tmp_path):
     bad(tmp_path, "b.mp4#frame=1", r"row 1, column cam\.\w+\.path: video .*b.mp4' cannot be opened")
     with av.open(str(tmp_path / "c.mp4"), "w", options={"movflags": "faststart"}) as file:
         stream = file.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 96, 48, "yuv420p"
+        stream.width = 96
+        stream.height = 48
+        stream.pix_fmt = "yuv420p"
         file.mux(stream.encode(av.VideoFrame.from_ndarray(numbered(0), "rgb24")))
         file.mux(stream.encode(None))
     bad(tmp_path, "c.mp4#frame=0", r"row 1, column cam\.\w+\.path: video .*codec 'mpeg4'")
@@ -387,9 +395,17 @@ def test_a_clip_whose_video_has_changed_is_staged_again(tmp_path):
         def planned(self, num_samples, shards, num_bytes):
             raise KeyboardInterrupt
 
-    spec, recipe = SourceSpec("manifest", str(tmp_path), {}), make_recipe(splits={"train": 1.0})
+    spec = SourceSpec("manifest", str(tmp_path), {})
+    recipe = make_recipe(splits={"train": 1.0})
     with pytest.raises(KeyboardInterrupt):
-        shard(spec, tmp_path / "out", recipe, 1, Stop(), LocalEngine(1))
+        shard(
+            spec,
+            out=tmp_path / "out",
+            recipe=recipe,
+            num_workers=1,
+            progress=Stop(),
+            engine=LocalEngine(1),
+        )
     assert list((tmp_path / "out" / ".fuelrail" / "staging").glob("*.bin"))
     write_video(tmp_path / "a.mp4", [numbered(at + 20) for at in range(5)])
     make(tmp_path, tmp_path / "out")

@@ -45,11 +45,11 @@ def found_in(tmp_path, kind, root, **options):
     recipe = make_recipe(splits={"train": 1.0})
     shard(
         SourceSpec(kind, str(root), source.options),
-        tmp_path / "out",
-        recipe,
-        1,
-        Quiet(),
-        LocalEngine(1),
+        out=tmp_path / "out",
+        recipe=recipe,
+        num_workers=1,
+        progress=Quiet(),
+        engine=LocalEngine(1),
     )
     assert not verify(tmp_path / "out", deep=True, num_threads=1).faults
     assert {one.name for one in open_dataset(tmp_path / "out").manifest.channels} >= {
@@ -149,10 +149,8 @@ def test_t4_s_annotations_in_images(tmp_path):
 def test_boxes_in_the_wrong_order_or_not_finite_are_named(tmp_path):
     kitti(tmp_path / "source")
     label = tmp_path / "source" / "training" / "label_2" / "000001.txt"
-    spec, text = (
-        SourceSpec("kitti_object", str(tmp_path / "source"), {"boxes2d": True}),
-        label.read_text(),
-    )
+    spec = SourceSpec("kitti_object", str(tmp_path / "source"), {"boxes2d": True})
+    text = label.read_text()
     for box, shown in (
         (" 3 2.5 0 4.25 ", r"\[3.0, 2.5, 0.0, 4.25\]"),
         (" nan 2.5 3 4.25 ", r"\[nan"),

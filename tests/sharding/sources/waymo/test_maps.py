@@ -204,7 +204,8 @@ def test_a_hostile_lanelet2_map_is_a_named_error(text, wanted):
 
 
 def test_bounds_of_a_lanelet_may_run_either_way():
-    left, right = np.array([(0.0, 0), (9, 0)]), np.array([(0.0, -3), (9, -3)])
+    left = np.array([(0.0, 0), (9, 0)])
+    right = np.array([(0.0, -3), (9, -3)])
     wanted = [(0, 0), (9, 0), (9, -3), (0, -3), (0, 0)]
     assert (
         lanelet2.outline(left, right).tolist()

@@ -95,7 +95,8 @@ def test_less_than_a_hundredth_of_the_bytes_is_read(tmp_path, monkeypatch):
 
 def bytes_read(file, monkeypatch) -> int:
     """Bytes that indexing a file reads."""
-    numbers, pread = [], os.pread
+    numbers = []
+    pread = os.pread
     source = make_source(SourceSpec("waymo", str(file), {}))
 
     def counted(*arguments):
@@ -261,9 +262,11 @@ def decode(data: bytes) -> dict[int, list]:
 
     def number():
         nonlocal at
-        value, shift = 0, 0
+        value = 0
+        shift = 0
         while True:
-            byte, at = data[at], at + 1
+            byte = data[at]
+            at = at + 1
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
@@ -275,7 +278,8 @@ def decode(data: bytes) -> dict[int, list]:
             value = number()
         else:
             length = {1: 8, 5: 4}.get(key & 7) or number() if key & 7 != 2 else number()
-            value, at = data[at : at + length], at + length
+            value = data[at : at + length]
+            at = at + length
         found.setdefault(key >> 3, []).append(value)
     return found
 
@@ -303,7 +307,8 @@ def test_a_real_frame(tmp_path, monkeypatch):
     looks = {1: (1, 0), 2: (0.7, 0.7), 3: (0.7, -0.7), 4: (0, 1), 5: (0, -1)}
     for image in map(decode, frame[4]):
         at = image[1][0] - 1
-        name, geometry = list(CAMERAS)[at], sample.geometry
+        name = list(CAMERAS)[at]
+        geometry = sample.geometry
         assert bytes(sample.images[name]) == image[2][0]
         height, width = simplejpeg.decode_jpeg(image[2][0]).shape[:2]
         assert (
@@ -315,7 +320,8 @@ def test_a_real_frame(tmp_path, monkeypatch):
             geometry.cam_ego2global[at].ravel(), doubles(decode(image[3][0])[1]), atol=1e-9
         )
         assert abs(geometry.cam_timestamp_ns[at] / 1e9 - doubles(image[5])[0]) < 1e-6
-        lens, k = doubles(calibrations[at + 1][2]), geometry.intrinsics[at]
+        lens = doubles(calibrations[at + 1][2])
+        k = geometry.intrinsics[at]
         np.testing.assert_allclose(
             [k[0, 0], k[1, 1], k[0, 2] + 0.5, k[1, 2] + 0.5, *geometry.dist[at][:5]], lens
         )

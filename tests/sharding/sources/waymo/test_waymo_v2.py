@@ -65,7 +65,8 @@ class TestWithLidar(TestWaymoParquet):
         return super().write(world, root)
 
     def test_each_range_image_is_read_once(self, tmp_path, monkeypatch):
-        spec, read = self.spec(tmp_path), []
+        spec = self.spec(tmp_path)
+        read = []
         plain = parquet_lidar._image
 
         def counted(batch, row, column, depth, where):
@@ -110,7 +111,8 @@ def file(component: str) -> str:
 
 
 POSE = "[VehiclePoseComponent].world_from_vehicle.transform"
-TIME, CAMERA = "key.frame_timestamp_micros", "key.camera_name"
+TIME = "key.frame_timestamp_micros"
+CAMERA = "key.camera_name"
 BAD = {
     "no images": (gone("camera_image"), r"camera_image/drive-0\.parquet' is not there"),
     "no calibration": (

@@ -106,7 +106,9 @@ def test_ranks_and_kills_do_not_show_in_the_bytes(base, tmp_path) -> None:
         out = tmp_path / str(world) / "teacher"
         assert [join(pid) for pid in ranks(base, out, world)] == [0] * world
         assert digests(out) == expected
-    rng, out, done = random.Random(0), tmp_path / "killed" / "teacher", 0
+    rng = random.Random(0)
+    out = tmp_path / "killed" / "teacher"
+    done = 0
     while done < NUM_KILLS:
         if (out / "dataset.json").exists():
             # A process that is killed after it wrote this file leaves its working folder, which the next one removes.

@@ -165,11 +165,9 @@ def test_tokens_are_those_of_the_tables_in_the_order_of_boxes(made, tmp_path) ->
     ids: dict[str, int] = {}
     for number in range(len(table)):
         row = table.row(number)
-        found, boxes, meta = (
-            values(source, info, row),
-            decode_arrays(row.boxes, Boxes),
-            decode_meta(row.meta),
-        )
+        found = values(source, info, row)
+        boxes = decode_arrays(row.boxes, Boxes)
+        meta = decode_meta(row.meta)
         assert found["description"] == scenes[meta.clip_name]
         tokens = json.loads(found["box_tokens"])
         assert len(tokens["annotation"]) == len(boxes.label) == 9

@@ -124,7 +124,9 @@ def test_series_are_read_by_time(tmp_path) -> None:
     )
     (made.root / "can_bus").mkdir()
     times = [row["timestamp"] for row in made.tables["sample"]][:6]
-    rng, low, high = np.random.default_rng(0), times[0] - 500_000, times[-1] + 500_000
+    rng = np.random.default_rng(0)
+    low = times[0] - 500_000
+    high = times[-1] + 500_000
     stamps = np.unique(rng.integers(times[0] - 900_000, times[-1] + 900_000, 200)).tolist()
     records = [{"utime": utime, "value": float(rng.normal())} for utime in stamps]
     records.insert(

@@ -63,7 +63,8 @@ def length(line: np.ndarray) -> float:
 
 
 def distance(points: np.ndarray, line: np.ndarray) -> np.ndarray:
-    a, step = line[:-1], np.diff(line, axis=0)
+    a = line[:-1]
+    step = np.diff(line, axis=0)
     share = ((points[:, None] - a) * step).sum(-1) / np.maximum((step * step).sum(-1), 1e-12)
     return np.linalg.norm(
         points[:, None] - a - np.clip(share, 0, 1)[..., None] * step, axis=-1
@@ -75,7 +76,8 @@ def test_pieces_are_what_of_a_line_is_in_the_window() -> None:
     num_pieces = 0
     for _ in range(60):
         line = np.cumsum(rng.normal(0, 40, (8, 2)), 0)
-        pieces, points = list(cut(line)), dense(line)
+        pieces = list(cut(line))
+        points = dense(line)
         inside = (np.abs(points) <= HALF_M).all(1)
         num_pieces += len(pieces)
         if not pieces:

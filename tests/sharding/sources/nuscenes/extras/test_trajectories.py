@@ -73,7 +73,8 @@ def test_the_step_of_the_sample_is_its_boxes(made, tmp_path) -> None:
     source, _, table = scan(made, tmp_path)
     for number in (0, 7, 17):
         row = table.row(number)
-        boxes, found = decode_arrays(row.boxes, Boxes), value(source, row, AGENTS)
+        boxes = decode_arrays(row.boxes, Boxes)
+        found = value(source, row, AGENTS)
         np.testing.assert_allclose(found["position"][:, PAST], boxes.boxes3d[:, :3], atol=1e-4)
         np.testing.assert_allclose(found["yaw"][:, PAST, 0], boxes.boxes3d[:, 6], atol=1e-5)
         assert (found["valid"][:, PAST] == 1).all()
